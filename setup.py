@@ -1,0 +1,98 @@
+"""Builds the C++ parts into the package; all else that describes it stands in pyproject.toml.
+
+Two libraries: `megalite.data._index_builder` on pybind11, without which nothing trains, and
+`megalite.kernels._C` on torch's stable ABI, whose place plain PyTorch takes where it cannot be built.
+"""
+
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from glob import glob
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+
+# The oldest torch that the library runs on, whichever newer one it is built with.
+TORCH_TARGET_VERSION = "0x020B000000000000"
+
+# The random numbers are the same bits on every machine only if a * b + c is rounded twice; the other two
+# let loops with square roots and comparisons vectorise and change no result.
+EXACT_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+
+
+def index_builder() -> Extension:
+    """The sample indices of the data, in C++."""
+    return Pybind11Extension(
+        "megalite.data._index_builder", ["csrc/index_builder.cpp"], cxx_std=17, extra_compile_args=["-O3"]
+    )
+
+
+def kernels() -> list[Extension]:
+    """The compiled kernels, if torch can be found by this build."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not torch.submodule_search_locations:
+        logging.warning(
+            "megalite.kernels._C is left out, as the build environment has no torch: plain PyTorch serves. "
+            "To build it: pip install --no-build-isolation ."
+        )
+        return []
+    root = Path(torch.submodule_search_locations[0])
+    # CUDA sources (csrc/cuda) join this list where torch.version.cuda is set and nvcc is there.
+    sources = ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))]
+    extension = Extension(
+        "megalite.kernels._C",
+        sources,
+        include_dirs=[str(root / "include")],
+        library_dirs=[str(root / "lib")],
+        libraries=["torch_cpu"],  # loaded already wherever torch is imported: no path to it is recorded
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("Py_LIMITED_API", "0x030A0000")],
+        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", *EXACT_FLAGS],
+        py_limited_api=True,
+        optional=True,
+        language="c++",
+    )
+    return [extension]
+
+
+def is_stale(object_file: str, source: str) -> bool:
+    """Whether a source must be compiled again: it, a header or this file changed."""
+    built = Path(object_file)
+    needed = [Path(source), *map(Path, HEADERS), Path("setup.py")]
+    return not built.exists() or any(path.stat().st_mtime > built.stat().st_mtime for path in needed)
+
+
+class BuildExt(build_ext):
+    """Compiles only what changed.
+
+    In an editable install too, which setuptools would build in a fresh folder each time.
+    """
+
+    def finalize_options(self) -> None:
+        """Gives an editable install a fixed folder, one for each Python."""
+        super().finalize_options()
+        if self.editable_mode:
+            folder = Path("build") / f"editable-{sys.implementation.cache_tag}"
+            self.build_temp, self.build_lib = str(folder / "temp"), str(folder / "lib")
+
+    def build_extension(self, ext: Extension) -> None:
+        """Builds a library, and leaves no older one behind if that fails."""
+        ext.depends = [*HEADERS, "setup.py"]
+        try:
+            super().build_extension(ext)
+        except Exception:
+            for folder in (Path(self.build_lib), Path()):
+                (folder / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+            raise
+
+
+# Without an environment of the build's own nobody checks what pyproject.toml asks for.
+if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
+    raise SystemExit("megalite needs setuptools 77.0.3 or newer to build: pip install --upgrade setuptools")
+
+ParallelCompile("MAX_JOBS", needs_recompile=is_stale).install()
+setup(ext_modules=[index_builder(), *kernels()], cmdclass={"build_ext": BuildExt})
