@@ -1,0 +1,66 @@
+"""The range of each numeric field by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from megalite.config.flags import flag_of
+from megalite.config.problem import Problem
+
+if TYPE_CHECKING:
+    from megalite.config.config import Config
+
+
+class Range(NamedTuple):
+    """Values that a field may take."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
+NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
+FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
+
+_FIELDS_OF_RANGE = {
+    POSITIVE: """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
+        max_position_embeddings vocab_size make_vocab_size_divisible_by pad_vocab_size_to rotary_base
+        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size pipeline_layers
+        ddp_bucket_size distributed_timeout_minutes num_threads lr_decay_iters lr_wsd_decay_iters
+        micro_batch_size global_batch_size train_iters eval_interval exit_interval exit_duration_in_mins
+        save_interval log_interval tensorboard_queue_size""",
+    NOT_NEGATIVE: """
+        norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_init weight_decay adam_eps
+        clip_grad eval_iters""",
+    FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
+    SEED: "seed",
+}
+RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()}
+"""The range of every numeric field; of each element where the field holds several."""
+
+
+def range_problems(config: Config) -> Iterator[Problem]:
+    """Finds fields whose value is outside what the field may be, whatever the others are."""
+    for group in fields(config):
+        part = getattr(config, group.name)
+        hints = get_type_hints(type(part))
+        for field in fields(part):
+            yield from _field_problems(field.name, hints[field.name], getattr(part, field.name))
+
+
+def _field_problems(name: str, hint: Any, value: Any) -> Iterator[Problem]:
+    if value is None:
+        return
+    flag = flag_of(name)
+    allowed = RANGES.get(name)
+    if allowed is not None:
+        values = value if isinstance(value, tuple) else (value,)
+        for wrong in (item for item in values if not allowed.holds(item)):
+            yield Problem((name,), f"{flag} {wrong} is out of range: it must be {allowed.words}")
+    elif get_origin(hint) is Literal and value not in get_args(hint):
+        yield Problem((name,), f"{flag} {value} is not known: choose one of {', '.join(get_args(hint))}")

@@ -1,0 +1,66 @@
+"""All of a config's mistakes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from megalite.config.problem import Problem, one_line
+from megalite.config.ranges import range_problems
+from megalite.config.rules import layout, learning_rate, model, run
+
+if TYPE_CHECKING:
+    from megalite.config.config import Config
+    from megalite.config.problem import Rule
+
+RULES: tuple[Rule, ...] = (
+    model.head_size,
+    model.query_groups,
+    model.position_table,
+    layout.tensor_parallel,
+    layout.grouped_heads,
+    layout.pipeline,
+    layout.world,
+    layout.batch,
+    learning_rate.bounds,
+    learning_rate.warmup,
+    learning_rate.wsd,
+    run.required,
+    run.split,
+    run.tokenizer,
+    run.profiler,
+)
+"""Every rule between fields; a new one is a function and a line here."""
+
+
+def problems_of(config: Config, world_size: int | None, doubted: Collection[str] = ()) -> list[str]:
+    """Everything that is wrong with a config, in words.
+
+    Args:
+        config: what to check.
+        world_size: ranks that were started; None leaves out what depends on it.
+        doubted: fields whose value is already known to be wrong; nothing that rests on them is told.
+    """
+    problems = [problem for problem in range_problems(config) if problem.fields[0] not in doubted]
+    wrong = {*doubted, *(name for problem in problems for name in problem.fields)}
+    sound = _with_defaults(config, wrong)
+    problems += [
+        problem for problem in _broken_rules(sound, world_size) if not wrong.intersection(problem.fields)
+    ]
+    return [one_line(problem.text) for problem in problems]
+
+
+def _broken_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
+    for rule in RULES:
+        yield from rule(config, world_size)
+
+
+def _with_defaults(config: Config, names: Collection[str]) -> Config:
+    """The config with these fields at their defaults, so that no rule divides by a zero in them."""
+    parts = {}
+    for group in fields(config):
+        part = getattr(config, group.name)
+        defaults = {field.name: field.default for field in fields(part) if field.name in names}
+        parts[group.name] = replace(part, **defaults)
+    return replace(config, **parts)

@@ -1,0 +1,46 @@
+"""The logger of every part of megalite: one stream, quiet on every rank but the first."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+log = logging.getLogger("megalite")
+
+EVERY_RANK = {"every_rank": True}
+"""Pass as ``extra`` for a message that each rank must tell: ``log.warning("…", extra=EVERY_RANK)``."""
+
+THIS_RANK = {"this_rank": True}
+"""Pass as ``extra`` for a message that this rank tells for all ranks: printed as it is, whichever it is."""
+
+
+class _RankFilter(logging.Filter):
+    """Lets rank 0 speak, and the others only where a message says so."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "every_rank", False):
+            record.msg = f"[rank {self.rank}] {record.msg}"
+            return True
+        return self.rank == 0 or getattr(record, "this_rank", False)
+
+
+class _Formatter(logging.Formatter):
+    """Prints a message as it is, and names its level from WARNING up."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
+
+
+def configure_logging(rank: int, level: int = logging.INFO) -> None:
+    """Sends megalite's messages to standard output; call it once a process, before the first message."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Formatter())
+    handler.addFilter(_RankFilter(rank))
+    log.handlers[:] = [handler]
+    log.setLevel(level)
+    log.propagate = False

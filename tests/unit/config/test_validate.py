@@ -1,0 +1,237 @@
+"""What makes a config sound: every rule, in words that name the flags."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from megalite.cli import parse
+from megalite.cli.fields import config_fields, fields_by_flag
+from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config.ranges import RANGES
+from megalite.errors import ConfigError, UserError
+
+ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
+
+
+def told(line: str, world_size: int | None = None) -> list[str]:
+    config, _ = parse(shlex.split(ENOUGH + line))
+    try:
+        config.validate(world_size)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config().validate()
+    assert [problem[:13] for problem in caught.value.problems] == [
+        "--train-iters",
+        "--data-path i",
+        "the vocabular",
+    ]
+
+
+RULES = [
+    ("--num-attention-heads 10", None, "--hidden-size 768 is not divisible by --num-attention-heads 10"),
+    (
+        "--hidden-size 12 --num-attention-heads 4 --position-embedding-type rope",
+        None,
+        "even head size, not 3",
+    ),
+    ("--num-query-groups 5", None, "--num-attention-heads 12 is not divisible by --num-query-groups 5"),
+    ("--seq-length 2048 --max-position-embeddings 1024", None, "--seq-length 2048 is longer than --max-pos"),
+    ("--num-attention-heads 6 --tp 4", 4, "--num-attention-heads 6 is not divisible by --tp 4"),
+    (
+        "--ffn-hidden-size 3074 --tp 4",
+        4,
+        "--ffn-hidden-size 3074 is not divisible by --tp 4: give one that is, such as 3076",
+    ),
+    (
+        "--pad-vocab-size-to 1001 --tp 2",
+        2,
+        "--pad-vocab-size-to 1001 is not divisible by --tensor-model-parallel-size 2",
+    ),
+    ("--vocab-size 257 --pad-vocab-size-to 256", None, "256 is smaller than the vocabulary of 257 tokens"),
+    (
+        "--num-query-groups 3 --tp 2",
+        2,
+        "--num-query-groups 3 with --tp 2: one must be divisible by the other",
+    ),
+    (
+        "--num-attention-heads 12 --num-query-groups 4 --tp 6",
+        6,
+        "--num-query-groups 4 with --tp 6: one must be",
+    ),
+    ("--num-attention-heads 6 --num-query-groups 2 --tp 6 --kv-channels 1", 6, "5 rows of a group"),
+    ("--num-layers 3 --pp 4", 4, "--num-layers 3 is fewer than --pp 4 stages"),
+    ("--num-layers 7 --pp 2", 2, "or give each stage's layers, as in --pipeline-layers 4 3"),
+    ("--pipeline-layers 3 9 --pp 3", 3, "--pipeline-layers 3 9 names 2 stages, but --pp is 3"),
+    ("--pipeline-layers 3 8 --pp 2", 2, "--pipeline-layers 3 8 add up to 11, not to --num-layers 12"),
+    ("--tp 2 --pp 2", 6, "world size 6 is not a multiple of --tp 2 x --pp 2 = 4: start 8 ranks"),
+    ("--tp 2 --pp 2", 2, "start 4 ranks"),
+    ("--tp 2 --dp 2", 8, "world size 8 is not --tp 2 x --pp 1 x --dp 2 = 4"),
+    (
+        "--micro-batch-size 4 --global-batch-size 6",
+        None,
+        "6 is not divisible by --micro-batch-size 4: give 8",
+    ),
+    (
+        "--micro-batch-size 2 --global-batch-size 6",
+        4,
+        "--micro-batch-size 2 x data-parallel size 4 = 8: give 8",
+    ),
+    ("--lr 1e-4 --min-lr 1e-3", None, "--min-lr 0.001 is above --lr 0.0001"),
+    ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both give the warm-up"),
+    ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),
+    ("--lr-warmup-iters 50 --lr-decay-iters 50", None, "does not end before --lr-decay-iters 50"),
+    ("--lr-decay-style WSD", None, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 101",
+        None,
+        "--lr-wsd-decay-iters 101 is more than the 100 iter",
+    ),
+    ("--split 1,2,3,4", None, "--split 1,2,3,4 is no split"),
+    ("--split 0,0,0", None, "--split 0,0,0 is no split"),
+    ("--split a,b", None, "--split a,b is no split"),
+    ("--split=-1,2", None, "--split -1,2 is no split"),
+    (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+        None,
+        "tokenizer GPT2BPETokenizer needs --merge-file",
+    ),
+    ("--tokenizer-type HuggingFaceTokenizer", None, "--tokenizer-model or --tokenizer-name-or-path"),
+    ("--tokenizer-type NullTokenizer", None, "the vocabulary is not known: give --vocab-size"),
+    ("--profile-execution", None, "--profile-execution needs --tensorboard-dir"),
+    ("--hidden-dropout 1", None, "--hidden-dropout 1.0 is out of range: it must be at least 0 and below 1"),
+    ("--num-layers 0", None, "--num-layers 0 is out of range: it must be greater than 0"),
+    ("--lr nan", None, "--lr nan is out of range"),
+    ("--clip-grad inf", None, "--clip-grad inf is out of range"),
+    ("--seed 4294967296", None, "--seed 4294967296 is out of range"),
+    ("--pipeline-layers 12 0 --pp 2", 2, "--pipeline-layers 0 is out of range"),
+]
+
+
+@pytest.mark.parametrize(("line", "world_size", "expected"), RULES)
+def test_each_rule_alone(line: str, world_size: int | None, expected: str) -> None:
+    # The last --tokenizer-type counts, so a line may give its own.
+    found = told(line, world_size)
+    assert len(found) == 1, found
+    assert expected in found[0]
+    assert ":" in found[0], "cause, then fix"
+
+
+@pytest.mark.parametrize(("line", "world_size", "expected"), RULES)
+def test_messages_name_flags_that_exist(line: str, world_size: int | None, expected: str) -> None:
+    for flag in re.findall(r"--[a-z][a-z-]*", told(line, world_size)[0]):
+        assert flag in fields_by_flag() or flag == "--nproc-per-node", flag
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size"),
+    [
+        ("--tp 4 --num-attention-heads 8 --num-query-groups 2", 4),
+        ("--tp 2 --num-query-groups 4", 8),
+        ("--num-layers 7 --pp 2 --pipeline-layers 3 4", 2),
+        ("--position-embedding-type alibi --seq-length 4096 --max-position-embeddings 64", 1),
+        ("--kv-channels 80 --num-attention-heads 10", 1),
+        ("--lr-warmup-iters 99", 1),
+        ("--save x", 1),
+        ("--eval-iters 0", 1),
+        ("--split 100", 1),
+        ("--split 0.9,0.05,0.05", 1),
+        ("--micro-batch-size 3 --dp 2 --global-batch-size 12", None),
+        ("--tp 8 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257", 8),
+    ],
+)
+def test_what_is_sound_is_let_through(line: str, world_size: int | None) -> None:
+    assert told(line, world_size) == []
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    found = told(
+        "--num-attention-heads 10 --num-layers 7 --pp 2 --tp 4 --global-batch-size 3 --micro-batch-size 2", 6
+    )
+    assert len(found) == 5
+
+
+def test_a_wrong_value_does_not_bring_up_others() -> None:
+    assert told("--num-attention-heads 0 --tp 0 --micro-batch-size 0 --global-batch-size 7", 4) == [
+        "--num-attention-heads 0 is out of range: it must be greater than 0",
+        "--tp 0".replace("--tp", "--tensor-model-parallel-size")
+        + " is out of range: it must be greater than 0",
+        "--micro-batch-size 0 is out of range: it must be greater than 0",
+    ]
+
+
+def test_every_number_has_a_range_and_every_other_value_its_choices() -> None:
+    assert set(RANGES) == {field.name for field in config_fields() if field.kind.item in (int, float)}
+    config = Config(model=ModelConfig(normalization="Batch"))  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="--normalization Batch is not known: choose one of LayerNorm, RMSNorm"
+    ):
+        config.validate()
+
+
+def test_choices_are_strings() -> None:
+    for group in fields(Config):
+        for hint in get_type_hints(type(getattr(Config(), group.name))).values():
+            if get_origin(hint) is Literal:
+                assert all(isinstance(choice, str) for choice in get_args(hint))
+
+
+def test_tokenizers_are_those_that_can_be_built() -> None:
+    from megalite.config.data import TokenizerType
+    from megalite.data.tokenizer import TOKENIZER_TYPES
+
+    assert set(get_args(TokenizerType)) == set(TOKENIZER_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "rows"),
+    [
+        (ModelConfig(vocab_size=50257), 1, 50304),
+        (ModelConfig(vocab_size=50257), 3, 50304),
+        (ModelConfig(vocab_size=50257), 5, 50560),
+        (ModelConfig(vocab_size=257, make_vocab_size_divisible_by=1), 4, 260),
+        (ModelConfig(vocab_size=128), 8, 128),
+        (ModelConfig(vocab_size=250680, pad_vocab_size_to=250880), 8, 250880),
+    ],
+)
+def test_padded_vocabulary(model: ModelConfig, tp: int, rows: int) -> None:
+    assert model.padded_vocab_size(tp) == rows
+
+
+def test_padded_vocabulary_wants_a_vocabulary() -> None:
+    with pytest.raises(UserError, match="--vocab-size"):
+        ModelConfig().padded_vocab_size(1)
+    with pytest.raises(UserError, match="smaller"):
+        ModelConfig(vocab_size=9, pad_vocab_size_to=8).padded_vocab_size(1)
+
+
+def test_derived_sizes() -> None:
+    assert ModelConfig().ffn_size == 3072
+    assert (
+        ModelConfig(hidden_size=4096, activation="swiglu").ffn_size == 10944
+    )  # 10922.67 up to a multiple of 64
+    assert ModelConfig(hidden_size=64, activation="swiglu").ffn_size == 192
+    assert ModelConfig(ffn_hidden_size=5).ffn_size == 5
+    assert (ModelConfig().head_dim, ModelConfig(kv_channels=80).head_dim) == (64, 80)
+    assert (ModelConfig().num_kv_heads, ModelConfig(num_query_groups=3).num_kv_heads) == (12, 3)
+    assert (ModelConfig().num_positions, ModelConfig(max_position_embeddings=7).num_positions) == (1024, 7)
+
+
+def test_batches() -> None:
+    config = Config(
+        parallel=ParallelConfig(2, 2), training=TrainingConfig(micro_batch_size=2, global_batch_size=24)
+    )
+    assert config.data_parallel_size(12) == 3
+    assert (config.global_batch(3), config.num_microbatches(3)) == (24, 4)
+    alone = Config(training=TrainingConfig(micro_batch_size=2), optimizer=OptimizerConfig())
+    assert (alone.global_batch(3), alone.num_microbatches(3)) == (6, 1)
