@@ -1,0 +1,28 @@
+"""How a program ends on a user's mistake."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from megalite.errors import UserError
+
+
+def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
+    """Runs a program; on a user's mistake prints its lines and exits with status 1.
+
+    Rank 0 prints, one `error: ` line a mistake, and another rank what it alone may have met. Any other
+    exception keeps its traceback.
+    """
+    try:
+        main(arguments)
+    except UserError as error:
+        if is_first_rank() or error.on_one_rank:
+            sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+        raise SystemExit(1) from None
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the launcher's rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"

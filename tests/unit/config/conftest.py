@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+
+import pytest
+
+from megalite.cli import parse
+from megalite.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher around the test."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def problems() -> Callable[[str], list[str]]:
+    """The mistakes of a command line."""
+
+    def of(line: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            parse(shlex.split(line))
+        return list(caught.value.problems)
+
+    return of
