@@ -1,0 +1,55 @@
+// Normal numbers by counter on the CPU; what it computes is told in megalite/kernels/normal.py.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "../ops.h"
+#include "dtype.h"
+#include "isa.h"
+
+namespace megalite::cpu {
+namespace {
+
+constexpr int kPieceWords = 512;     // random words made at a time: they stay in the first-level cache
+constexpr int64_t kGrain = 1 << 13;  // elements that are worth a thread
+
+// `count` consecutive elements of the full tensor from `index` on.
+template <class T>
+MEGALITE_INLINE void fill_span(
+    T* __restrict out, int64_t count, uint64_t index, uint64_t key, double std, double mean) {
+  alignas(64) uint32_t words[kPieceWords];
+  while (count > 0) {
+    const int skip = static_cast<int>(index % kWordsPerBlock);
+    const int num = static_cast<int>(std::min<int64_t>(count, kPieceWords - skip));
+    random_words(words, index / kWordsPerBlock, (skip + num + kWordsPerBlock - 1) / kWordsPerBlock, 0, key);
+    for (int i = 0; i < num; ++i) {
+      out[i] = narrow<T>(static_cast<Wide<T>>(standard_normal(words[skip + i]) * std + mean));
+    }
+    out += num, index += num, count -= num;
+  }
+}
+
+}  // namespace
+
+void fill_normal_(
+    torch::stable::Tensor out, double std, double mean, int64_t key, int64_t base, int64_t run_length,
+    int64_t run_stride) {
+  STD_TORCH_CHECK(out.is_contiguous(), "fill_normal_: out must be contiguous");
+  STD_TORCH_CHECK(run_length > 0, "fill_normal_: run_length must be positive");
+  dispatch_floating(out, [&](auto element) {
+    using T = decltype(element);
+    T* target = static_cast<T*>(out.mutable_data_ptr());
+    torch::stable::parallel_for(0, out.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      run_for_isa([&]() MEGALITE_BODY {
+        for (int64_t at = begin; at < end;) {
+          const int64_t run = at / run_length, offset = at % run_length;
+          const int64_t count = std::min(run_length - offset, end - at);
+          fill_span(target + at, count, base + run * run_stride + offset, key, std, mean);
+          at += count;
+        }
+      });
+    });
+  });
+}
+
+}  // namespace megalite::cpu

@@ -1,0 +1,101 @@
+"""Dropout by counter: a mask that depends on the sample and the element alone.
+
+Neither layout, microbatch size, recomputation nor resumption changes a mask, and none is ever stored: the
+backward computes it again.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+from megalite.kernels.philox import random_words, signed64
+
+_OP = f"{NAMESPACE}::dropout"
+_PIECE = 1 << 20  # elements the reference computes at a time: bounds its int64 temporaries
+
+torch.library.define(
+    _OP, "(Tensor x, Tensor sample_numbers, float p, int key, int base, int stride) -> Tensor"
+)
+
+
+def dropout(
+    x: Tensor, p: float, key: int, sample_numbers: Tensor, *, base: int = 0, stride: int | None = None
+) -> Tensor:
+    """Zeroes each element with probability `p` and scales the others by 1 / (1 - p).
+
+    `x` is [outer, b, *rest] with the sample in dim 1. Within its sample, element (o, ..., r) has the index
+    `base + o * stride + r`, r being its linear index in `rest`; with the same key, sample number and index
+    it meets the same fate everywhere. It is kept if its random 32-bit word is at least round(p * 2^32).
+
+    Hidden states [s, b, h] need only the defaults, a shard of the sequence base = first position * h.
+    Attention probabilities [b, heads, s, s] go in as `x.unsqueeze(0)`, with base = first head * s * s.
+
+    Args:
+        x: [outer, b, *rest], fp64, fp32, bf16 or fp16.
+        p: probability of a zero, 0 <= p < 1; at 0 `x` itself comes back.
+        key: 64 bits, from `site_key(seed, site's name)`.
+        sample_numbers: int64, [b], each sample's number in the run.
+        base: index of the first element within the sample's full tensor.
+        stride: distance between `outer` neighbours in the sample's full tensor; the size of `rest` by
+            default.
+
+    Raises:
+        ValueError: `p` out of range, sample numbers that do not fit dim 1 of `x`, or a negative index.
+    """
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout needs 0 <= p < 1: got {p}")
+    if x.dim() < 2 or sample_numbers.shape != x.shape[1:2] or sample_numbers.dtype != torch.int64:
+        raise ValueError(
+            f"dropout needs x [outer, b, ...] and int64 sample_numbers [b]: got {tuple(x.shape)} and "
+            f"{sample_numbers.dtype} {tuple(sample_numbers.shape)}"
+        )
+    distance = math.prod(x.shape[2:]) if stride is None else stride
+    if base < 0 or distance < 0:
+        raise ValueError(f"dropout needs base >= 0 and stride >= 0: got {base} and {distance}")
+    if p == 0.0:
+        return x
+    result: Tensor = torch.ops.megalite.dropout(x, sample_numbers, p, signed64(key), base, distance)
+    return result
+
+
+def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, stride: int) -> Tensor:
+    """Plain PyTorch implementation: bitwise equal to the compiled one."""
+    outer, num_samples = x.shape[:2]
+    rest = math.prod(x.shape[2:])
+    flat = x.reshape(outer, num_samples, rest)
+    threshold = min(round(p * 2**32), 2**32 - 1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = 1.0 / (1.0 - p)  # torch rounds it to the dtype of the product
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    first = base + stride * torch.arange(outer, device=x.device).unsqueeze(-1)  # [outer, 1]
+    width = max(1, _PIECE // max(1, outer * num_samples))
+    for begin in range(0, rest, width):
+        piece = flat[..., begin : begin + width]
+        keep = random_words(first + begin, piece.shape[-1], sample_numbers, key) >= threshold
+        kept = (piece.to(wide) * scale).to(x.dtype)
+        out[..., begin : begin + width] = torch.where(keep, kept, torch.zeros_like(kept))
+    return out.view(x.shape)
+
+
+torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+
+
+@torch.library.register_fake(_OP)
+def _fake(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, stride: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, sample_numbers, *ctx.site = inputs
+    ctx.save_for_backward(sample_numbers)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (sample_numbers,) = ctx.saved_tensors
+    return torch.ops.megalite.dropout(grad, sample_numbers, *ctx.site), None, None, None, None, None
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,0 +1,173 @@
+"""Philox4x32-10, the counter-based generator behind every random number, in plain PyTorch.
+
+A random number is a pure function of (key, sample, element): the key names the site (a parameter, a
+dropout), the sample is its number in the run, the element its index in the *full* tensor. Who computes it,
+and in which order, makes no difference. `csrc/philox.h` is the same arithmetic in C++, operation by
+operation, and both give the same bits: IEEE 754 fixes fp64 add, multiply and divide to the last bit, and
+nothing else is used. Logarithm and square root are our own: torch's go through MKL on some processors,
+where even the square root is not the nearest.
+
+Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox);
+Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988
+(PPND16).
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+# AS 241, lowest power first. Its third region (p < exp(-25)) is out of reach: p is at least 2^-33.
+_CENTRAL_NUM = (
+    3.3871328727963666080e0,
+    1.3314166789178437745e2,
+    1.9715909503065514427e3,
+    1.3731693765509461125e4,
+    4.5921953931549871457e4,
+    6.7265770927008700853e4,
+    3.3430575583588128105e4,
+    2.5090809287301226727e3,
+)
+_CENTRAL_DEN = (
+    1.0,
+    4.2313330701600911252e1,
+    6.8718700749205790830e2,
+    5.3941960214247511077e3,
+    2.1213794301586595867e4,
+    3.9307895800092710610e4,
+    2.8729085735721942674e4,
+    5.2264952788528545610e3,
+)
+_TAIL_NUM = (
+    1.42343711074968357734e0,
+    4.63033784615654529590e0,
+    5.76949722146069140550e0,
+    3.64784832476320460504e0,
+    1.27045825245236838258e0,
+    2.41780725177450611770e-1,
+    2.27238449892691845833e-2,
+    7.74545014278341407640e-4,
+)
+_TAIL_DEN = (
+    1.0,
+    2.05319162663775882187e0,
+    1.67638483018380384940e0,
+    6.89767334985100004550e-1,
+    1.48103976427480074590e-1,
+    1.51986665636164571966e-2,
+    5.47593808499534494600e-4,
+    1.05075007164441684324e-9,
+)
+_LN2 = 0.69314718055994530942
+_INVERSE_SQRT_GUESS = 0x5FE6EB50C7B537A9  # minus half the bits of x: 1 / sqrt(x), 3.4% off at most
+_SQRT_HALF = 0.70710678118654752440
+# log((1 + s) / (1 - s)) = s * (2 + 2/3 s^2 + 2/5 s^4 + ...); where |s| < 0.172, 12 terms leave under 1e-18.
+_LOG_SERIES = tuple(2.0 / (2 * k + 1) for k in range(12))
+
+
+def site_key(seed: int, name: str) -> int:
+    """Derives the 64-bit key of the site called `name`: a parameter's full name, or a dropout's.
+
+    A hash and not a counter, so that adding a site leaves every other site's numbers as they were.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def signed64(value: int) -> int:
+    """Maps a 64-bit word to the signed integer of the same bits, the only kind an operator's schema carries.
+
+    Raises:
+        ValueError: `value` is not in [0, 2^64).
+    """
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"a Philox key has 64 bits: got {value}; derive it with site_key(seed, name)")
+    return value - (1 << 64) if value >> 63 else value
+
+
+def philox(counter: Sequence[Tensor], key: int) -> list[Tensor]:
+    """Philox4x32-10: four random 32-bit words from four counter words and a 64-bit key.
+
+    Words are int64 tensors with values in [0, 2^32), lowest word first. A 32 by 32 bit product wraps into
+    the sign bit of int64; the masks bring both halves back.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _MASK32, (key >> 32) & _MASK32
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & _MASK32, (product1 >> 32) & _MASK32
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _MASK32, high0 ^ c3 ^ k1, product0 & _MASK32
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def random_words(first: Tensor, length: int, sample: Tensor, key: int) -> Tensor:
+    """Random 32-bit words of the elements first, first + 1, ... first + length - 1 of each sample.
+
+    Element e of sample n is word e % 4 of the block with counter (e // 4, n), 64 bits each.
+
+    Args:
+        first: int64, [...], index of the first element.
+        length: how many consecutive elements.
+        sample: int64, broadcastable against `first`.
+        key: 64 bits, signed or unsigned.
+
+    Returns:
+        int64 in [0, 2^32), [..., length].
+    """
+    first, sample = torch.broadcast_tensors(first, sample)
+    num_blocks = (length + 6) // 4  # the first element is word 3 of its block at worst
+    block = (first >> 2).unsqueeze(-1) + torch.arange(num_blocks, device=first.device)
+    sample = sample.unsqueeze(-1).expand_as(block)
+    counter = [word for value in (block, sample) for word in (value & _MASK32, (value >> 32) & _MASK32)]
+    words = torch.stack(philox(counter, key), dim=-1).flatten(-2)  # [..., num_blocks * 4]
+    position = (first & 3).unsqueeze(-1) + torch.arange(length, device=first.device)
+    return words.gather(-1, position)
+
+
+def standard_normal(words: Tensor) -> Tensor:
+    """Maps 32-bit words to fp64 standard normal numbers by the inverse of the distribution function (AS 241).
+
+    The uniform number (word + 1/2) / 2^32 is exact in fp64; |normal| is at most 6.34. Scalars are only added
+    and multiplied: CUDA turns a division by a scalar into a product with its reciprocal, which rounds
+    differently.
+    """
+    p = (words.double() + 0.5) * 2.0**-32
+    q = p - 0.5
+    central = q.abs() <= 0.425
+    tail = torch.where(q < 0, p, 1.0 - p)
+    r = torch.where(central, 0.180625 - q * q, _sqrt(-_log(tail)) - 1.6)
+    num = torch.where(central, _horner(_CENTRAL_NUM, r), _horner(_TAIL_NUM, r))
+    den = torch.where(central, _horner(_CENTRAL_DEN, r), _horner(_TAIL_DEN, r))
+    factor = torch.where(central, q, q.sign())
+    return factor * num / den
+
+
+def _log(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [1/2, 1)
+    low = mantissa < _SQRT_HALF
+    mantissa = torch.where(low, mantissa + mantissa, mantissa)
+    exponent = exponent - low.to(exponent.dtype)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    return exponent.double() * _LN2 + s * _horner(_LOG_SERIES, s * s)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    inverse = (_INVERSE_SQRT_GUESS - (x.view(torch.int64) >> 1)).view(torch.float64)
+    half = 0.5 * x
+    for _ in range(4):
+        inverse = inverse * (1.5 - half * inverse * inverse)
+    return x * inverse
+
+
+def _horner(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * x + coefficient
+    return value
