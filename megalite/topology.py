@@ -1,0 +1,216 @@
+"""Where this rank stands in the world: the axes pp, dp and tp over torch's DeviceMesh.
+
+``rank = (pp.rank * dp.size + dp.rank) * tp.size + tp.rank``: ranks of one tensor-parallel group are
+neighbours (they talk most and share a node), pipeline stages are farthest apart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megalite.config import ParallelConfig
+from megalite.errors import UserError
+
+AXES = ("pp", "dp", "tp")
+"""Mesh axes, outermost first. A further axis is an entry here and a size in `_axis_sizes`."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as one rank sees it.
+
+    Attributes:
+        size: number of ranks along the axis.
+        rank: this rank's coordinate, in [0, size).
+        ranks: global ranks along the axis, in order of their coordinate.
+        group: process group of those ranks.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process: torchrun, or a plain python with the same variables set."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @staticmethod
+    def from_environment() -> Launch:
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; with none of them set there is one rank.
+
+        Raises:
+            UserError: some of the variables that ``env://`` needs are set and others not, or are no numbers.
+        """
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        given = [name for name in needed if name in os.environ]
+        if not {"RANK", "WORLD_SIZE"} & set(given):
+            return Launch(0, 1, 0, 1)
+        if missing := [name for name in needed if name not in os.environ]:
+            raise UserError(
+                f"{', '.join(given)} set but not {', '.join(missing)}: set all four, or use torchrun"
+            )
+        rank, world_size = _environment_int("RANK"), _environment_int("WORLD_SIZE")
+        local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
+        if rank >= world_size or local_world_size == 0:
+            raise UserError(
+                f"RANK={rank}, WORLD_SIZE={world_size} and LOCAL_WORLD_SIZE={local_world_size} name no rank: "
+                "ranks count from 0, below the world's size"
+            )
+        return Launch(
+            rank, world_size, _environment_int("LOCAL_RANK", rank % local_world_size), local_world_size
+        )
+
+
+def _environment_int(name: str, default: int = 0) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"environment variable {name}={text!r} is no number: set it to a whole number")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place on every axis, its device, and the mesh that both come from."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    pp: Axis
+    dp: Axis
+    tp: Axis
+
+    @staticmethod
+    @contextmanager
+    def start(parallel: ParallelConfig, launch: Launch, init_file: Path | None = None) -> Iterator[Topology]:
+        """Joins the process group of the run and leaves it at the end.
+
+        Args:
+            parallel: sizes of the axes, backend and time-out.
+            launch: this process among the others.
+            init_file: rendezvous over this file instead of MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            UserError: the world's size is not tp * pp * dp. Raised before any process group starts, so on
+                every rank alike and without a hang.
+        """
+        sizes = _axis_sizes(parallel, launch.world_size)
+        device = _pick_device(parallel.distributed_backend, launch.local_rank)
+        _limit_threads(parallel.num_threads, device, launch.local_world_size)
+        alone = launch.world_size == 1 and init_file is None
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=None if alone else f"file://{init_file}" if init_file else "env://",
+            store=HashStore() if alone else None,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
+        try:
+            yield _from_mesh(sizes, launch.rank, device)
+        finally:
+            dist.destroy_process_group()
+
+    @staticmethod
+    @contextmanager
+    def fake(
+        parallel: ParallelConfig, world_size: int, rank: int, device: str = "meta"
+    ) -> Iterator[Topology]:
+        """Gives any rank of any world in this one process; its collectives move nothing."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        sizes = _axis_sizes(parallel, world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            yield _from_mesh(sizes, rank, torch.device(device))
+        finally:
+            dist.destroy_process_group()
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this rank writes log lines, metrics and TensorBoard: the last does, as Megatron's."""
+        return self.rank == self.world_size - 1
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Makes a user's mistake that some ranks meet in this block an error of all of them.
+
+        Without it the ranks that met none would wait in the next collective. The block holds no collective.
+        """
+        mistake: str | None = None
+        try:
+            yield
+        except UserError as error:
+            mistake = str(error)
+        mistakes: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(mistakes, mistake)
+        if first := next((text for text in mistakes if text), None):
+            raise UserError(first)
+
+
+def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int]:
+    """Sizes in the order of AXES; dp is what tp and pp leave of the world."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    dp = parallel.data_parallel_size or max(1, world_size // (tp * pp))
+    if tp * pp * dp != world_size:
+        raise UserError(
+            f"world size {world_size} is not tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}: "
+            f"start {tp * pp * dp} ranks (torchrun --nproc-per-node), or change --tp, --pp or --dp"
+        )
+    return pp, dp, tp
+
+
+def _pick_device(backend: str, local_rank: int) -> torch.device:
+    if backend != "gloo" and torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _limit_threads(num_threads: int | None, device: torch.device, local_world_size: int) -> None:
+    """One thread a rank where several share a machine's cores, unless told: more only fight each other."""
+    if num_threads is None and device.type == "cpu" and local_world_size > 1:
+        num_threads = 1
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def _from_mesh(sizes: tuple[int, int, int], rank: int, device: torch.device) -> Topology:
+    mesh_device = "cuda" if device.type == "cuda" else "cpu"
+    mesh = init_device_mesh(mesh_device, sizes, mesh_dim_names=AXES)
+    axes = {name: _axis(mesh, name) for name in AXES}
+    return Topology(rank=rank, world_size=mesh.size(), device=device, mesh=mesh, **axes)
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    along = mesh[name]
+    ranks = tuple(along.mesh.tolist())
+    return Axis(name, len(ranks), along.get_local_rank(), ranks, along.get_group())

@@ -1,0 +1,62 @@
+"""What several ranks do together before anything is computed."""
+
+import pytest
+
+from megalite.config import ParallelConfig
+from megalite.errors import ConfigError, UserError
+from megalite.local_ranks import RankError, run_ranks
+
+
+def agree(topology, faulty):
+    """What each rank meets when the ranks `faulty` meet a mistake."""
+    passed = False
+    try:
+        with topology.agreed():
+            if topology.rank in faulty:
+                raise UserError(f"mistake of {topology.rank}")
+            passed = True
+    except UserError as error:
+        return passed, str(error)
+    return passed, None
+
+
+def agree_on_all(topology):
+    return [agree(topology, faulty) for faulty in ((), (1,), (0, 1))]
+
+
+def raise_as(topology, kind):
+    if topology.rank == 1:
+        raise ConfigError(["one", "two"]) if kind == "user" else ZeroDivisionError("of rank 1")
+    topology.tp.group.barrier().wait()  # rank 1 never comes
+
+
+def place(topology):
+    return topology.rank, topology.pp.rank, topology.dp.rank, topology.tp.rank
+
+
+def test_one_ranks_mistake_is_everybodys():
+    results = run_ranks(agree_on_all, ParallelConfig(), 2)
+    assert results == [
+        [(True, None), (True, "mistake of 1"), (False, "mistake of 0")],
+        [(True, None), (False, "mistake of 1"), (False, "mistake of 0")],
+    ]
+
+
+def test_places_of_real_ranks():
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert run_ranks(place, parallel, 4) == [(0, 0, 0, 0), (1, 0, 0, 1), (2, 1, 0, 0), (3, 1, 0, 1)]
+
+
+def test_world_of_another_size_is_everybodys_mistake():
+    with pytest.raises(UserError, match="world size 3 is not tp 2"):
+        run_ranks(place, ParallelConfig(tensor_model_parallel_size=2), 3)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("user", ConfigError), ("defect", RankError)])
+def test_a_rank_that_raises_ends_those_that_wait(kind, error):
+    with pytest.raises(error) as caught:
+        run_ranks(raise_as, ParallelConfig(tensor_model_parallel_size=2), 2, kind, timeout=20.0)
+    if kind == "user":
+        assert str(caught.value) == "one\ntwo"
+    else:
+        assert "rank 1:" in str(caught.value) and "ZeroDivisionError: of rank 1" in str(caught.value)

@@ -1,0 +1,118 @@
+"""Who is where in the world, and what the launcher may say of it."""
+
+import itertools
+
+import pytest
+import torch.distributed as dist
+
+from megalite.config import ParallelConfig
+from megalite.errors import UserError
+from megalite.topology import Launch, Topology
+
+WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def layout(tp=1, pp=1, dp=None):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp
+    )
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets exactly these variables of the launcher's."""
+
+    def set_variables(variables):
+        for name in (*WORLD, *LOCAL):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+@pytest.mark.parametrize("rank", [0, 7, 8, 1023, 1024, 2345, 4095])
+def test_ranks_of_a_large_world(rank):
+    tp_size, pp_size, dp_size = 8, 4, 128
+    with Topology.fake(layout(tp_size, pp_size), 4096, rank) as topology:
+        tp, dp, pp = rank % tp_size, rank // tp_size % dp_size, rank // (tp_size * dp_size)
+        assert (topology.tp.rank, topology.dp.rank, topology.pp.rank) == (tp, dp, pp)
+        assert (topology.tp.size, topology.dp.size, topology.pp.size) == (tp_size, dp_size, pp_size)
+        assert topology.tp.ranks == tuple((pp * dp_size + dp) * tp_size + i for i in range(tp_size))
+        assert topology.dp.ranks == tuple((pp * dp_size + i) * tp_size + tp for i in range(dp_size))
+        assert topology.pp.ranks == tuple((i * dp_size + dp) * tp_size + tp for i in range(pp_size))
+        for axis in (topology.tp, topology.dp, topology.pp):
+            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+            assert (axis.is_first, axis.is_last) == (axis.rank == 0, axis.rank == axis.size - 1)
+        assert topology.is_reporter == (rank == 4095)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), list(itertools.product((1, 2, 3), repeat=3)))
+def test_every_layout_of_small_worlds(tp, pp, dp):
+    world_size = tp * pp * dp
+    places = set()
+    for rank in range(world_size):
+        with Topology.fake(layout(tp, pp, dp), world_size, rank) as topology:
+            places.add((topology.pp.rank, topology.dp.rank, topology.tp.rank))
+            for axis in (topology.tp, topology.dp, topology.pp):
+                assert axis.ranks[axis.rank] == rank
+    assert len(places) == world_size
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size"),
+    [(layout(2, 2), 6), (layout(2, 2), 2), (layout(1, 1, 3), 4), (layout(2, 1, 1), 4)],
+)
+def test_world_of_another_size_is_refused_before_any_process_group(parallel, world_size):
+    launch = Launch(world_size - 1, world_size, 0, 1)  # a process group would wait for the others
+    cause = rf"world size {world_size} is not tp .* start \d+ ranks"
+    with pytest.raises(UserError, match=cause), Topology.start(parallel, launch):
+        pass
+    with pytest.raises(UserError, match=cause), Topology.fake(parallel, world_size, 0):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_one_rank_needs_no_network(environment):
+    environment({})
+    with Topology.start(ParallelConfig(), Launch.from_environment()) as topology:
+        assert (topology.rank, topology.world_size) == (0, 1)
+        assert topology.is_reporter
+    assert not dist.is_initialized()
+
+
+def test_process_group_ends_with_an_error():
+    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ({}, Launch(0, 1, 0, 1)),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}, Launch(0, 1, 0, 1)),  # a cluster's profile sets them
+        (WORLD, Launch(3, 8, 3, 8)),
+        ({**WORLD, **LOCAL}, Launch(3, 8, 1, 2)),
+        ({**WORLD, "LOCAL_WORLD_SIZE": "2"}, Launch(3, 8, 1, 2)),
+    ],
+)
+def test_launch_from_environment(variables, launch, environment):
+    environment(variables)
+    assert Launch.from_environment() == launch
+
+
+@pytest.mark.parametrize("missing", WORLD)
+def test_each_missing_variable_is_named(missing, environment):
+    environment({name: value for name, value in WORLD.items() if name != missing})
+    with pytest.raises(UserError, match=rf"set but not {missing}: set all four"):
+        Launch.from_environment()
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "1.0", "²"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", *LOCAL])
+def test_no_number_is_named(name, text, environment):
+    environment({**WORLD, name: text})
+    with pytest.raises(UserError, match=f"{name}='{text}' is no number"):
+        Launch.from_environment()
