@@ -1,0 +1,102 @@
+"""Linear layers and the embedding, cut over the tensor-parallel axis (Shoeybi et al. 2019, section 3).
+
+Shapes: s sequence, b microbatch, h hidden size, t = tp.size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.parallel.collectives import copy_to, reduce_from
+from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x A^T + b with A cut by its output features: each rank makes its slice of y from the whole x.
+
+    Args:
+        out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
+            same slice of each of SwiGLU's two halves.
+        std: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_shape: tuple[int, ...],
+        place: Placement,
+        *,
+        bias: bool,
+        std: float,
+    ) -> None:
+        super().__init__()
+        self.tp = place.tp
+        shard = Shard("tp", len(out_shape) - 1)
+        weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
+        self.weight = new_parameter(weight, place)  # [..., out/t, in]
+        self.bias = (
+            new_parameter(ParameterSpec(out_shape, shard, decay=False), place) if bias else None
+        )  # [..., out/t]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, in]`` (whole) -> ``[s, b, prod(out_shape)/t]``."""
+        weight = self.weight.flatten(0, -2)
+        bias = None if self.bias is None else self.bias.flatten()
+        return F.linear(copy_to(x, self.tp), weight, bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x A^T + b with A cut by its input features: the ranks' partial products are summed, b is added."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        place: Placement,
+        *,
+        bias: bool,
+        std: float,
+    ) -> None:
+        super().__init__()
+        self.tp = place.tp
+        weight = ParameterSpec((out_features, in_features), Shard("tp", 1), std=std)
+        self.weight = new_parameter(weight, place)  # [out, in/t]
+        self.bias = (
+            new_parameter(ParameterSpec((out_features,), decay=False), place) if bias else None
+        )  # [out], whole on every rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, in/t]`` -> ``[s, b, out]`` (whole)."""
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = reduce_from(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """The word table cut by rows: each rank looks up the tokens of its own range, the sum has them all."""
+
+    def __init__(self, num_rows: int, hidden_size: int, place: Placement, *, std: float) -> None:
+        super().__init__()
+        self.tp = place.tp
+        self.weight = new_parameter(
+            ParameterSpec((num_rows, hidden_size), Shard("tp", 0), std=std), place
+        )  # [rows/t, h]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[s, b]`` token ids -> ``[s, b, h]`` (whole)."""
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        num_rows = self.weight.shape[0]
+        rows = tokens - self.tp.rank * num_rows
+        foreign = (rows < 0) | (rows >= num_rows)
+        found = F.embedding(rows.masked_fill(foreign, 0), self.weight).masked_fill(foreign[..., None], 0.0)
+        return reduce_from(found, self.tp)
+
+
+def depth_scaled_std(std: float, num_layers: int) -> float:
+    """Initial std of the products that add to the residual stream: std / sqrt(2 L) (Radford et al. 2019)."""
+    return std / math.sqrt(2.0 * num_layers)
