@@ -1,0 +1,1 @@
+"""The decoder-only transformer: GPT, BLOOM and Llama are switches of one model."""

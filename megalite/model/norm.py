@@ -1,0 +1,42 @@
+"""LayerNorm and RMSNorm, whole on every tensor-parallel rank."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016)."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+        self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
+        self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), place)  # [h]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019)."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+        self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def build_norm(config: ModelConfig, place: Placement) -> nn.Module:
+    """The norm that `config.normalization` names."""
+    return NORMS[config.normalization](config, place)

@@ -1,0 +1,206 @@
+"""Logits, loss and every gradient are those of transformers' GPT-2, BLOOM and Llama.
+
+Gradients are compared in our shapes, where query, key and value are one tensor. By itself the key bias has,
+but for rotary positions, a gradient of zero (what it adds to a row of scores drops out of the softmax): its
+rounding errors are large beside it, and small beside the whole tensor's largest magnitude.
+"""
+
+import contextlib
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from megalite.checkpoint.hf import from_hf, to_hf
+from megalite.checkpoint.hf_config import config_of
+from megalite.model.stage import DTYPES, GPTStage
+
+NUM_POSITIONS = 40
+TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
+MODELS = {"gpt2": GPT2LMHeadModel, "bloom": BloomForCausalLM, "llama": LlamaForCausalLM}
+
+
+class InDoublePrecision(TorchFunctionMode):
+    """Runs code that asks for fp32 by name (softmax, norms, angles, the loss) in fp64 instead."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widen(value):
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(widen(value) for value in args)
+        return func(*args, **{name: widen(value) for name, value in (kwargs or {}).items()})
+
+
+def gpt2_config(choose):
+    heads = choose((1, 2, 3, 5))
+    return GPT2Config(
+        n_layer=choose((1, 2, 3)),
+        n_head=heads,
+        n_embd=heads * choose((4, 7, 8)),
+        n_inner=choose((None, 30, 37)),
+        n_positions=NUM_POSITIONS,
+        vocab_size=choose((97, 301, 384)),
+        activation_function=choose(("gelu_new", "gelu", "relu")),
+        layer_norm_epsilon=choose((1e-5, 1e-3)),
+        tie_word_embeddings=choose((True, False)),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def bloom_config(choose):
+    heads = choose((1, 2, 3, 6, 12))  # ALiBi's slopes of a count that is no power of two are their own case
+    return BloomConfig(
+        n_layer=choose((1, 2, 3)),
+        n_head=heads,
+        hidden_size=heads * choose((4, 7, 8)),
+        vocab_size=choose((97, 301, 384)),
+        layer_norm_epsilon=choose((1e-5, 1e-3)),
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def llama_config(choose):
+    groups, heads_per_group = choose((1, 2, 3)), choose((1, 2, 3))
+    bias = choose((True, False))
+    return LlamaConfig(
+        num_hidden_layers=choose((1, 2, 3)),
+        num_attention_heads=groups * heads_per_group,
+        num_key_value_heads=groups,
+        head_dim=choose((4, 6, 8)),
+        hidden_size=choose((36, 72)),
+        intermediate_size=choose((30, 37)),
+        vocab_size=choose((97, 301, 384)),
+        max_position_embeddings=NUM_POSITIONS,
+        rms_norm_eps=choose((1e-6, 1e-3)),
+        rope_parameters={"rope_type": "default", "rope_theta": choose((10000.0, 500.0))},
+        tie_word_embeddings=choose((True, False)),
+        attention_bias=bias,
+        mlp_bias=bias,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+CONFIGS = {"gpt2": gpt2_config, "bloom": bloom_config, "llama": llama_config}
+
+
+def random_ids(hf_config, num_samples, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(hf_config.vocab_size, (num_samples, length), generator=generator)
+
+
+def build_theirs(kind, hf_config, seed):
+    """Their model with weights large enough that every part of it matters."""
+    model = MODELS[kind]._from_config(hf_config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(noise * 0.2 + (1.0 if is_norm_weight else 0.0))
+    return model
+
+
+def build_ours(hf_model, topology, **changes):
+    config = dataclasses.replace(config_of(hf_model.config.to_dict()), **changes)
+    stage = GPTStage(config, topology, range(config.num_layers), seed=0)
+    weights = from_hf(hf_model.state_dict(), config)
+    assert set(weights) == {name for name, _ in stage.named_parameters()}
+    stage.load_state_dict(weights)
+    return stage
+
+
+def run_theirs(model, ids):
+    """Logits [b, s, v], mean loss of the tokens, gradients by name; theirs shifts the labels by itself."""
+    result = model(input_ids=ids, labels=ids, use_cache=False)
+    result.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return result.logits[:, :-1], result.loss, gradients
+
+
+def run_ours(stage, ids):
+    """The same of ours: it returns the sum of the tokens' losses."""
+    tokens, labels = ids[:, :-1], ids[:, 1:]
+    numbers = torch.arange(len(ids))
+    hidden = stage.hidden_states(tokens, numbers, None)
+    logits = stage.logits(hidden).transpose(0, 1)[..., : stage.vocab_size]
+    loss = stage(tokens, labels, numbers, None) / labels.numel()
+    loss.backward()
+    return logits, loss, {name: parameter.grad for name, parameter in stage.named_parameters()}
+
+
+def assert_close(ours, theirs, tolerance, name):
+    largest = theirs.abs().max()
+    difference = (ours - theirs).abs().max()
+    assert difference <= tolerance * largest, f"{name}: {difference / largest:.1e} of the largest magnitude"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["fused", "plain"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_agrees(kind, seed, attention_dropout, dtype, one_rank):
+    draw = random.Random(f"{kind}{seed}")
+    hf_config = CONFIGS[kind](draw.choice)
+    ids = random_ids(hf_config, draw.choice((1, 3)), draw.choice((2, 18, 33)), seed)
+
+    with InDoublePrecision() if dtype == "fp64" else contextlib.nullcontext():
+        theirs = build_theirs(kind, hf_config, seed).to(DTYPES[dtype])
+        if kind == "bloom" and dtype == "fp64":  # its own gelu rounds sqrt(2/pi) to 8 digits
+            for layer in theirs.transformer.h:
+                layer.mlp.gelu_impl = torch.nn.GELU(approximate="tanh")
+        expected = run_theirs(theirs, ids)
+
+    # Attention dropout has a product of its own; without it, in evaluation, it must give the same.
+    ours = build_ours(theirs, one_rank, params_dtype=dtype, attention_dropout=attention_dropout).eval()
+    logits, loss, gradients = run_ours(ours, ids)
+
+    tolerance = TOLERANCES[dtype]
+    assert_close(logits, expected[0], tolerance, "logits")
+    assert_close(loss, expected[1], tolerance, "loss")
+    expected_gradients = from_hf(expected[2], ours.config)
+    assert set(gradients) == set(expected_gradients)
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected_gradients[name], tolerance, name)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_padding_rows_get_no_gradient(kind, one_rank):
+    hf_config = CONFIGS[kind](lambda values: values[1])
+    ours = build_ours(build_theirs(kind, hf_config, 0), one_rank)
+    assert ours.vocab_size == 301
+    with torch.no_grad():  # whatever stands in them
+        for name in ("embedding.word.weight", "output.weight"):
+            if name in dict(ours.named_parameters()):
+                ours.get_parameter(name)[301:] = 1e4
+    _, _, gradients = run_ours(ours, random_ids(hf_config, 2, 18, 0))
+    for name in {"embedding.word.weight", "output.weight"} & set(gradients):
+        assert gradients[name].shape[0] == 384
+        assert torch.count_nonzero(gradients[name][301:]) == 0
+        assert torch.isfinite(gradients[name]).all()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_weights_return_to_transformers(kind, one_rank):
+    theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[1]), 0)
+    ours = build_ours(theirs, one_rank)
+    returned = to_hf(dict(ours.named_parameters()), ours.config)
+    assert set(returned) == {name for name, _ in theirs.named_parameters()}
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(returned[name], parameter), name
+        assert returned[name].is_contiguous()

@@ -1,0 +1,80 @@
+"""Every switch of the model combines with every other."""
+
+import itertools
+
+import pytest
+import torch
+
+from megalite.config import ModelConfig
+from megalite.model.stage import GPTStage
+from megalite.parallel.rng import Dropout
+
+SWITCHES = {
+    "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "activation": ("gelu", "gelu_exact", "relu", "swiglu"),
+    "add_bias_linear": (True, False),
+    "embed_layernorm": (True, False),
+    "untie_embeddings_and_output_weights": (True, False),
+    "num_query_groups": (None, 2, 1),
+}
+COMBINATIONS = [dict(zip(SWITCHES, values, strict=True)) for values in itertools.product(*SWITCHES.values())]
+LENGTH = 6
+IDS = torch.randint(30, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+NUMBERS = torch.tensor([0, 1])
+
+
+def build(topology, **changes):
+    shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "kv_channels": 6, "vocab_size": 30}
+    config = ModelConfig(**shape, seq_length=LENGTH, init_method_std=0.5, **changes)
+    return GPTStage(config, topology, range(1), seed=1)
+
+
+def logits(stage, tokens):
+    return stage.logits(stage.hidden_states(tokens, NUMBERS, None))[..., :30]  # [s, b, v]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
+def test_every_combination_trains(dropout, one_rank):
+    for changes in COMBINATIONS:
+        stage = build(one_rank, **changes, hidden_dropout=dropout, attention_dropout=dropout)
+        loss = stage(IDS[:, :-1], IDS[:, 1:], NUMBERS, None)
+        loss.backward()
+        assert torch.isfinite(loss), changes
+        for name, parameter in stage.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, (changes, name)
+            assert torch.isfinite(gradient).all(), (changes, name)
+            assert torch.count_nonzero(gradient), (changes, name)
+
+
+@pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["fused", "plain"])
+def test_no_token_sees_a_later_one(position, dropout, one_rank):
+    stage = build(one_rank, position_embedding_type=position, attention_dropout=dropout).eval()
+    tokens = IDS[:, :-1].clone()
+    before = logits(stage, tokens)
+    tokens[:, 4] = (tokens[:, 4] + 1) % 30
+    after = logits(stage, tokens)
+    assert torch.equal(before[:4], after[:4])
+    assert (before[4:] != after[4:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
+def test_order_counts_where_positions_do(position, one_rank):
+    stage = build(one_rank, position_embedding_type=position).eval()
+    tokens = IDS[:, :-1]
+    swapped = tokens[:, [1, 0, *range(2, LENGTH)]]
+    same = torch.allclose(logits(stage, tokens)[-1], logits(stage, swapped)[-1], rtol=1e-4, atol=1e-4)
+    assert same == (position == "none")
+
+
+def test_every_dropout_draws_numbers_of_its_own(one_rank):
+    config = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=30)
+    keys = [
+        module.key
+        for seed in (1, 2)
+        for module in GPTStage(config, one_rank, range(3), seed).modules()
+        if isinstance(module, Dropout)
+    ]
+    assert len(set(keys)) == len(keys) == 2 * (1 + 3 * 3)
