@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layers to stages, schedules as data, a simulator that proves them, an executor."""
