@@ -1,0 +1,34 @@
+"""One rank, and parameters as the layers make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from megalite.config import ParallelConfig
+from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+from megalite.topology import Launch, Topology
+
+
+@pytest.fixture
+def topology() -> Iterator[Topology]:
+    with Topology.start(ParallelConfig(distributed_backend="gloo"), Launch(0, 1, 0, 1)) as topology:
+        yield topology
+
+
+@pytest.fixture
+def make_parameter(topology: Topology):
+    """Makes a parameter of random numbers, the same for the same shape."""
+
+    def make(*shape: int, decay: bool = True, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+        parameter = new_parameter(
+            ParameterSpec(shape, decay=decay), Placement(topology.tp, dtype, topology.device)
+        )
+        generator = torch.Generator().manual_seed(sum(shape))
+        parameter.data.copy_(torch.randn(shape, generator=generator, dtype=dtype))
+        return parameter
+
+    return make

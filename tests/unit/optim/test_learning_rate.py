@@ -1,0 +1,158 @@
+"""The learning rate against figures worked out by hand, and its shape for any setting."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config import OptimizerConfig
+from megalite.optim.learning_rate import LearningRate
+
+
+def rates(train_iters: int = 100, **options) -> LearningRate:
+    return LearningRate(OptimizerConfig(**options), train_iters)
+
+
+def test_the_published_run():
+    """Its log line of iteration 100 says 5.822E-05; the warm-up ends at 8 of 800."""
+    rate = rates(lr=6e-5, min_lr=6e-6, lr_decay_style="cosine", lr_decay_iters=800, lr_warmup_fraction=0.01)
+    assert f"{rate(100):.3E}" == "5.822E-05"
+    assert rate(4) == pytest.approx(3e-5, rel=1e-15)
+    assert rate(8) == 6e-5
+    assert rate(404) == pytest.approx(3.3e-5, rel=1e-15)  # half-way from 8 to 800
+    assert rate(800) == pytest.approx(6e-6, rel=1e-15)
+    assert rate(801) == 6e-6
+
+
+HALF_WAY = {
+    "linear": 0.6,
+    "cosine": 0.6,
+    "constant": 1.0,
+    "inverse-square-root": math.sqrt(20 / 60),
+    "WSD": 1.0,
+}
+END = {"linear": 0.2, "cosine": 0.2, "constant": 1.0, "inverse-square-root": math.sqrt(20 / 100), "WSD": 0.2}
+
+
+@pytest.mark.parametrize("style", HALF_WAY)
+def test_each_style_at_its_edges(style):
+    """Peak 1, minimum 0.2, warm-up from 0.1 to iteration 20, decay to iteration 100."""
+    rate = rates(
+        lr=1.0,
+        min_lr=0.2,
+        lr_decay_style=style,
+        lr_warmup_iters=20,
+        lr_warmup_init=0.1,
+        lr_wsd_decay_iters=30,
+        lr_decay_iters=100,
+        train_iters=500,
+    )
+    assert rate(1) == pytest.approx(0.145)
+    assert rate(10) == pytest.approx(0.55)
+    assert rate(20) == 1.0
+    assert rate(60) == pytest.approx(HALF_WAY[style])
+    assert rate(100) == pytest.approx(END[style])
+    assert rate(101) == rate(500) == (1.0 if style == "constant" else 0.2)
+
+
+@pytest.mark.parametrize(
+    ("style", "share"),
+    [
+        ("linear", 1 / 4),
+        ("cosine", 0.5 - math.sqrt(2) / 4),
+        ("exponential", 2 ** (1 / 4) - 1),
+        ("minus_sqrt", 1 - math.sqrt(3) / 2),
+    ],
+)
+def test_the_last_part_of_wsd(style, share):
+    """Peak 1 to iteration 60, then down to 0 at iteration 100; told at three quarters of the way."""
+    rate = rates(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=40)
+    assert rate(60) == 1.0 > rate(61)
+    assert rate(90) == pytest.approx(share, rel=1e-14)
+    assert rate(100) == pytest.approx(0.0, abs=1e-15)
+
+
+def test_without_warmup_the_first_iteration_has_begun_to_decay():
+    assert rates(lr=1.0)(1) == pytest.approx(0.99)
+    assert rates(lr=1.0, lr_decay_style="constant")(1) == 1.0
+    assert rates(lr=1.0, lr_decay_style="inverse-square-root")(4) == 0.5
+
+
+def test_a_warmup_of_a_fraction_need_not_end_on_an_iteration():
+    rate = rates(lr=1.0, lr_warmup_fraction=0.025)  # to iteration 2.5 of 100
+    assert rate(2) == pytest.approx(0.8)
+    assert rate(3) == pytest.approx(1 - 0.5 / 97.5)
+
+
+@st.composite
+def settings(draw):
+    decay = draw(st.integers(2, 300))
+    lr = draw(st.floats(1e-6, 1.0))
+    warmup = draw(st.integers(0, decay - 1))
+    return OptimizerConfig(
+        lr=lr,
+        min_lr=lr * draw(st.floats(0.0, 1.0)),
+        lr_warmup_init=lr * draw(st.floats(0.0, 1.0)),
+        lr_warmup_iters=warmup,
+        lr_decay_iters=decay,
+        lr_decay_style=draw(st.sampled_from(["linear", "cosine", "constant", "inverse-square-root", "WSD"])),
+        lr_wsd_decay_style=draw(st.sampled_from(["linear", "cosine", "exponential", "minus_sqrt"])),
+        lr_wsd_decay_iters=draw(st.integers(1, decay)),
+    )
+
+
+@given(settings())
+def test_up_to_the_peak_then_down_and_within_bounds(config):
+    rate = LearningRate(config, train_iters=1)
+    course = [rate(iteration) for iteration in range(1, config.lr_decay_iters + 3)]
+    rounding = 1e-15 * config.lr
+    rise, fall = course[: config.lr_warmup_iters], course[config.lr_warmup_iters :]
+    assert all(earlier <= later + rounding for earlier, later in pairwise(rise))
+    assert all(earlier + rounding >= later for earlier, later in pairwise(fall))
+    assert all(config.lr_warmup_init <= value <= config.lr + rounding for value in rise)
+    assert all(config.min_lr - rounding <= value <= config.lr + rounding for value in fall)
+
+
+def test_as_megatron_computes_it():
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    for style in ("linear", "cosine", "constant", "inverse-square-root", "WSD"):
+        for wsd_style in ("linear", "cosine", "exponential", "minus_sqrt"):
+            config = OptimizerConfig(
+                lr=3e-4,
+                min_lr=2e-5,
+                lr_warmup_init=1e-6,
+                lr_warmup_iters=7,
+                lr_decay_iters=50,
+                lr_decay_style=style,
+                lr_wsd_decay_style=wsd_style,
+                lr_wsd_decay_iters=11,
+            )
+            theirs = megatron_scheduler(module, config)
+            for iteration in range(1, 60):
+                theirs.num_steps = iteration
+                assert LearningRate(config, 60)(iteration) == pytest.approx(theirs.get_lr({}), rel=1e-15)
+
+
+def megatron_scheduler(module, config: OptimizerConfig):
+    class Nothing:
+        param_groups = ()
+
+    return module.OptimizerParamScheduler(
+        Nothing(),
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=config.lr_decay_iters,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        wsd_decay_steps=config.lr_wsd_decay_iters,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )

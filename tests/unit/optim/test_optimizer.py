@@ -1,0 +1,155 @@
+"""One rank's optimizer against torch's AdamW on the parameters themselves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megalite.config import OptimizerConfig
+from megalite.optim.optimizer import Optimizer
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.3, adam_beta2=0.95, clip_grad=1.0)
+NUM_MICROBATCHES = 3
+
+
+class Net(nn.Module):
+    """A layer whose weight is used twice, a bias, a norm; as the model has them."""
+
+    def __init__(self, make_parameter) -> None:
+        super().__init__()
+        self.table = make_parameter(16, 8)
+        self.bias = make_parameter(16, decay=False)
+        self.norm = make_parameter(8, decay=False)
+        self.inner = make_parameter(16, 16)
+
+    def forward(self, x):
+        x = F.layer_norm(x, (8,), self.norm)
+        x = torch.tanh(F.linear(x, self.table, self.bias)) @ self.inner
+        return (x @ self.table).square().mean()
+
+
+@pytest.fixture
+def net(make_parameter):
+    return Net(make_parameter)
+
+
+def batches(iteration: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(iteration)
+    return [torch.randn(4, 8, generator=generator, dtype=torch.float64) for _ in range(NUM_MICROBATCHES)]
+
+
+def optimizer_of(net, topology, config=CONFIG) -> Optimizer:
+    return Optimizer(net.named_parameters(), None, config, topology, bucket_size=50)
+
+
+def train(net, optimizer: Optimizer, iterations: range, scale: float = 1.0) -> list[float]:
+    """Trains; the rate changes with the iteration. Returns the norms."""
+    norms = []
+    for iteration in iterations:
+        optimizer.begin(NUM_MICROBATCHES)
+        for batch in batches(iteration):
+            (scale * net(batch)).backward()
+        norms.append(optimizer.finish_gradients())
+        optimizer.step(1e-2 / (1 + iteration), norms[-1])
+    return norms
+
+
+def train_with_torch(net, iterations: range, clip: float, scale: float) -> list[float]:
+    """The same with torch's parts, none of them fused or flat."""
+    decayed, rest = [net.table, net.inner], [net.bias, net.norm]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": CONFIG.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        betas=(CONFIG.adam_beta1, CONFIG.adam_beta2),
+        eps=CONFIG.adam_eps,
+        foreach=False,
+    )
+    norms = []
+    for iteration in iterations:
+        adamw.zero_grad()
+        for batch in batches(iteration):
+            (scale * net(batch)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf")).item())
+        for group in adamw.param_groups:
+            group["lr"] = 1e-2 / (1 + iteration)
+        adamw.step()
+    return norms
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_ten_iterations_as_torch_makes_them(net, topology, clip, scale):
+    """With gradients above the largest norm, below it, and with clipping turned off."""
+    theirs = copy.deepcopy(net)
+    config = dataclasses.replace(CONFIG, clip_grad=clip)
+    norms = train(net, optimizer_of(net, topology, config), range(10), scale)
+    assert norms == pytest.approx(train_with_torch(theirs, range(10), clip, scale), rel=1e-13)
+    assert (min(norms) > 1.0) if scale == 1.0 else (max(norms) < 1.0)
+    for name, weight in net.named_parameters():
+        torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=1e-13, atol=1e-13)
+
+
+def test_biases_and_norms_do_not_decay(net, topology):
+    before = copy.deepcopy(net)
+    optimizer = optimizer_of(net, topology)
+    optimizer.begin(1)
+    assert optimizer.step(0.1, optimizer.finish_gradients())  # no gradient: the decay is all that happens
+    assert torch.equal(net.bias, before.bias)
+    assert torch.equal(net.norm, before.norm)
+    for name in ("table", "inner"):
+        expected = before.get_parameter(name) * (1 - 0.1 * CONFIG.weight_decay)
+        torch.testing.assert_close(net.get_parameter(name), expected, rtol=1e-15, atol=0.0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(net, topology, bad):
+    optimizer = optimizer_of(net, topology)
+    train(net, optimizer, range(2))
+    weights = copy.deepcopy(net)
+    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    optimizer.begin(1)
+    net(batches(2)[0]).backward()
+    net.bias.grad[3] = bad
+    assert not optimizer.step(1e-2, optimizer.finish_gradients())
+    assert all(torch.equal(weight, weights.get_parameter(name)) for name, weight in net.named_parameters())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state().items())
+    train(net, optimizer, range(2, 3))
+    assert all(weight.isfinite().all() for weight in net.parameters())
+
+
+def test_resumes_bitwise_from_copies_of_its_state(make_parameter, topology):
+    straight, resumed = Net(make_parameter), Net(make_parameter)
+    optimizer = optimizer_of(straight, topology)
+    train(straight, optimizer, range(4))
+    saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    saved_weights = {name: weight.detach().clone() for name, weight in straight.named_parameters()}
+    train(straight, optimizer, range(4, 8))
+
+    restarted = optimizer_of(resumed, topology)
+    with torch.no_grad():
+        for name, tensor in restarted.state().items():
+            tensor.copy_(saved[name])
+        for name, weight in resumed.named_parameters():
+            weight.copy_(saved_weights[name])
+    train(resumed, restarted, range(4, 8))
+    for name, weight in straight.named_parameters():
+        assert torch.equal(weight, resumed.get_parameter(name))
+
+
+def test_state_has_each_parameters_shape(net, topology):
+    state = optimizer_of(net, topology).state()
+    for name, weight in net.named_parameters():
+        assert state.pop(f"{name}.exp_avg").shape == state.pop(f"{name}.exp_avg_sq").shape == weight.shape
+    assert {name: tensor.shape for name, tensor in state.items()} == {"step.0": (), "step.1": ()}
+
+
+def test_a_stage_without_parameters_takes_part(topology):
+    optimizer = Optimizer([], None, CONFIG, topology, bucket_size=50)
+    optimizer.begin(1)
+    assert optimizer.finish_gradients() == 0.0
+    assert optimizer.step(1e-2, 3.0)
+    assert optimizer.state() == {}
