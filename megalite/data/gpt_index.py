@@ -1,0 +1,125 @@
+"""The order in which a GPT dataset's samples are cut from its documents, and drawn.
+
+The stream of a split is its sequences, repeated for as many epochs as needed and shuffled; samples are cut
+from it one after the other, and drawn in a shuffled order. The shuffles are numpy's RandomState, whose
+sequence numpy guarantees, so that a corpus trains in the same order as under Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data import _index_builder
+from megalite.errors import UserError
+
+LAST_EPOCH_THRESHOLD = 0.80
+"""Below this share of an epoch the last epoch is shuffled apart, or the few samples taken of it would
+displace some of the earlier epochs'."""
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How often the documents are gone through, and how many samples that gives.
+
+    Attributes:
+        num_epochs: passes over the documents, the last one partly used.
+        num_samples: samples of S + 1 tokens that these epochs hold, at least as many as asked for.
+        num_samples_before_last: samples before the last epoch where it is shuffled apart, else None.
+    """
+
+    num_epochs: int
+    num_samples: int
+    num_samples_before_last: int | None
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """Where each sample's tokens are.
+
+    Attributes:
+        document_index: int32 [num_epochs * num_documents], sequence numbers in the order of the stream.
+        sample_index: int32 [n + 1, 2], position in document_index and token offset where a sample starts.
+        shuffle_index: uint32 [n], the sample that is drawn i-th.
+    """
+
+    document_index: npt.NDArray[Any]
+    sample_index: npt.NDArray[Any]
+    shuffle_index: npt.NDArray[Any]
+
+
+def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> EpochPlan:
+    """The smallest number of epochs that holds num_samples samples; one epoch for None.
+
+    A sample's last token is the next one's first, hence the one token more than num_samples * seq_length.
+
+    Raises:
+        UserError: there is no token at all.
+    """
+    if tokens_per_epoch < 1:
+        raise UserError("the documents hold no token")
+    num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+    total = (num_epochs * tokens_per_epoch - 1) // seq_length
+    if num_samples is None or num_epochs == 1:
+        return EpochPlan(num_epochs, total, None)
+    before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length
+    samples_per_epoch = (tokens_per_epoch - 1) // seq_length
+    apart = num_samples - before_last < int(LAST_EPOCH_THRESHOLD * samples_per_epoch)
+    return EpochPlan(num_epochs, total, before_last if apart else None)
+
+
+def build_gpt_index(
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: range,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> GPTIndex:
+    """Builds the three arrays for the given consecutive sequences of a dataset.
+
+    Args:
+        sequence_lengths: lengths of all sequences of the dataset, in tokens.
+        sequences: those that belong to this split.
+        num_samples: at least so many samples, from as many epochs as it takes; None for those of one epoch.
+        seq_length: S; a sample holds S + 1 tokens.
+        seed: of the shuffles; every dataset and split starts afresh from it.
+
+    Raises:
+        UserError: the sequences hold no token.
+    """
+    tokens_per_epoch = int(np.sum(sequence_lengths[sequences.start : sequences.stop], dtype=np.int64))
+    plan = plan_epochs(tokens_per_epoch, num_samples, seq_length)
+    rng = np.random.RandomState(seed)
+    documents = _document_index(sequences, plan, rng)
+    samples = _index_builder.build_sample_index(
+        sequence_lengths, documents, seq_length, plan.num_samples, wide=len(documents) > _INT32_MAX
+    )
+    return GPTIndex(documents, samples, _shuffle_index(plan, rng))
+
+
+def _document_index(sequences: range, plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[Any]:
+    ids = np.arange(
+        sequences.start, sequences.stop, dtype=np.int32 if sequences.stop <= _INT32_MAX else np.int64
+    )
+    if plan.num_samples_before_last is None:
+        return _shuffled(np.tile(ids, plan.num_epochs), rng)
+    return np.concatenate([_shuffled(np.tile(ids, plan.num_epochs - 1), rng), _shuffled(ids, rng)])
+
+
+def _shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[Any]:
+    dtype = np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
+    if plan.num_samples_before_last is None:
+        return _shuffled(np.arange(plan.num_samples, dtype=dtype), rng)
+    boundary = plan.num_samples_before_last
+    first = _shuffled(np.arange(boundary, dtype=dtype), rng)
+    return np.concatenate([first, _shuffled(np.arange(boundary, plan.num_samples, dtype=dtype), rng)])
+
+
+def _shuffled(values: npt.NDArray[Any], rng: np.random.RandomState) -> npt.NDArray[Any]:
+    rng.shuffle(values)
+    return values

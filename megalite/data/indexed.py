@@ -1,0 +1,200 @@
+"""Reader of indexed datasets: the tokens in PREFIX.bin, and where each sequence lies in PREFIX.idx."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, number of sequences, number of documents + 1; then the arrays, unaligned."""
+
+DTYPE_CODES: dict[int, str] = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
+}  # fmt: skip
+
+_BLOCK = 1 << 20
+"""Sequences checked at a time: the checks' temporaries stay small for any number of sequences."""
+
+
+class _Index(NamedTuple):
+    dtype: np.dtype[Any]
+    lengths: npt.NDArray[np.int32]  # [N], in tokens
+    offsets: npt.NDArray[np.int64]  # [N], in bytes
+    document_index: npt.NDArray[np.int64]  # [D], first sequence of each document, then N
+
+
+class IndexedDataset:
+    """The sequences of one corpus, memory-mapped.
+
+    All of the index is checked against the size of the .bin on opening, so that no later access can leave it.
+    The arrays are views of the file, and not aligned.
+
+    Attributes:
+        prefix: the two files' name without .bin and .idx.
+        dtype: the tokens' type in the file.
+        sequence_lengths: int32 [N], in tokens.
+        document_index: int64 [D], the first sequence of each document, and N at the end.
+
+    Raises:
+        UserError: a file is missing, unreadable, foreign, truncated, or contradicts the other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
+        num_bytes = _file_size(bin_path)
+        index = _read_index(idx_path)
+        self.dtype = index.dtype
+        self.sequence_lengths = index.lengths
+        self.document_index = index.document_index
+        _check_sequences(idx_path, bin_path, index, num_bytes)
+        _check_documents(idx_path, index)
+        self._offsets = index.offsets
+        self._tokens = _map(bin_path, num_bytes).view(self.dtype)
+
+    def __len__(self) -> int:
+        """The number of sequences, N."""
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
+        """The tokens of one sequence, a view of the file."""
+        start = int(self._offsets[sequence]) // self.dtype.itemsize
+        return self._tokens[start : start + int(self.sequence_lengths[sequence])]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_index) - 1
+
+    def document_of(self, sequence: int) -> int:
+        """The number of the document that a sequence is part of."""
+        return int(np.searchsorted(self.document_index, sequence, side="right")) - 1
+
+
+def _file_size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        raise UserError(f"no such dataset file: {path}{_prefix_hint(path)}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def _prefix_hint(path: str) -> str:
+    """What the user may have meant by a prefix that names no file."""
+    prefix = Path(path).with_suffix("") if path.endswith((".bin", ".idx")) else Path(path)
+    if prefix.suffix in (".bin", ".idx"):
+        return f"; give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
+    try:
+        near = sorted(
+            p.stem for p in prefix.parent.iterdir() if p.suffix == ".idx" and p.stem.startswith(prefix.name)
+        )
+    except OSError:
+        near = []
+    return (
+        f"; did you mean {prefix.parent / near[0]}?"
+        if near
+        else "; give the prefix of a .bin and an .idx file"
+    )
+
+
+def _map(path: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a file; a plain array for an empty one, which cannot be mapped."""
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+    """The tokens' type and the two counts.
+
+    Raises:
+        UserError: the file is no .idx of the known version with integer tokens.
+    """
+    head = raw[: HEADER.size].tobytes()
+    if head[: len(MAGIC)] != MAGIC:
+        raise UserError(f"{path} is not an indexed dataset: it does not begin with {MAGIC!r}")
+    if len(head) < HEADER.size:
+        raise UserError(f"{path} is truncated: {len(head)} bytes, its header alone takes {HEADER.size}")
+    _, version, code, num_sequences, num_document_entries = HEADER.unpack(head)
+    if version != VERSION:
+        raise UserError(f"{path} has version {version}, only version {VERSION} can be read")
+    if code not in DTYPE_CODES:
+        raise UserError(
+            f"{path} has the unknown dtype code {code}, known are {min(DTYPE_CODES)} to {max(DTYPE_CODES)}"
+        )
+    dtype = np.dtype(DTYPE_CODES[code]).newbyteorder("<")
+    if dtype.kind == "f":
+        raise UserError(f"{path} holds {dtype.name} values (dtype code {code}), tokens must be integers")
+    return dtype, num_sequences, num_document_entries
+
+
+def _read_index(path: str) -> _Index:
+    raw = _map(path, _file_size(path))
+    dtype, num_sequences, num_entries = _read_header(path, raw)
+    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+    with_modes = expected + num_sequences
+    if len(raw) not in (expected, with_modes):
+        fault = "is truncated" if len(raw) < expected else "has bytes beyond its end"
+        raise UserError(
+            f"{path} {fault}: {num_sequences} sequences and {num_entries} document entries "
+            f"take {expected} bytes, the file has {len(raw)}"
+        )
+    if raw[expected:].any():
+        raise UserError(f"{path} is a multimodal dataset: some of its sequences are not text")
+    offsets_at = HEADER.size + 4 * num_sequences
+    return _Index(
+        dtype,
+        np.frombuffer(raw, "<i4", num_sequences, HEADER.size),
+        np.frombuffer(raw, "<i8", num_sequences, offsets_at),
+        np.frombuffer(raw, "<i8", num_entries, offsets_at + 8 * num_sequences),
+    )
+
+
+def _check_sequences(idx_path: str, bin_path: str, index: _Index, num_bytes: int) -> None:
+    """Refuses lengths that do not sum to the .bin, and offsets outside it or between two tokens."""
+    itemsize, num_tokens = index.dtype.itemsize, 0
+    for first in range(0, len(index.lengths), _BLOCK):
+        lengths = index.lengths[first : first + _BLOCK].astype(np.int64)
+        offsets = index.offsets[first : first + _BLOCK]
+        bad = (
+            (lengths < 0)
+            | (offsets < 0)
+            | (offsets > num_bytes - lengths * itemsize)
+            | (offsets % itemsize != 0)
+        )
+        if bad.any():
+            i = int(bad.argmax())
+            raise UserError(
+                f"{idx_path} is damaged: sequence {first + i} has {lengths[i]} tokens of {itemsize} bytes "
+                f"at byte {offsets[i]}, and {bin_path} has {num_bytes} bytes"
+            )
+        num_tokens += int(lengths.sum())
+    if num_tokens * itemsize != num_bytes:
+        raise UserError(
+            f"{bin_path} has {num_bytes} bytes, but {idx_path} lists {num_tokens} tokens of {itemsize} "
+            f"bytes, {num_tokens * itemsize} in all: one of the two is truncated or of another dataset; "
+            "copy or preprocess it again"
+        )
+
+
+def _check_documents(path: str, index: _Index) -> None:
+    documents, num_sequences = index.document_index, len(index.lengths)
+    whole = len(documents) > 0 and documents[0] == 0 and documents[-1] == num_sequences
+    if not whole or bool((documents[1:] < documents[:-1]).any()):
+        raise UserError(f"{path} is damaged: its document index does not ascend from 0 to {num_sequences}")

@@ -1,0 +1,64 @@
+"""Tokenizers of the `sentencepiece` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import UserError
+
+_EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; a document ends with its end-of-sentence token."""
+
+    def __init__(self, model_file: str) -> None:
+        """Reads a model.
+
+        Raises:
+            UserError: the file cannot be read, or the library is not installed.
+        """
+        self._source = model_file
+        self._library = _load(model_file)
+        self.vocab_size = int(self._library.vocab_size())
+
+    @property
+    def eod(self) -> int:
+        ids = [self._library.eos_id(), *(self._library.piece_to_id(name) for name in _EOD_NAMES)]
+        for i in ids:
+            if i >= 0 and i != self._library.unk_id():
+                return int(i)
+        raise UserError(f"{self._source} has no end-of-sentence token: train the model with an eos_id")
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, out_type=int)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._library.encode(list(texts), out_type=int)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._library.decode(list(ids))
+        return text
+
+
+def _load(model_file: str) -> Any:
+    try:
+        import sentencepiece
+    except ImportError:
+        raise UserError(
+            "this tokenizer needs a package that is not installed: pip install sentencepiece"
+        ) from None
+    try:
+        model = Path(model_file).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {model_file}: {error.strerror}") from None
+    try:
+        if not model:  # the library takes it for a model, and writes of it to stderr later
+            raise ValueError
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except (RuntimeError, ValueError):
+        raise UserError(f"cannot read the tokenizer {model_file}: not a SentencePiece model") from None

@@ -1,0 +1,145 @@
+"""Samples: the golden case, the sequential walk, hostile arrays, and what a dataset gives and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data import _index_builder
+from megalite.data.gpt import GPTDataset
+from megalite.data.gpt_index import EpochPlan, build_gpt_index, plan_epochs
+from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
+from megalite.errors import UserError
+
+GOLDEN_SAMPLES = [
+    [0, 0], [0, 4], [1, 1], [1, 5], [2, 2], [3, 0], [4, 1], [5, 0], [6, 2],
+    [7, 0], [7, 4], [9, 0], [10, 2], [11, 1], [11, 5], [13, 1], [13, 5], [14, 2],
+]  # fmt: skip
+
+
+def test_golden_case() -> None:
+    assert plan_epochs(23, 12, 4) == EpochPlan(num_epochs=3, num_samples=17, num_samples_before_last=11)
+    index = build_gpt_index(np.array([5, 3, 7, 2, 6], np.int32), range(5), 12, 4, 1234)
+    assert index.document_index.tolist() == [2, 2, 4, 1, 0, 3, 4, 0, 1, 3, 0, 4, 3, 2, 1]
+    assert index.shuffle_index.tolist() == [3, 9, 2, 1, 7, 5, 4, 0, 8, 6, 10, 16, 12, 15, 14, 11, 13]
+    assert index.sample_index.tolist() == GOLDEN_SAMPLES
+    dtypes = (index.document_index.dtype, index.sample_index.dtype, index.shuffle_index.dtype)
+    assert dtypes == (np.int32, np.int32, np.uint32)
+
+
+def walk(lengths: list[int], documents: list[int], s: int, n: int) -> list[list[int]]:
+    """Sample by sample, token by token: a sample's last token is where the next one starts."""
+    rows, position, offset = [[0, 0]], 0, 0
+    for _ in range(n):
+        remaining = s + 1
+        while remaining > lengths[documents[position]] - offset:
+            remaining -= lengths[documents[position]] - offset
+            position, offset = position + 1, 0
+        offset += remaining - 1
+        rows.append([position, offset])
+    return rows
+
+
+@given(data=st.data(), s=st.integers(1, 9), wide=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_sample_index_is_the_walk(data: st.DataObject, s: int, wide: bool) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any))
+    documents = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=20))
+    n = (sum(lengths[d] for d in documents) - 1) // s
+    if n < 0:
+        return
+    index = _index_builder.build_sample_index(
+        np.array(lengths, np.int32), np.array(documents, np.int32), s, n, wide
+    )
+    assert index.dtype == (np.int64 if wide else np.int32)
+    assert index.tolist() == walk(lengths, documents, s, n)
+
+
+def test_sample_index_of_unaligned_and_strided_arrays() -> None:
+    raw = b"\0" + np.array([5, 3, 7], np.int32).tobytes()
+    lengths = np.frombuffer(raw, np.int32, 3, 1)
+    assert not lengths.flags.aligned
+    documents = np.array([2, 9, 0, 9, 1, 9], np.int64)[::2]
+    index = _index_builder.build_sample_index(lengths, documents, 4, 3)
+    assert index.tolist() == walk([5, 3, 7], [2, 0, 1], 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "documents", "s", "n"),
+    [
+        ([5], [0, 1], 4, 2),
+        ([5], [-1], 4, 1),
+        ([5, -3], [1, 0], 4, 1),
+        ([5], [0], 4, 2),
+        ([5], [], 4, 1),
+        ([5], [0], 0, 1),
+        ([5], [0], -4, 1),
+        ([5], [0], 2**62, 1),
+        ([5], [0], 4, -2),
+        ([5], [0], 4, 2**62),
+        ([5.0], [0], 4, 1),
+        ([[5]], [0], 4, 1),
+    ],
+)
+def test_sample_index_refuses_hostile_arrays(
+    lengths: list[Any], documents: list[int], s: int, n: int
+) -> None:
+    lengths_array = np.array(lengths)
+    if lengths_array.dtype.kind == "i":
+        lengths_array = lengths_array.astype(np.int32)
+    with pytest.raises((IndexError, ValueError)):
+        _index_builder.build_sample_index(lengths_array, np.array(documents, np.int32), s, n)
+
+
+@pytest.mark.parametrize("outside", [-1, 1])
+def test_sample_index_reads_no_neighbouring_memory(outside: int) -> None:
+    one = np.array([9, 5, 9], np.int32)[1:2]
+    with pytest.raises(IndexError, match="outside the array of lengths"):
+        _index_builder.build_sample_index(one, np.array([outside], np.int32), 4, 1)
+
+
+def test_enough_samples_for_any_number(write_dataset: Any) -> None:
+    indexed = IndexedDataset(write_dataset([4, 0, 9, 1]))
+    for num_samples in (1, 2, 3, 4, 5, 6, 50):
+        dataset = GPTDataset(indexed, range(4), num_samples, 4, seed=1)
+        assert len(dataset) >= num_samples
+        assert sorted(dataset.index.shuffle_index.tolist()) == list(range(len(dataset)))
+    assert len(GPTDataset(indexed, range(4), None, 4, seed=1)) == 3
+
+
+def test_samples_are_consecutive_tokens_of_the_stream(write_dataset: Any) -> None:
+    indexed = IndexedDataset(write_dataset([4, 0, 9, 1, 30]))
+    dataset = GPTDataset(indexed, range(5), 25, 6, seed=3)
+    stream = np.concatenate([indexed[d] for d in dataset.index.document_index])
+    for i in range(len(dataset)):
+        start = int(dataset.index.shuffle_index[i]) * 6
+        assert dataset[i].dtype == np.int64
+        np.testing.assert_array_equal(dataset[i], stream[start : start + 7])
+    for outside in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset[outside]
+
+
+def test_too_few_tokens_are_named(write_dataset: Any) -> None:
+    prefix = write_dataset([4, 3, 100])
+    with pytest.raises(
+        UserError, match=f"valid split of {prefix} holds 7 tokens in 2 sequences.* the 8 of one"
+    ):
+        GPTDataset(IndexedDataset(prefix), range(2), 10, 7, seed=1, split_name="valid")
+
+
+@pytest.mark.parametrize("wrong", [100, -1])
+def test_token_outside_the_vocabulary_is_named(tmp_path: Any, wrong: int) -> None:
+    prefix = str(tmp_path / "d")
+    with IndexedWriter(prefix, "int32") as writer:
+        writer.add_document([[0, 1], [2]])
+        writer.add_document([[3, 99, wrong, 4]])
+    dataset = GPTDataset(IndexedDataset(prefix), range(3), 1, 6, seed=1, vocab_size=100)
+    with pytest.raises(UserError, match=f"document 1 of {prefix} has token id {wrong}, outside.* of 100:"):
+        dataset[0]
+    assert len(GPTDataset(IndexedDataset(prefix), range(3), 1, 6, seed=1)[0]) == 7

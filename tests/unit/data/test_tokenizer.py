@@ -1,0 +1,176 @@
+"""Each tokenizer against the library or the reference it stands for; files that are none."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.tokenizer import TOKENIZER_TYPES, ByteTokenizer, Tokenizer, build_tokenizer
+from megalite.errors import UserError
+
+TEXTS = ["In the beginning was the word.", "  two  spaces\n\ttab", "wörld 世界 🙂", "", "<|endoftext|> 12345"]
+CORPUS = [*TEXTS, "the word was with the light, and the light was the word"] * 20
+
+
+def agree(ours: Tokenizer, expected: list[list[int]]) -> None:
+    assert ours.encode_batch(TEXTS) == expected
+    assert [ours.encode(text) for text in TEXTS] == expected
+    assert max(max(ids, default=0) for ids in expected) < ours.vocab_size
+
+
+@given(st.text())
+@settings(max_examples=60, deadline=None)
+def test_byte(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert bytes(ids) == text.encode()
+    assert tokenizer.decode([*ids, tokenizer.eod]) == text
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+def test_null() -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.encode_batch(["3 99", "100"]) == [[3, 99], [100]]
+    assert tokenizer.decode([3, 99]) == "3 99"
+    for text in ("a", "101", "-1", "1.5", "٣", "9" * 30):
+        with pytest.raises(UserError, match="is no token id"):
+            tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with vocab.json, merges.txt and tokenizer.json of one small byte-level BPE."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("bpe")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(CORPUS, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    model.save_model(str(folder))
+    # what a tokenizer.json may ask for, and text alone must not get
+    model.enable_truncation(2)
+    model.enable_padding(length=50)
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    model.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_gpt2_bpe_agrees_with_transformers(bpe: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    vocab, merges = str(bpe / "vocab.json"), str(bpe / "merges.txt")
+    reference = transformers.GPT2Tokenizer(vocab, merges)
+    ours = build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    for text in (text for text in CORPUS if "<|endoftext|>" not in text):
+        assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
+    assert (ours.vocab_size, ours.eod) == (len(reference), reference.eos_token_id)
+    assert [ours.decode(ours.encode(text)) for text in TEXTS] == TEXTS
+
+
+def test_gpt2_bpe_never_reads_a_token_from_text(bpe: Path) -> None:
+    files = {"vocab_file": str(bpe / "vocab.json"), "merge_file": str(bpe / "merges.txt")}
+    ours = build_tokenizer(None, **files)
+    assert ours.eod not in ours.encode("a<|endoftext|>b")
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "PretrainedFromHF", None])
+@pytest.mark.parametrize("how", ["tokenizer_model", "name_or_path"])
+def test_hugging_face_agrees_with_tokenizers(bpe: Path, kind: str | None, how: str) -> None:
+    import tokenizers
+
+    reference = tokenizers.Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    reference.no_truncation()
+    reference.no_padding()
+    given_path = bpe / "tokenizer.json" if how == "tokenizer_model" else bpe
+    ours = build_tokenizer(kind, **{how: str(given_path)})
+    agree(ours, [reference.encode(text, add_special_tokens=False).ids for text in TEXTS])
+    assert (ours.vocab_size, ours.eod) == (reference.get_vocab_size(), 0)
+    assert [ours.decode(ours.encode(text)) for text in TEXTS] == TEXTS
+
+
+@pytest.mark.parametrize("eos", ["word", {"content": "word", "special": True}])
+def test_eod_is_the_configured_one(tmp_path: Path, eos: object) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<unk>": 0, "</s>": 1, "word": 2}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path)).eod == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    assert build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path)).eod == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "no such"}')
+    with pytest.raises(UserError, match="eos_token 'no such'"):
+        build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path))
+
+
+def test_missing_eod_is_named_when_it_is_needed(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
+    tokenizer = build_tokenizer(None, tokenizer_model=str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match="no end-of-document token"):
+        _ = tokenizer.eod
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", None])
+def test_sentencepiece_agrees_with_its_library(tmp_path: Path, kind: str | None) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=45, minloglevel=2
+    )
+    path = tmp_path / "sp.model"
+    path.write_bytes(model.getvalue())
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours = build_tokenizer(kind, tokenizer_model=str(path))
+    agree(ours, [reference.encode_as_ids(text) for text in TEXTS])
+    assert (ours.vocab_size, ours.eod) == (45, reference.eos_id())
+    assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "message"),
+    [
+        ("GPT2BPETokeniser", {}, "did you mean GPT2BPETokenizer"),
+        ("gpt2bpetokenizer", {}, "did you mean GPT2BPETokenizer"),
+        ("xyz", {}, "known are byte, "),
+        (None, {}, "no tokenizer is given"),
+        ("GPT2BPETokenizer", {"vocab_file": "v"}, "needs --merge-file"),
+        ("HuggingFaceTokenizer", {}, "needs --tokenizer-model"),
+        ("SentencePieceTokenizer", {}, "needs --tokenizer-model"),
+        ("NullTokenizer", {}, "needs a positive --vocab-size"),
+        ("NullTokenizer", {"vocab_size": 0}, "needs a positive --vocab-size"),
+        ("HuggingFaceTokenizer", {"name_or_path": "no/such"}, "no tokenizer is found at no/such"),
+        ("HuggingFaceTokenizer", {"name_or_path": "/no/such/folder/x"}, "no tokenizer is found"),
+    ],
+)
+def test_mistakes_are_named(kind: str | None, files: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        build_tokenizer(kind, **files)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b"\xff\xfe\x00", b'{"a": 1}'])
+def test_unreadable_files_are_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    for kind, files in (
+        ("HuggingFaceTokenizer", {"tokenizer_model": str(path)}),
+        ("HuggingFaceTokenizer", {"name_or_path": str(tmp_path)}),
+        ("SentencePieceTokenizer", {"tokenizer_model": str(path)}),
+        ("GPT2BPETokenizer", {"vocab_file": str(path), "merge_file": str(path)}),
+        ("GPT2BPETokenizer", {"vocab_file": str(tmp_path), "merge_file": str(path)}),
+        ("SentencePieceTokenizer", {"tokenizer_model": str(tmp_path / "none")}),
+    ):
+        with pytest.raises(UserError, match=str(tmp_path)) as caught:
+            build_tokenizer(kind, **files)
+        assert "\n" not in str(caught.value)
+
+
+def test_types_are_those_of_the_contract() -> None:
+    assert {"byte", "GPT2BPETokenizer", "HuggingFaceTokenizer", "PretrainedFromHF", "NullTokenizer"} < set(
+        TOKENIZER_TYPES
+    )
