@@ -1,0 +1,198 @@
+"""What a run measures of itself between two log lines, and at an evaluation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config import ModelConfig
+from megalite.train.flops import flops_per_token, peak_tflops
+from megalite.train.memory import measure_memory
+
+
+@dataclass(frozen=True)
+class IterationMetrics:
+    """One log line's figures: those of its last iteration, and means and counts since the line before.
+
+    Attributes:
+        iteration: number of the last iteration, from 1.
+        consumed_samples: samples trained on since the run's beginning, over all resumptions.
+        lm_loss: mean over the interval's iterations; NaN or infinite where one of them was.
+        grad_norm: of the last iteration, before clipping.
+        skipped: the last iteration's update was left out.
+        iteration_time_ms: wall time, mean over the interval; evaluating and saving do not count.
+        tokens_per_second: of the whole run, not of a rank.
+        tflops_per_gpu: model TFLOP/s of one rank, by the convention of `flops_per_token`.
+        mfu: `tflops_per_gpu` as a fraction of the GPU's bf16 peak, whatever precision the run has; None
+            where that peak is not known.
+        memory_allocated_mb: in MiB, of the reporting rank; see `Memory` for what it is on which device.
+        memory_reserved_mb: likewise.
+        num_iterations: length of the interval.
+        num_skipped: its iterations whose update was left out.
+        num_nan: its iterations whose loss was NaN or infinite.
+        warnings: what the user must be told of the interval, a line each.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    global_batch_size: int
+    loss_scale: float
+    skipped: bool
+    iteration_time_ms: float
+    tokens_per_second: float
+    tflops_per_gpu: float
+    mfu: float | None
+    memory_allocated_mb: float
+    memory_reserved_mb: float
+    train_iters: int
+    num_iterations: int
+    num_skipped: int
+    num_nan: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """One evaluation's result.
+
+    Attributes:
+        split: "valid" or "test".
+        lm_loss: mean over the evaluation's tokens.
+    """
+
+    iteration: int
+    consumed_samples: int
+    split: str
+    lm_loss: float
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity, exp(min(loss, 20)): capped, so that an untrained model's is a number too."""
+        # min keeps its first argument where it is NaN: with the cap first, a NaN would look like exp(20).
+        return math.exp(min(self.lm_loss, 20.0))
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    loss: float
+    grad_norm: float
+    skipped: bool
+
+
+class IntervalMeter:
+    """Collects iterations from one log line to the next.
+
+    The interval's clock starts with the meter, and again with each `take`; `paused` stops it meanwhile.
+
+    Args:
+        train_iters: iterations of the whole run.
+        world_size: ranks that share the work.
+        device: this rank's, whose memory and peak are told.
+        tp: tensor-parallel size, which the padded vocabulary depends on.
+        clock: seconds from any origin.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        train_iters: int,
+        world_size: int,
+        device: torch.device,
+        tp: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._seq_length = model.seq_length
+        self._tflop_per_token_and_rank = flops_per_token(model, tp) / world_size / 1e12
+        self._peak_tflops = peak_tflops(device)
+        self._train_iters = train_iters
+        self._device = device
+        self._clock = clock
+        self._iterations: list[_Iteration] = []
+        self._start = clock()
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations added since the last `take`."""
+        return len(self._iterations)
+
+    def add(self, loss: float, grad_norm: float, skipped: bool) -> None:
+        """Counts one iteration; a NaN or infinite loss is kept as it is."""
+        self._iterations.append(_Iteration(loss, grad_norm, skipped))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps the time that the block takes out of the iterations' time: evaluating, saving."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._start += self._clock() - begin
+
+    def take(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        learning_rate: float,
+        global_batch_size: int,
+        loss_scale: float = 1.0,
+    ) -> IterationMetrics:
+        """Gives the interval's figures and starts the next one; at least one iteration has been added."""
+        iterations, self._iterations = self._iterations, []
+        now, start = self._clock(), self._start
+        self._start = now
+        assert iterations
+        seconds = (now - start) / len(iterations)
+        tokens_per_second = global_batch_size * self._seq_length / seconds
+        tflops = tokens_per_second * self._tflop_per_token_and_rank
+        memory = measure_memory(self._device)
+        return IterationMetrics(
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_samples * self._seq_length,
+            lm_loss=sum(each.loss for each in iterations) / len(iterations),
+            grad_norm=iterations[-1].grad_norm,
+            learning_rate=learning_rate,
+            global_batch_size=global_batch_size,
+            loss_scale=loss_scale,
+            skipped=iterations[-1].skipped,
+            iteration_time_ms=seconds * 1e3,
+            tokens_per_second=tokens_per_second,
+            tflops_per_gpu=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
+            memory_allocated_mb=memory.allocated,
+            memory_reserved_mb=memory.reserved,
+            train_iters=self._train_iters,
+            num_iterations=len(iterations),
+            num_skipped=sum(each.skipped for each in iterations),
+            num_nan=sum(not math.isfinite(each.loss) for each in iterations),
+            warnings=_warnings(iterations, iteration),
+        )
+
+
+def _warnings(iterations: list[_Iteration], last: int) -> tuple[str, ...]:
+    """One line that names the first iteration with no finite loss or gradient, and counts the others."""
+    first = last - len(iterations) + 1
+    broken = [
+        (first + offset, each)
+        for offset, each in enumerate(iterations)
+        if not math.isfinite(each.loss) or not math.isfinite(each.grad_norm)
+    ]
+    if not broken:
+        return ()
+    number, found = broken[0]
+    finite_loss = math.isfinite(found.loss)
+    what = f"the grad norm is {found.grad_norm}" if finite_loss else f"the loss is {found.loss}"
+    outcome = "the update was skipped" if found.skipped else "the weights were updated all the same"
+    text = f"iteration {number}: {what}; {outcome}"
+    if others := len(broken) - 1:
+        text += f" (and {others} more of the iterations up to {last})"
+    return (text,)

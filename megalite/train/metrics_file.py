@@ -1,0 +1,68 @@
+"""A run's figures as JSON Lines, for programs to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import UserError
+from megalite.train.metrics import IterationMetrics, ValidationMetrics
+
+
+class MetricsFile:
+    """Appends one JSON object a line: an iteration's figures, or ``{"validation": {...}}``.
+
+    Floats keep their full precision; as JSON knows no others, those that are not finite are the strings
+    "NaN", "Infinity" and "-Infinity". Each line is on its way to the disk before the next iteration starts.
+    Lines of an earlier run are kept, so a resumed run goes on in the same file; an iteration that is run
+    again after an unsaved end stands there twice, and the later line counts.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)
+            self._end_broken_line()
+        except OSError as error:
+            raise UserError(
+                f"--metrics-file {path} cannot be written ({error.strerror}): give another file"
+            ) from None
+
+    def iteration(self, metrics: IterationMetrics, timers_ms: Mapping[str, float]) -> None:
+        record = dataclasses.asdict(metrics)
+        del record["warnings"]  # words for the log; num_nan and num_skipped say it here
+        self._write(record)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        self._write({"validation": dataclasses.asdict(metrics) | {"ppl": metrics.ppl}})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _end_broken_line(self) -> None:
+        """Ends a line that a killed run left half-written, so that it spoils no other."""
+        if self._file.tell() == 0:
+            return
+        self._file.seek(-1, 2)
+        if self._file.read(1) != b"\n":
+            self._file.write(b"\n")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # In one unbuffered write, so that a reader never sees half a line.
+        self._file.write(json.dumps(_spelled(record), allow_nan=False).encode() + b"\n")
+
+
+def _spelled(value: Any) -> Any:
+    """The value with floats that are not finite spelled out."""
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,45 @@
+#!/usr/bin/env python
+"""Trains a GPT, BLOOM or Llama-like model over tensor-, pipeline- and data-parallel ranks.
+
+torchrun --nproc-per-node 4 pretrain_gpt.py --preset gpt2-124m --tp 2 --pp 2 --data-path PREFIX …
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megalite.cli import parse, run_main
+from megalite.topology import Launch, Topology
+from megalite.train.loop import train
+from megalite.train.prepare import (
+    announce,
+    build_data,
+    open_writers,
+    prepare_process,
+    resolve_vocabulary,
+    resume,
+)
+from megalite.train.timers import Timers
+from megalite.train.trainer import Trainer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs one rank from its command line to the end of training."""
+    config, notices = parse(arguments)
+    launch = Launch.from_environment()
+    prepare_process(config, notices, launch)
+
+    with Topology.start(config.parallel, launch) as topology:
+        config = resolve_vocabulary(config, topology)
+        timers = Timers(topology.device if config.logging.log_timers_to_tensorboard else None)
+        with open_writers(config, topology) as writers:
+            datasets = build_data(config, topology, timers)
+            trainer = Trainer(config, topology, datasets, timers)
+            announce(trainer)
+            resume(trainer)
+            train(trainer, writers)
+
+
+if __name__ == "__main__":
+    run_main(main, sys.argv[1:])

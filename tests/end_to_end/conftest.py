@@ -1,0 +1,81 @@
+"""A tiny corpus and the program, run as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pretrain_gpt
+from megalite.cli import run_main
+from megalite.data.indexed_writer import IndexedWriter
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+RunHere = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of forty documents of byte-level text."""
+    prefix = str(tmp_path_factory.mktemp("corpus") / "tiny")
+    write_corpus(prefix, [f"document {i}: ".encode() * 20 for i in range(40)])
+    return prefix
+
+
+def write_corpus(prefix: str, documents: list[bytes]) -> None:
+    """Writes an indexed dataset of the byte-level tokenizer's tokens."""
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for text in documents:
+            writer.add_document([list(text)])
+
+
+@pytest.fixture
+def pretrain(tmp_path: Path, corpus: str) -> Run:
+    """Runs pretrain_gpt.py on a tiny byte-level model; further flags go over it."""
+
+    def run(
+        *flags: str, ranks: int = 1, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        return subprocess.run(
+            [*launcher, "pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus, *flags],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture
+def pretrain_here(
+    corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> RunHere:
+    """Runs pretrain_gpt.py on one rank in this process; gives exit status and standard error."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*flags: str) -> tuple[int, list[str]]:
+        status = 0
+        try:
+            run_main(pretrain_gpt.main, [*TINY_FLAGS, "--data-path", corpus, *flags])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return status, capsys.readouterr().err.splitlines()
+
+    return run
+
+
+TINY_FLAGS = (
+    *("--preset", "gpt-tiny", "--tokenizer-type", "byte", "--seq-length", "32", "--split", "90,5,5"),
+    *("--global-batch-size", "4", "--train-iters", "4", "--log-interval", "1", "--eval-iters", "1"),
+)

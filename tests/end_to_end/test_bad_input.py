@@ -1,0 +1,141 @@
+"""Each mistake is one line with cause and fix, and exit status 1: no traceback, nothing half-written."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.conftest import Run, RunHere, write_corpus
+
+CONFIG_MISTAKES = {
+    "indivisible heads": (["--num-attention-heads", "5"], "--hidden-size 64 is not divisible"),
+    "too few layers": (["--pp", "1", "--pipeline-layers", "3"], "--pipeline-layers"),
+    "indivisible batch": (["--micro-batch-size", "3"], "--global-batch-size 4 is not divisible"),
+    "vocabulary too small": (["--vocab-size", "100"], "--vocab-size 100 is smaller than the tokenizer's 257"),
+    "padding too small": (["--pad-vocab-size-to", "200"], "--pad-vocab-size-to 200 is smaller"),
+    "world size": (["--tp", "2"], "world size 1 is not"),
+    "unknown flag": (["--num-layer", "3"], "unknown flag --num-layer; nearest is --num-layers"),
+    "not there yet": (["--bf16"], "--bf16"),
+    "unreadable tokenizer": (
+        ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/tokenizer.json"],
+        "/nowhere/tokenizer.json",
+    ),
+    "no data": (["--data-path", "/nowhere/corpus"], "/nowhere/corpus"),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), CONFIG_MISTAKES.values(), ids=CONFIG_MISTAKES.keys())
+def test_mistake_is_one_line(pretrain_here: RunHere, flags: list[str], said: str) -> None:
+    status, lines = pretrain_here(*flags)
+    assert status == 1
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+
+
+def test_every_mistake_is_told_at_once(pretrain_here: RunHere) -> None:
+    status, lines = pretrain_here("--num-layer", "3", "--num-attention-heads", "5", "--micro-batch-size", "3")
+    assert status == 1
+    assert len(lines) == 3, lines
+
+
+def test_yaml_key_that_is_no_field(pretrain_here: RunHere, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model:\n  num_layer: 3\n")
+    status, lines = pretrain_here("--config", str(path))
+    assert status == 1
+    assert len(lines) == 1
+    assert "num_layer" in lines[0]
+    assert "num_layers" in lines[0]
+    assert str(path) in lines[0]
+
+
+def _truncate(prefix: str, ending: str, num_bytes: int) -> None:
+    path = Path(f"{prefix}{ending}")
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def _foreign(prefix: str) -> None:
+    Path(f"{prefix}.idx").write_bytes(b"a file of another kind" * 10)
+
+
+def _token_beyond_vocabulary(prefix: str) -> None:
+    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    tokens[:] = 300
+    tokens.tofile(f"{prefix}.bin")
+
+
+def _huge_count(prefix: str) -> None:
+    data = bytearray(Path(f"{prefix}.idx").read_bytes())
+    data[18:26] = struct.pack("<Q", 2**60)
+    Path(f"{prefix}.idx").write_bytes(data)
+
+
+DAMAGES = {
+    "truncated .bin": (lambda prefix: _truncate(prefix, ".bin", 100), r"\.bin"),
+    "truncated .idx": (lambda prefix: _truncate(prefix, ".idx", 60), r"\.idx"),
+    "no .bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), r"\.bin"),
+    "foreign .idx": (_foreign, r"\.idx"),
+    "huge count": (_huge_count, r"\.idx"),
+    "token beyond the vocabulary": (_token_beyond_vocabulary, r"300.*257.*document|document.*300.*257"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_corpus_is_one_line(pretrain_here: RunHere, tmp_path: Path, name: str) -> None:
+    damage, said = DAMAGES[name]
+    prefix = str(tmp_path / "damaged")
+    write_corpus(prefix, [b"some text" * 30] * 40)
+    damage(prefix)
+    status, lines = pretrain_here("--data-path", prefix)
+    assert status == 1
+    assert len(lines) == 1, lines
+    assert re.search(said, lines[0]), lines[0]
+    assert prefix in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "said"),
+    [([], "1,0,0", "train"), ([b"ab" * 100], "0,1,0", "train"), ([b"ab"], "1,0,0", "fewer than the 33")],
+    ids=["no document", "none to train on", "less than a sample"],
+)
+def test_too_little_text(
+    pretrain_here: RunHere, tmp_path: Path, documents: list[bytes], split: str, said: str
+) -> None:
+    prefix = str(tmp_path / "short")
+    write_corpus(prefix, documents)
+    status, lines = pretrain_here("--data-path", prefix, "--split", split)
+    assert status == 1
+    assert len(lines) == 1, lines
+    assert said in lines[0]
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--metrics-file"])
+def test_output_that_cannot_be_written_is_told_before_the_first_step(
+    pretrain_here: RunHere, tmp_path: Path, flag: str
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    status, lines = pretrain_here(flag, str(tmp_path / "file" / "below"), "--train-iters", "1000000")
+    assert status == 1
+    assert len(lines) == 1
+    assert flag in lines[0]
+
+
+def test_a_world_of_another_size_ends_on_every_rank(pretrain: Run) -> None:
+    run = pretrain("--tp", "4", ranks=2)
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert run.returncode == 1
+    assert len(errors) == 1
+    assert "world size 2" in errors[0]
+    assert 'pretrain_gpt.py", line' not in run.stderr  # torchrun prints a traceback of its own
+
+
+def test_half_an_environment_is_a_mistake(pretrain: Run) -> None:
+    run = pretrain(environment={"RANK": "0", "WORLD_SIZE": "2"})
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("error: ")
+    assert "MASTER_ADDR" in run.stderr

@@ -1,0 +1,137 @@
+"""Whole runs through the program: launchers, resumption, outputs, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, RunHere
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _losses(path: Path) -> dict[int, float]:
+    return {line["iteration"]: line["lm_loss"] for line in _lines(path) if "iteration" in line}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (4, ["--tp", "2", "--pp", "2"])])
+def test_stop_and_resume_is_bitwise_a_run_at_a_stroke(
+    pretrain: Run, tmp_path: Path, ranks: int, layout: list[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = [*layout, "--train-iters", "20", "--lr", "0.01"]
+
+    def run(folder: Path, *more: str) -> None:
+        outputs = [
+            "--save",
+            str(folder),
+            "--load",
+            str(folder),
+            "--metrics-file",
+            str(folder / "metrics.jsonl"),
+        ]
+        done = pretrain(*flags, *outputs, *more, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+
+    run(whole)
+    run(parts, "--exit-interval", "10")
+    assert (parts / "latest").read_text().strip() == "iter_0000010"
+    run(parts)
+    assert _losses(parts / "metrics.jsonl") == _losses(whole / "metrics.jsonl")
+    files = sorted((whole / "iter_0000020").glob("*.safetensors"))
+    assert len(files) == ranks
+    for file in files:
+        expected, resumed = load_file(file), load_file(parts / "iter_0000020" / file.name)
+        assert expected.keys() == resumed.keys()
+        assert all(expected[name].equal(resumed[name]) for name in expected)
+
+
+def test_plain_python_with_the_variables_set(tmp_path: Path, corpus: str) -> None:
+    """env:// as a scheduler starts it: one python a rank, no torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus, "--pp", "2"],
+            cwd=ROOT,
+            env={**base, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert "using world size: 2, data-parallel-size: 1" in outputs[0][0]
+    assert "iteration        4/       4" in outputs[1][0]  # the last rank reports
+    assert "iteration        4/       4" not in outputs[0][0]
+
+
+def test_outputs_hold_every_iteration_and_evaluation(pretrain_here: RunHere, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    status, errors = pretrain_here(
+        *("--metrics-file", str(metrics), "--tensorboard-dir", str(tmp_path / "tensorboard")),
+        *(
+            "--eval-interval",
+            "2",
+            "--log-throughput",
+            "--profile-execution",
+            "True",
+            "--profile-name",
+            "TRACE",
+        ),
+    )
+    assert (status, errors) == (0, [])
+    assert list(_losses(metrics)) == [1, 2, 3, 4]
+    evaluations = [line["validation"] for line in _lines(metrics) if "validation" in line]
+    assert [(each["iteration"], each["split"]) for each in evaluations] == [
+        (2, "valid"),
+        (4, "valid"),
+        (4, "test"),
+    ]
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert list((tmp_path / "tensorboard" / "TRACE").iterdir())
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_named(pretrain: Run, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [
+        "--lr",
+        "1e30",
+        "--clip-grad",
+        "0",
+        "--lr-decay-style",
+        "constant",
+        "--metrics-file",
+        str(metrics),
+    ]
+    run = pretrain(*flags)
+    assert run.returncode == 0, run.stderr
+    assert "lm loss: NAN" in run.stdout or "lm loss: INF" in run.stdout
+    assert "warning: iteration 2: the " in run.stdout
+    assert set(_losses(metrics).values()) & {"NaN", "Infinity"}
+
+
+def test_exit_duration(pretrain_here: RunHere, tmp_path: Path) -> None:
+    flags = ["--train-iters", "100000", "--exit-duration-in-mins", "0.01", "--save", str(tmp_path)]
+    status, _ = pretrain_here(*flags)
+    assert status == 0
+    assert (tmp_path / "latest").exists()
+
+
+def test_deterministic_kernels(pretrain_here: RunHere) -> None:
+    status, errors = pretrain_here("--deterministic")
+    assert (status, errors) == (0, [])

@@ -1,0 +1,53 @@
+"""Figures and a one-rank topology to tell them from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megalite.config import ParallelConfig
+from megalite.log import log
+from megalite.topology import Launch, Topology
+from megalite.train.metrics import IterationMetrics
+
+
+@pytest.fixture(autouse=True)
+def _plain_log() -> Iterator[None]:
+    """The logger as imported, whatever ran before in this process; and leaves it as found."""
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
+    log.handlers[:], log.propagate = [], True
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
+@pytest.fixture
+def metrics() -> IterationMetrics:
+    return IterationMetrics(
+        iteration=100,
+        consumed_samples=800,
+        consumed_tokens=819200,
+        lm_loss=7.44895,
+        grad_norm=1.3031,
+        learning_rate=5.822e-5,
+        global_batch_size=8,
+        loss_scale=1.0,
+        skipped=False,
+        iteration_time_ms=537.3,
+        tokens_per_second=15246.6,
+        tflops_per_gpu=117.7,
+        mfu=None,
+        memory_allocated_mb=1.5,
+        memory_reserved_mb=2.0,
+        train_iters=100,
+        num_iterations=10,
+        num_skipped=0,
+        num_nan=0,
+    )
+
+
+@pytest.fixture
+def topology() -> Iterator[Topology]:
+    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+        yield topology

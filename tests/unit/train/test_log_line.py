@@ -1,0 +1,66 @@
+"""The printed lines, byte for byte as Megatron-LM's log parsers know them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from megalite.config import ParallelConfig
+from megalite.log import configure_logging, log
+from megalite.topology import Topology
+from megalite.train.log_line import LogLineWriter, iteration_line, startup_line, validation_block
+from megalite.train.metrics import IterationMetrics, ValidationMetrics
+
+GOLDEN = (
+    " iteration      100/     100 | consumed samples:          800 | elapsed time per iteration (ms): 537.3 |"
+    " learning rate: 5.822E-05 | global batch size:     8 | lm loss: 7.448950E+00 | loss scale: 1.0 |"
+    " grad norm: 1.303 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def test_iteration(metrics: IterationMetrics) -> None:
+    assert iteration_line(metrics, log_throughput=False) == GOLDEN
+
+
+def test_throughput_follows_the_elapsed_time(metrics: IterationMetrics) -> None:
+    before, elapsed, after = GOLDEN.partition(" elapsed time per iteration (ms): 537.3 |")
+    expected = f"{before}{elapsed} throughput per GPU (TFLOP/s/GPU): 117.7 |{after}"
+    assert iteration_line(metrics, log_throughput=True) == expected
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(math.nan, "NAN"), (math.inf, "INF"), (-math.inf, "-INF")])
+def test_a_loss_that_is_no_number_is_shown(metrics: IterationMetrics, loss: float, shown: str) -> None:
+    line = iteration_line(dataclasses.replace(metrics, lm_loss=loss), log_throughput=False)
+    assert f" lm loss: {shown} |" in line
+
+
+def test_validation() -> None:
+    line = "validation loss at iteration 40 | lm loss value: 7.416743E+00 | lm loss PPL: 1.663606E+03 |"
+    block = validation_block(ValidationMetrics(40, 320, "valid", 7.416743))
+    assert block.splitlines() == ["-" * len(line), line, "-" * len(line)]
+    test_line = validation_block(ValidationMetrics(40, 320, "test", math.nan)).splitlines()[1]
+    assert test_line == (
+        "validation loss at iteration 40 on test set | lm loss value: NAN | lm loss PPL: NAN |"
+    )
+
+
+def test_startup() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    with Topology.fake(parallel, world_size=4, rank=3) as topology:
+        assert startup_line(topology) == (
+            "using world size: 4, data-parallel-size: 1, "
+            "tensor-model-parallel size: 2, pipeline-model-parallel size: 2"
+        )
+
+
+def test_any_rank_prints_it_as_it_is(metrics: IterationMetrics, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(rank=3)
+    log.info("for rank 0 to say")
+    broken = dataclasses.replace(metrics, warnings=("iteration 98: the loss is nan; the update was skipped",))
+    LogLineWriter(log_throughput=False).iteration(broken, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: iteration 98: the loss is nan; the update was skipped",
+        GOLDEN,
+    ]

@@ -1,0 +1,120 @@
+"""TensorBoard's file as TensorBoard itself reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.config import LoggingConfig
+from megalite.errors import UserError
+from megalite.train.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.tensorboard import TensorBoardWriter
+
+TIMERS = {"forward-backward": 400.0, "optimizer": 20.0}
+ALWAYS = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "iteration-time", "world-size"}
+TWINS = {"lm loss vs samples", "learning-rate vs samples", "grad-norm vs samples", "loss-scale vs samples"}
+
+
+def _written(folder: Path, config: LoggingConfig, metrics: IterationMetrics) -> EventAccumulator:
+    writer = TensorBoardWriter(folder, config, 4, "model:\n  num_layers: 2\n")
+    writer.iteration(metrics, TIMERS)
+    writer.validation(ValidationMetrics(100, 800, "valid", 2.5))
+    writer.validation(ValidationMetrics(100, 800, "test", 2.75))
+    writer.close()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def _scalar(events: EventAccumulator, tag: str) -> tuple[int, float]:
+    (event,) = events.Scalars(tag)
+    return event.step, event.value
+
+
+def test_names_by_default(tmp_path: Path, metrics: IterationMetrics) -> None:
+    events = _written(tmp_path, LoggingConfig(), metrics)
+    assert set(events.Tags()["scalars"]) == ALWAYS | TWINS | {"lm loss validation", "lm loss test"}
+
+
+def test_each_flag_adds_its_scalars(tmp_path: Path, metrics: IterationMetrics) -> None:
+    config = LoggingConfig(
+        log_throughput=True,
+        log_timers_to_tensorboard=True,
+        log_batch_size_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+    )
+    events = _written(tmp_path, config, metrics)
+    added = set(events.Tags()["scalars"]) - ALWAYS - TWINS - {"lm loss validation", "lm loss test"}
+    assert added == {
+        "throughput",
+        "forward-backward-time",
+        "optimizer-time",
+        "batch-size",
+        "batch-size vs samples",
+        "lm loss validation ppl",
+        "lm loss test ppl",
+    }
+    assert _scalar(events, "forward-backward-time") == (100, pytest.approx(0.4))
+    assert _scalar(events, "batch-size vs samples") == (800, 8.0)
+    assert _scalar(events, "throughput") == (100, pytest.approx(117.7))
+    assert _scalar(events, "lm loss validation ppl") == (100, pytest.approx(math.exp(2.5)))
+
+
+def test_values_and_steps(tmp_path: Path, metrics: IterationMetrics) -> None:
+    events = _written(tmp_path, LoggingConfig(), metrics)
+    assert _scalar(events, "lm loss") == (100, pytest.approx(7.44895))
+    assert _scalar(events, "lm loss vs samples") == (800, pytest.approx(7.44895))
+    assert _scalar(events, "learning-rate") == (100, pytest.approx(5.822e-5))
+    assert _scalar(events, "iteration-time") == (100, pytest.approx(0.5373))  # seconds
+    assert _scalar(events, "world-size") == (100, 4.0)
+    assert _scalar(events, "lm loss validation") == (100, 2.5)
+    assert _scalar(events, "lm loss test") == (100, 2.75)
+    assert b"  num_layers: 2" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_nan_is_written(tmp_path: Path, metrics: IterationMetrics) -> None:
+    events = _written(tmp_path, LoggingConfig(), dataclasses.replace(metrics, lm_loss=math.nan))
+    assert math.isnan(_scalar(events, "lm loss")[1])
+
+
+@pytest.mark.parametrize(("queue_size", "sees_it_at_once"), [(1, True), (1000, False)])
+def test_queue_size(
+    tmp_path: Path, metrics: IterationMetrics, queue_size: int, sees_it_at_once: bool
+) -> None:
+    writer = TensorBoardWriter(tmp_path, LoggingConfig(tensorboard_queue_size=queue_size), 4, "")
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_size
+    for _ in range(3):
+        writer.iteration(metrics, {})
+    grown = path.stat().st_size > before
+    writer.close()
+    assert grown == sees_it_at_once
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--tensorboard-dir .*/file/runs cannot be written"):
+        TensorBoardWriter(tmp_path / "file" / "runs", LoggingConfig(), 4, "")
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        TensorBoardWriter(tmp_path / "runs", LoggingConfig(), 4, "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_without_tensorboard_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    spec = importlib.util.find_spec("megalite.train.tensorboard")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,72 @@
+"""Which rank opens what, and when it fails."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.config import LoggingConfig, ParallelConfig
+from megalite.errors import UserError
+from megalite.topology import Topology
+from megalite.train.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.timers import Timers
+from megalite.train.writers import Writers
+
+PARALLEL = ParallelConfig(tensor_model_parallel_size=2)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> LoggingConfig:
+    return LoggingConfig(
+        metrics_file=str(tmp_path / "metrics.jsonl"), tensorboard_dir=str(tmp_path / "tensorboard")
+    )
+
+
+def _write(writers: Writers, metrics: IterationMetrics) -> Timers:
+    timers = Timers()
+    with timers("optimizer"):
+        pass
+    writers.iteration(metrics, timers)
+    writers.validation(ValidationMetrics(100, 800, "valid", 2.5))
+    return timers
+
+
+def test_the_last_rank_writes_everything(
+    config: LoggingConfig, tmp_path: Path, metrics: IterationMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="megalite")
+    with Topology.fake(PARALLEL, 2, rank=1) as topology, Writers(config, topology, "") as writers:
+        timers = _write(writers, metrics)
+    assert timers.take() == {}
+    assert [record.message.split()[0] for record in caplog.records] == ["iteration", "-" * 92]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    writers.close()  # once more does nothing
+
+
+def test_other_ranks_write_nothing(
+    config: LoggingConfig,
+    tmp_path: Path,
+    metrics: IterationMetrics,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # nor do they need the package
+    caplog.set_level(logging.INFO, logger="megalite")
+    with Topology.fake(PARALLEL, 2, rank=0) as topology, Writers(config, topology, "") as writers:
+        timers = _write(writers, metrics)
+    assert timers.take() == {}
+    assert not caplog.records
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_cannot_be_opened_leaves_none_open(tmp_path: Path, topology: Topology) -> None:
+    (tmp_path / "file").touch()
+    config = LoggingConfig(
+        metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "file" / "runs")
+    )
+    with pytest.raises(UserError, match="--tensorboard-dir"):
+        Writers(config, topology, "")
