@@ -1,0 +1,1 @@
+"""Proof that a run is the same in any layout, on a user's own config."""

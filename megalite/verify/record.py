@@ -1,0 +1,74 @@
+"""Runs a config for a few iterations in one layout and records what must not depend on the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megalite.config import Config
+from megalite.local_ranks import run_ranks
+from megalite.model.stage import GPTStage
+from megalite.parallel.shard import gather_full, spec_of
+from megalite.topology import Topology
+from megalite.train.prepare import build_data, resolve_vocabulary
+from megalite.train.timers import Timers
+from megalite.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run came to.
+
+    Attributes:
+        losses, grad_norms: of each iteration.
+        gradients: of the first iteration, full tensors by parameter.
+        weights: after the last iteration, full tensors by parameter.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def record_run(config: Config, num_iterations: int, world_size: int) -> Record:
+    """Trains `num_iterations` iterations on `world_size` ranks of this machine.
+
+    Raises:
+        UserError: the config's data or tokenizer cannot be read.
+    """
+    stages = run_ranks(_record_rank, config.parallel, world_size, config, num_iterations, timeout=3600.0)
+    gradients: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for stage in stages:
+        gradients.update(stage.gradients)
+        weights.update(stage.weights)
+    return Record(stages[0].losses, stages[0].grad_norms, gradients, weights)
+
+
+def _record_rank(topology: Topology, config: Config, num_iterations: int) -> Record:
+    config = resolve_vocabulary(config, topology)
+    timers = Timers()
+    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    # Dropout by counter makes this pass the same as the first iteration's.
+    trainer.train_step.gradients(trainer.progress.consumed_samples)
+    gradients = _gather(trainer.stage, topology, lambda parameter: parameter.grad)
+    results = [trainer.step() for _ in range(num_iterations)]
+    weights = _gather(trainer.stage, topology, lambda parameter: parameter.data)
+    return Record([r.loss for r in results], [r.grad_norm for r in results], gradients, weights)
+
+
+def _gather(
+    stage: GPTStage, topology: Topology, part: Callable[[nn.Parameter], Tensor | None]
+) -> dict[str, Tensor]:
+    """This stage's full tensors, without the vocabulary's padding; given by the first of its ranks alone."""
+    full: dict[str, Tensor] = {}
+    for name, parameter in stage.named_parameters():
+        local = part(parameter)
+        assert local is not None
+        tensor = gather_full(local, spec_of(parameter), topology)
+        is_vocabulary = name.startswith(("embedding.word.", "output."))
+        full[name] = tensor[: stage.vocab_size].clone() if is_vocabulary else tensor
+    return full if topology.tp.is_first and topology.dp.is_first else {}

@@ -1,0 +1,86 @@
+"""The layout table: the same run on any tp x pp x dp and micro-batch size, for each kind of model.
+
+fp64 is the proof: only the order of sums is left, and it is far below the bounds. fp32 is the everyday check.
+The reference of every row is one rank with microbatches of 2 samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.presets import PRESETS
+from megalite.verify.compare import TOLERANCES, compare
+from megalite.verify.layout import Layout
+from megalite.verify.record import Record, record_run
+
+NUM_ITERATIONS = 20
+GLOBAL_BATCH_SIZE = 8
+MICRO_BATCH_SIZE = 2
+LAYOUTS = ("tp2", "pp2", "dp2", "tp2pp2", "tp2dp2", "pp2dp2", "tp4", "pp4", "dp4", "tp2pp2dp2")
+OTHER_MICRO_BATCHES = [
+    f"{layout}mbs{mbs}" for mbs in (1, 4) for layout in ("", *LAYOUTS) if (mbs, layout) != (4, "dp4")
+]  # dp4 x 4 samples is more than the global batch
+MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
+DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}
+
+
+def _config(model: str, dtype: str, corpus: str) -> Config:
+    dropout = DROPOUT[model]
+    return Config(
+        model=replace(
+            PRESETS[model],
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+            vocab_size=2048,
+            params_dtype=dtype,
+            seq_length=64,
+        ),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.1),
+        data=DataConfig(data_path=(corpus,), split="949,50,1"),
+        training=TrainingConfig(
+            micro_batch_size=MICRO_BATCH_SIZE,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            train_iters=NUM_ITERATIONS,
+            eval_iters=0,
+        ),
+    )
+
+
+@functools.cache
+def _reference(model: str, dtype: str, corpus: str) -> Record:
+    return record_run(_config(model, dtype, corpus), NUM_ITERATIONS, 1)
+
+
+@pytest.mark.parametrize(
+    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_MICRO_BATCHES)]
+)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize("model", MODELS)
+def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
+    layout = Layout.parse(name)
+    config = layout.apply(_config(model, dtype, corpus), GLOBAL_BATCH_SIZE)
+    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    comparison = compare(run, _reference(model, dtype, corpus))
+    assert not comparison.excesses(TOLERANCES[dtype])
+    assert run.losses[-1] < run.losses[0]  # it trains: a run that stands still is the same everywhere
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2pp2"])
+def test_same_command_twice_is_bitwise_the_same(name: str, corpus: str) -> None:
+    layout = Layout.parse(name)
+    config = layout.apply(_config("gpt-tiny", "fp32", corpus), GLOBAL_BATCH_SIZE)
+    first, second = (record_run(config, 10, layout.world_size) for _ in range(2))
+    assert first.losses == second.losses
+    assert all(first.weights[key].equal(second.weights[key]) for key in first.weights)
+
+
+def test_another_seed_is_another_run(corpus: str) -> None:
+    """What the table compares does depend on weights, masks and data: it could tell a difference."""
+    config = _config("gpt-tiny", "fp64", corpus)
+    other = replace(config, training=replace(config.training, seed=1235))
+    comparison = compare(record_run(other, 2, 1), record_run(config, 2, 1))
+    assert comparison.excesses(TOLERANCES["fp64"])
