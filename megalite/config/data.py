@@ -35,6 +35,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ... for a blend."""
+    mock_data: bool = False
+    """Train on random tokens instead of a corpus, to try a config or measure its speed."""
     split: str = "969,30,1"
     """Weights of the train, validation and test parts of each dataset."""
     tokenizer_type: TokenizerType | None = None

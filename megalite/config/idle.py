@@ -42,6 +42,9 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield name, f"the decay is {optimizer.lr_decay_style}, not WSD"
     if optimizer.lr_decay_style == "constant":
         yield "min_lr", "a constant learning rate never comes down to it"
+    if config.data.mock_data:
+        for name in ("data_path", "split"):
+            yield name, "--mock-data reads no corpus"
     if config.checkpoint.save is None:
         yield "save_interval", "there is no --save folder"
     if not logging.profile_execution:

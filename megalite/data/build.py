@@ -14,6 +14,7 @@ from megalite.data.blend import (
 )
 from megalite.data.gpt import Dataset, GPTDataset
 from megalite.data.indexed import IndexedDataset
+from megalite.data.mock import MockDataset
 from megalite.data.splits import SPLIT_NAMES, split_ranges
 from megalite.errors import UserError
 from megalite.log import log
@@ -43,6 +44,17 @@ def num_samples_per_split(
     num_evaluations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
     train = train_samples if train_samples > 0 else train_iters * global_batch_size
     return train, num_evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
+
+
+def build_mock_datasets(
+    seq_length: int, num_samples: tuple[int, int, int], seed: int, vocab_size: int
+) -> DatasetSplits:
+    """As `build_datasets`, of random tokens and without any file."""
+    splits = [
+        MockDataset(number, seq_length, vocab_size, seed, i) if number > 0 else None
+        for i, number in enumerate(num_samples)
+    ]
+    return DatasetSplits(*splits)
 
 
 def build_datasets(

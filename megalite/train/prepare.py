@@ -11,7 +11,7 @@ import torch
 from megalite import kernels
 from megalite.checkpoint.store import check_writable
 from megalite.config import Config, to_yaml
-from megalite.data.build import DatasetSplits, build_datasets, num_samples_per_split
+from megalite.data.build import DatasetSplits, build_datasets, build_mock_datasets, num_samples_per_split
 from megalite.data.tokenizer import build_tokenizer
 from megalite.errors import UserError
 from megalite.log import configure_logging, log
@@ -86,14 +86,13 @@ def build_data(config: Config, topology: Topology, timers: Timers) -> DatasetSpl
         training.eval_iters,
         config.global_batch(topology.dp.size),
     )
+    seq_length, vocab_size = config.model.seq_length, config.model.vocab_size
+    assert vocab_size is not None
+    if config.data.mock_data:
+        return build_mock_datasets(seq_length, num_samples, training.seed, vocab_size)
     with timers("train/valid/test-data-iterators-setup"), topology.agreed():
         return build_datasets(
-            config.data.data_path,
-            config.data.split,
-            config.model.seq_length,
-            num_samples,
-            training.seed,
-            config.model.vocab_size,
+            config.data.data_path, config.data.split, seq_length, num_samples, training.seed, vocab_size
         )
 
 

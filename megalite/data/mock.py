@@ -1,0 +1,27 @@
+"""Random tokens in the place of a corpus, to try a config before there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class MockDataset:
+    """Samples of uniformly random tokens; each is a function of the seed, the split and its number alone.
+
+    Args:
+        split: number of the split, so that the splits differ.
+    """
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, split: int) -> None:
+        self._num_samples = num_samples
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+        self._key = (seed, split)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        generator = np.random.default_rng((*self._key, index))
+        return generator.integers(0, self._vocab_size, self._seq_length + 1, dtype=np.int64)

@@ -1,0 +1,19 @@
+import numpy as np
+
+from megalite.data.build import build_mock_datasets
+
+
+def test_samples_are_functions_of_seed_split_and_number():
+    splits = build_mock_datasets(seq_length=64, num_samples=(8, 4, 0), seed=1, vocab_size=100)
+    again = build_mock_datasets(seq_length=64, num_samples=(8, 4, 0), seed=1, vocab_size=100)
+    assert splits.train is not None and again.train is not None and splits.valid is not None
+    assert (len(splits.train), len(splits.valid), splits.test) == (8, 4, None)
+    assert splits.train[5].shape == (65,)
+    assert splits.train[5].dtype == np.int64
+    assert 0 <= splits.train[5].min() <= splits.train[5].max() < 100
+    assert np.array_equal(splits.train[5], again.train[5])
+    assert not np.array_equal(splits.train[5], splits.train[4])
+    assert not np.array_equal(splits.train[3], splits.valid[3])
+    other = build_mock_datasets(seq_length=64, num_samples=(8, 4, 0), seed=2, vocab_size=100)
+    assert other.train is not None
+    assert not np.array_equal(splits.train[5], other.train[5])
