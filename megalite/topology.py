@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
+from megalite.host import keep_freed_memory, limit_threads
 
 AXES = ("pp", "dp", "tp")
 """Mesh axes, outermost first. A further axis is an entry here and a size in `_axis_sizes`."""
@@ -122,7 +123,9 @@ class Topology:
         """
         sizes = _axis_sizes(parallel, launch.world_size)
         device = _pick_device(parallel.distributed_backend, launch.local_rank)
-        _limit_threads(parallel.num_threads, device, launch.local_world_size)
+        if device.type == "cpu":
+            keep_freed_memory()
+            limit_threads(parallel.num_threads, launch.local_world_size)
         alone = launch.world_size == 1 and init_file is None
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -193,14 +196,6 @@ def _pick_device(backend: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
-
-
-def _limit_threads(num_threads: int | None, device: torch.device, local_world_size: int) -> None:
-    """One thread a rank where several share a machine's cores, unless told: more only fight each other."""
-    if num_threads is None and device.type == "cpu" and local_world_size > 1:
-        num_threads = 1
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
 
 
 def _from_mesh(sizes: tuple[int, int, int], rank: int, device: torch.device) -> Topology:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "log", "config"),
+    ("errors", "log", "host", "config"),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),
