@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Installs what the tests need into .venv and runs them all; further arguments go to pytest.
+#   scripts/test.sh -k layout
+#   scripts/test.sh -m slow      # the long tables, which CI runs besides
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scripts/install.sh test
+.venv/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-nodeps.txt
+printf '\n== Running the tests\n'
+exec .venv/bin/python -m pytest "$@"
