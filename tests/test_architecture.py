@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "log", "host", "config"),
+    ("errors", "folders", "log", "host", "config"),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),
@@ -19,7 +19,7 @@ LEVELS = (
     ("verify",),
 )
 """Rooms of the package, ground floor first; those of a level import none of it, but for SAME_LEVEL."""
-SAME_LEVEL = {("config", "errors"), ("cli", "presets")}
+SAME_LEVEL = {("config", "errors"), ("folders", "errors"), ("cli", "presets")}
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

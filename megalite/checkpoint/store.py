@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,22 +31,6 @@ from megalite.errors import UserError
 from megalite.topology import Topology
 
 FORMAT = 1
-
-
-def check_writable(folder: Path) -> None:
-    """Makes the folder and a file in it, so that a run learns before its first step that it cannot save.
-
-    Raises:
-        UserError: the folder cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"--save {folder} cannot be written ({error.strerror}): choose another folder"
-        ) from None
 
 
 def save_checkpoint(

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
-from megalite.checkpoint.store import check_writable
 from megalite.config import Config, to_yaml
 from megalite.data.build import DatasetSplits, build_datasets, build_mock_datasets, num_samples_per_split
 from megalite.data.tokenizer import build_tokenizer
 from megalite.errors import UserError
+from megalite.folders import make_writable
 from megalite.log import configure_logging, log
 from megalite.topology import Launch, Topology
 from megalite.train.timers import Timers
@@ -71,7 +71,7 @@ def open_writers(config: Config, topology: Topology) -> Writers:
     """Opens the run's outputs and tries its checkpoint folder, before any work is done."""
     with topology.agreed():
         if config.checkpoint.save and topology.rank == 0:
-            check_writable(Path(config.checkpoint.save))
+            make_writable(Path(config.checkpoint.save), "--save")
         return Writers(config.logging, topology, to_yaml(config))
 
 

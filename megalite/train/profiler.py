@@ -11,9 +11,9 @@ import torch.profiler
 from torch.profiler import ProfilerActivity
 
 from megalite.config import LoggingConfig
+from megalite.folders import make_writable
 from megalite.log import log
 from megalite.topology import Topology
-from megalite.train.tensorboard import open_folder
 
 _WAIT, _WARMUP, _ACTIVE = 1, 1, 3
 """Iterations that are passed over (allocations), that warm the profiler up, and that are traced."""
@@ -51,7 +51,7 @@ def profiler(config: LoggingConfig, topology: Topology) -> Iterator[Profile]:
     assert config.tensorboard_dir is not None  # a rule of the config
     folder = Path(config.tensorboard_dir) / (config.profile_name or _DEFAULT_NAME)
     with topology.agreed():
-        open_folder(folder)
+        make_writable(folder, "--tensorboard-dir")
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{topology.rank}")
     is_written = False
 

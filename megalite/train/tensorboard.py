@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
+from megalite.folders import make_writable
 from megalite.train.metrics import IterationMetrics, ValidationMetrics
 
 _SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
-
-
-def open_folder(folder: Path) -> None:
-    """Makes the folder of --tensorboard-dir, and tries that a file can be written into it.
-
-    Raises:
-        UserError: it cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"--tensorboard-dir {folder} cannot be written ({error.strerror}): give another folder"
-        ) from None
 
 
 class TensorBoardWriter:
@@ -50,7 +34,7 @@ class TensorBoardWriter:
                 f"--tensorboard-dir {folder} needs the package tensorboard, which is not installed: "
                 "pip install tensorboard, or leave the flag out"
             ) from None
-        open_folder(folder)
+        make_writable(folder, "--tensorboard-dir")
         self._config = config
         self._world_size = world_size
         self._writer = SummaryWriter(str(folder), max_queue=config.tensorboard_queue_size)

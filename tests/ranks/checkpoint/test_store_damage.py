@@ -14,9 +14,10 @@ import safetensors.torch
 import torch
 
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.store import check_writable, load_checkpoint, save_checkpoint
+from megalite.checkpoint.store import load_checkpoint, save_checkpoint
 from megalite.config import ModelConfig
 from megalite.errors import UserError
+from megalite.folders import make_writable
 
 MODEL = ModelConfig(vocab_size=50)
 FILE = "pp_00_tp_00.safetensors"
@@ -241,8 +242,8 @@ def test_a_field_that_this_version_does_not_know_is_named(save, load):
 
 
 def test_writable_folders_are_made_and_left_empty(tmp_path):
-    check_writable(tmp_path / "a" / "b")
-    check_writable(tmp_path / "a" / "b")
+    make_writable(tmp_path / "a" / "b", "--save")
+    make_writable(tmp_path / "a" / "b", "--save")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
@@ -250,6 +251,6 @@ def test_writable_folders_are_made_and_left_empty(tmp_path):
 def test_a_folder_that_cannot_be_written_is_told_before(tmp_path, path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        UserError, match=rf"^--save {tmp_path / path} cannot be written \(.*\): choose another"
+        UserError, match=rf"^--save {tmp_path / path} cannot be written \(.*\): give another"
     ):
-        check_writable(tmp_path / path)
+        make_writable(tmp_path / path, "--save")
