@@ -1,0 +1,53 @@
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config, DataConfig, TrainingConfig
+from megalite.errors import ConfigError, UserError
+from megalite.presets import PRESETS
+from megalite.verify.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "world_size"),
+    [
+        ("tp2", Layout(tp=2), 2),
+        ("tp2pp2dp2", Layout(2, 2, 2), 8),
+        ("dp4mbs2", Layout(dp=4, mbs=2), 4),
+        ("mbs4", Layout(mbs=4), 1),
+    ],
+)
+def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: int) -> None:
+    assert Layout.parse(name) == layout
+    assert str(layout) == name
+    assert layout.world_size == world_size
+
+
+@pytest.mark.parametrize("name", ["", "tp", "tp0", "tp2x", "cp2", "2tp", "tp2 pp2"])
+def test_another_name_is_a_mistake(name: str) -> None:
+    with pytest.raises(UserError, match="write tp2pp2"):
+        Layout.parse(name)
+
+
+def _config() -> Config:
+    return Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=100),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1),
+    )
+
+
+def test_a_layout_changes_nothing_but_the_layout() -> None:
+    config = Layout(tp=2, dp=2, mbs=1).apply(_config(), global_batch_size=8)
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.data_parallel_size) == (2, 1, 2)
+    assert (config.training.micro_batch_size, config.training.global_batch_size) == (1, 8)
+    assert (config.model, config.optimizer, config.data) == (
+        _config().model,
+        _config().optimizer,
+        _config().data,
+    )
+
+
+def test_a_layout_that_the_model_cannot_have_is_told() -> None:
+    with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by --tp 3"):
+        Layout(tp=3).apply(_config(), global_batch_size=8)
