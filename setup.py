@@ -28,7 +28,10 @@ EXACT_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 def index_builder() -> Extension:
     """The sample indices of the data, in C++."""
     return Pybind11Extension(
-        "megalite.data._index_builder", ["csrc/index_builder.cpp"], cxx_std=17, extra_compile_args=["-O3"]
+        "megalite.data._index_builder",
+        ["csrc/index_builder.cpp"],
+        cxx_std=17,
+        extra_compile_args=["-O3", *EXACT_FLAGS],
     )
 
 

@@ -14,3 +14,16 @@ def build_sample_index(
 def build_blend_index(
     weights: Sequence[float], num_samples: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...
+def gather_samples(
+    tokens: npt.NDArray[Any],
+    sequence_offsets: npt.NDArray[Any],
+    sequence_lengths: npt.NDArray[Any],
+    document_index: npt.NDArray[Any],
+    sample_index: npt.NDArray[Any],
+    rows: npt.NDArray[Any],
+    out: npt.NDArray[np.int64],
+) -> tuple[int, int]: ...
+
+class LegacyRandom:
+    def __init__(self, seed: int) -> None: ...
+    def fill_shuffled(self, out: npt.NDArray[Any], start: int, stop: int) -> None: ...

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.data.gpt import Dataset
+from megalite.data.gpt import Dataset, gather
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,36 @@ class Microbatch:
     sample_numbers: Tensor
 
 
-def load_microbatch(dataset: Dataset, samples: npt.NDArray[np.int64], device: torch.device) -> Microbatch:
-    """Gathers samples of a dataset and starts their copy to the device, on the current stream."""
-    text = torch.from_numpy(np.stack([dataset[i] for i in samples.tolist()]))  # [b, s + 1]
-    numbers = torch.from_numpy(samples)
+@dataclass(frozen=True)
+class HostBatch:
+    """A microbatch on its way: read, and in memory that the device can copy from.
+
+    Attributes:
+        text: int64 [b, s + 1].
+        sample_numbers: int64 [b].
+    """
+
+    text: Tensor
+    sample_numbers: Tensor
+
+    def to(self, device: torch.device) -> Microbatch:
+        """Starts the copy to the device, on the current stream."""
+        text = self.text.to(device, non_blocking=True)
+        return Microbatch(
+            tokens=text[:, :-1].contiguous(),
+            labels=text[:, 1:].contiguous(),
+            sample_numbers=self.sample_numbers.to(device, non_blocking=True),
+        )
+
+
+def read_batch(dataset: Dataset, samples: npt.NDArray[np.int64], device: torch.device) -> HostBatch:
+    """Reads samples of a dataset, for any thread to call."""
+    text, numbers = torch.from_numpy(gather(dataset, samples)), torch.from_numpy(samples)
     if device.type == "cuda":  # only from pinned memory is a copy asynchronous
         text, numbers = text.pin_memory(), numbers.pin_memory()
-    text = text.to(device, non_blocking=True)
-    return Microbatch(
-        tokens=text[:, :-1].contiguous(),
-        labels=text[:, 1:].contiguous(),
-        sample_numbers=numbers.to(device, non_blocking=True),
-    )
+    return HostBatch(text, numbers)
+
+
+def load_microbatch(dataset: Dataset, samples: npt.NDArray[np.int64], device: torch.device) -> Microbatch:
+    """Reads samples of a dataset and starts their copy to the device, on the current stream."""
+    return read_batch(dataset, samples, device).to(device)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.gpt import Dataset
+from megalite.data.gpt import Dataset, gather
+from megalite.data.index_cache import Arrays, CacheKey, IndexCache
 from megalite.errors import UserError
 
 SURPLUS = 0.005
@@ -18,9 +19,12 @@ SURPLUS = 0.005
 
 MAX_DATASETS = 2**15 - 1
 
+_FORMAT = 1
+"""Part of the digest under which an order is kept: raise it when the same weights give another."""
 
-def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """The prefixes that --data-path names, and their weights where it gives them.
+
+def parse_data_path(words: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
+    """The prefixes that a flag names, and their weights where it gives them.
 
     An odd number of words are prefixes. An even number are weight prefix weight prefix ..., or all prefixes
     if none of the words in a weight's place is a number.
@@ -30,24 +34,24 @@ def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None
     """
     words = [word.strip() for word in words]
     if not words:
-        raise UserError("no dataset is given: --data-path PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
+        raise UserError(f"no dataset is given: {flag} PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
     if len(words) % 2:
-        _refuse_weight_among_prefixes(words)
+        _refuse_weight_among_prefixes(words, flag)
         return words, None
     weights = [_number(word) for word in words[::2]]
     if all(weight is None for weight in weights):
         return words, None
     for word, weight in zip(words[::2], weights, strict=True):
         if weight is None or not 0 < weight < math.inf:
-            raise UserError(f"--data-path has {word} where a positive weight must stand before a prefix")
+            raise UserError(f"{flag} has {word} where a positive weight must stand before a prefix")
     return words[1::2], [weight for weight in weights if weight is not None]
 
 
-def _refuse_weight_among_prefixes(words: Sequence[str]) -> None:
+def _refuse_weight_among_prefixes(words: Sequence[str], flag: str) -> None:
     for word in words:
         if len(words) > 1 and _number(word) is not None and not os.path.exists(f"{word}.idx"):
             raise UserError(
-                f"--data-path has {len(words)} words, an odd number, so that all are prefixes, "
+                f"{flag} has {len(words)} words, an odd number, so that all are prefixes, "
                 f"but {word} is a number: give WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes only"
             )
 
@@ -79,14 +83,42 @@ class BlendedDataset:
         dataset_sample_index: int64 [n], its number there.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], num_samples: int) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
+        num_samples: int,
+        cache: IndexCache | None = None,
+        prefix: str = "",
+        split_name: str = "train",
+    ) -> None:
+        """Orders the samples.
+
+        Args:
+            datasets: each holds as many samples as the blend draws from it.
+            weights: of the datasets, in any unit.
+            num_samples: of the blend.
+            cache: if given, where the order is mapped from and kept.
+            prefix: of the first corpus, beside which the default cache stands.
+            split_name: for the names of files in the cache.
+        """
         self._datasets = tuple(datasets)
-        self.dataset_index, self.dataset_sample_index = _index_builder.build_blend_index(
-            normalized(weights), num_samples
-        )
-        taken = np.bincount(self.dataset_index, minlength=len(datasets))
-        assert all(n <= len(d) for n, d in zip(taken, datasets, strict=True)), (
-            "a dataset of the blend is too small"
+
+        def build() -> Arrays:
+            chosen, numbers = _index_builder.build_blend_index(normalized(weights), num_samples)
+            taken = np.bincount(chosen, minlength=len(datasets))
+            assert all(n <= len(d) for n, d in zip(taken, datasets, strict=True)), "a dataset is too small"
+            return {"dataset_index": chosen, "dataset_sample_index": numbers}
+
+        if cache is None:
+            arrays = build()
+        else:
+            values = {"weights": normalized(weights), "num_samples": num_samples, "format": _FORMAT}
+            key = CacheKey("BlendedDataset", split_name, values, 2 * num_samples, prefix)
+            arrays = cache.get(key, ("dataset_index", "dataset_sample_index"), build)
+        self.dataset_index, self.dataset_sample_index = (
+            arrays["dataset_index"],
+            arrays["dataset_sample_index"],
         )
 
     def __len__(self) -> int:
@@ -97,3 +129,17 @@ class BlendedDataset:
             raise IndexError(f"sample {index} of a blend of {len(self)}")
         dataset = self._datasets[int(self.dataset_index[index])]
         return dataset[int(self.dataset_sample_index[index])]
+
+    def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The samples of these numbers, int64 [b, S + 1], those of one dataset in one go."""
+        for sample in samples.tolist():
+            if not 0 <= sample < len(self):
+                raise IndexError(f"sample {sample} of a blend of {len(self)}")
+        datasets, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
+        parts = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
+        texts = {d: gather(self._datasets[d], numbers[where]) for d, where in parts.items()}
+        width = next(iter(texts.values())).shape[1]
+        result = np.empty((len(samples), width), np.int64)
+        for d, where in parts.items():
+            result[where] = texts[d]
+        return result

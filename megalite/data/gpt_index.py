@@ -1,19 +1,21 @@
 """The order in which a GPT dataset's samples are cut from its documents, and drawn.
 
 The stream of a split is its sequences, repeated for as many epochs as needed and shuffled; samples are cut
-from it one after the other, and drawn in a shuffled order. The shuffles are numpy's RandomState, whose
-sequence numpy guarantees, so that a corpus trains in the same order as under Megatron-LM.
+from it one after the other, and drawn in a shuffled order. The shuffles are those of numpy's RandomState,
+number for number, so that a corpus trains in the same order as under Megatron-LM.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
+from megalite.data.index_cache import CacheKey, IndexCache, digest_of
 from megalite.errors import UserError
 
 LAST_EPOCH_THRESHOLD = 0.80
@@ -21,6 +23,9 @@ LAST_EPOCH_THRESHOLD = 0.80
 displace some of the earlier epochs'."""
 
 _INT32_MAX = 2**31 - 1
+
+_FORMAT = 1
+"""Part of the digest: raise it when the same values give other arrays."""
 
 
 @dataclass(frozen=True)
@@ -92,34 +97,80 @@ def build_gpt_index(
     Raises:
         UserError: the sequences hold no token.
     """
-    tokens_per_epoch = int(np.sum(sequence_lengths[sequences.start : sequences.stop], dtype=np.int64))
-    plan = plan_epochs(tokens_per_epoch, num_samples, seq_length)
-    rng = np.random.RandomState(seed)
-    documents = _document_index(sequences, plan, rng)
-    samples = _index_builder.build_sample_index(
-        sequence_lengths, documents, seq_length, plan.num_samples, wide=len(documents) > _INT32_MAX
-    )
-    return GPTIndex(documents, samples, _shuffle_index(plan, rng))
+    plan = plan_epochs(_num_tokens(sequence_lengths, sequences), num_samples, seq_length)
+    return _build(sequence_lengths, sequences, plan, seq_length, seed)
 
 
-def _document_index(sequences: range, plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[Any]:
-    ids = np.arange(
-        sequences.start, sequences.stop, dtype=np.int32 if sequences.stop <= _INT32_MAX else np.int64
-    )
-    if plan.num_samples_before_last is None:
-        return _shuffled(np.tile(ids, plan.num_epochs), rng)
-    return np.concatenate([_shuffled(np.tile(ids, plan.num_epochs - 1), rng), _shuffled(ids, rng)])
+def cached_gpt_index(
+    cache: IndexCache,
+    prefix: str,
+    split_name: str,
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: range,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> GPTIndex:
+    """As `build_gpt_index`, but mapped from a cache where another process or run has built it before.
+
+    The digest is of the split's lengths and of all that the arrays follow from; the samples asked for count
+    by the epochs they take, so that a run made a little longer finds its index.
+    """
+    plan = plan_epochs(_num_tokens(sequence_lengths, sequences), num_samples, seq_length)
+    values = {
+        **asdict(plan),
+        "first_sequence": sequences.start,
+        "num_sequences": len(sequences),
+        "sequence_lengths_sha256": digest_of(sequence_lengths[sequences.start : sequences.stop]),
+        "seq_length": seq_length,
+        "seed": seed,
+        "format": _FORMAT,
+    }
+    num_entries = plan.num_epochs * len(sequences) + 3 * plan.num_samples
+    key = CacheKey("GPTDataset", split_name, values, num_entries, prefix)
+    names = [field.name for field in fields(GPTIndex)]
+
+    def build() -> dict[str, npt.NDArray[Any]]:
+        index = _build(sequence_lengths, sequences, plan, seq_length, seed)
+        return {name: getattr(index, name) for name in names}
+
+    return GPTIndex(**cache.get(key, names, build))
 
 
-def _shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[Any]:
-    dtype = np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
-    if plan.num_samples_before_last is None:
-        return _shuffled(np.arange(plan.num_samples, dtype=dtype), rng)
-    boundary = plan.num_samples_before_last
-    first = _shuffled(np.arange(boundary, dtype=dtype), rng)
-    return np.concatenate([first, _shuffled(np.arange(boundary, plan.num_samples, dtype=dtype), rng)])
+def _num_tokens(sequence_lengths: npt.NDArray[np.int32], sequences: range) -> int:
+    return int(np.sum(sequence_lengths[sequences.start : sequences.stop], dtype=np.int64))
 
 
-def _shuffled(values: npt.NDArray[Any], rng: np.random.RandomState) -> npt.NDArray[Any]:
-    rng.shuffle(values)
-    return values
+def _build(
+    sequence_lengths: npt.NDArray[np.int32], sequences: range, plan: EpochPlan, seq_length: int, seed: int
+) -> GPTIndex:
+    """Shuffles the documents, then cuts the samples while they are shuffled in another thread."""
+    random = _index_builder.LegacyRandom(seed)
+    documents = _document_index(sequences, plan, random)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        shuffle = pool.submit(_shuffle_index, plan, random)
+        samples = _index_builder.build_sample_index(
+            sequence_lengths, documents, seq_length, plan.num_samples, wide=len(documents) > _INT32_MAX
+        )
+        return GPTIndex(documents, samples, shuffle.result())
+
+
+def _document_index(
+    sequences: range, plan: EpochPlan, random: _index_builder.LegacyRandom
+) -> npt.NDArray[Any]:
+    """The sequences of all epochs, shuffled together, but for a last epoch that is shuffled apart."""
+    dtype = np.int32 if sequences.stop <= _INT32_MAX else np.int64
+    index = np.empty(plan.num_epochs * len(sequences), dtype)
+    together = len(index) if plan.num_samples_before_last is None else len(index) - len(sequences)
+    for part in (index[:together], index[together:]):
+        random.fill_shuffled(part, sequences.start, sequences.stop)
+    return index
+
+
+def _shuffle_index(plan: EpochPlan, random: _index_builder.LegacyRandom) -> npt.NDArray[Any]:
+    """The samples' numbers, those before a last epoch apart from those in it."""
+    index = np.empty(plan.num_samples, np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)
+    boundary = plan.num_samples if plan.num_samples_before_last is None else plan.num_samples_before_last
+    random.fill_shuffled(index[:boundary], 0, boundary)
+    random.fill_shuffled(index[boundary:], boundary, plan.num_samples)
+    return index

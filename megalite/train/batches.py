@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from megalite.data.batch import Microbatch, load_microbatch
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from megalite.data.batch import HostBatch, Microbatch, read_batch
+from megalite.data.build import DatasetSplits
 from megalite.data.gpt import Dataset
 from megalite.data.sampler import microbatch_samples
 from megalite.errors import UserError
 from megalite.topology import Topology
+
+NUM_AHEAD = 4
+"""Microbatches that are read before they are asked for."""
 
 
 class BatchLoader:
@@ -23,7 +33,9 @@ class BatchLoader:
         self.micro_batch_size = micro_batch_size
         self.dp = topology.dp
         self.device = topology.device
-        self.reads_text = topology.pp.is_first or topology.pp.is_last
+        stride = micro_batch_size * topology.dp.size
+        reads_text = reads_data(topology)
+        self._prefetcher = Prefetcher(dataset, stride, topology.device) if reads_text else None
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
         """Loads one microbatch.
@@ -32,11 +44,92 @@ class BatchLoader:
             UserError: a sample is damaged; other ranks may not have met it, and the error knows.
         """
         samples = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
-        if not self.reads_text:
+        if self._prefetcher is None:
             none = torch.empty(0, dtype=torch.int64)
             return Microbatch(none, none, torch.from_numpy(samples).to(self.device))
         try:
-            return load_microbatch(self.dataset, samples, self.device)
+            return self._prefetcher.take(samples).to(self.device)
         except UserError as error:
             error.on_one_rank = True
             raise
+
+
+def reads_data(topology: Topology) -> bool:
+    """Whether this rank's stage reads tokens or labels."""
+    return topology.pp.is_first or topology.pp.is_last
+
+
+class UnreadDataset:
+    """How many samples a dataset of other ranks holds: all that a stage which reads none must know of it."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        raise AssertionError("a stage that reads no data was asked for a sample")
+
+
+def datasets_on_every_stage(datasets: DatasetSplits | None, topology: Topology) -> DatasetSplits:
+    """Tells the stages that open no file which datasets the others have, so that all evaluate alike.
+
+    Args:
+        datasets: None on those stages.
+    """
+    if topology.pp.size <= 2:
+        assert datasets is not None
+        return datasets
+    told = [None if datasets is None else _unread(datasets)]
+    dist.broadcast_object_list(told, src=0)  # rank 0 is of the first stage
+    assert told[0] is not None
+    return told[0] if datasets is None else datasets
+
+
+def _unread(datasets: DatasetSplits) -> DatasetSplits:
+    """Every dataset by its length alone."""
+
+    def unread(dataset: Dataset | None) -> UnreadDataset | None:
+        return None if dataset is None else UnreadDataset(len(dataset))
+
+    named = tuple(each._replace(dataset=UnreadDataset(len(each.dataset))) for each in datasets.named)
+    return DatasetSplits(unread(datasets.train), unread(datasets.valid), unread(datasets.test), named)
+
+
+class Prefetcher:
+    """Reads the microbatches that are likely next in a thread, and any other one when it is asked for.
+
+    A rank's next microbatch is `stride` samples on, from one global batch into the next too. What is read
+    depends on the samples' numbers alone: a guess that fails costs time and changes nothing.
+    """
+
+    def __init__(self, dataset: Dataset, stride: int, device: torch.device) -> None:
+        self._dataset = dataset
+        self._stride = stride
+        self._device = device
+        self._reads: OrderedDict[int, Future[HostBatch]] = OrderedDict()  # by the first sample's number
+        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=self._use_device)
+
+    def take(self, samples: npt.NDArray[np.int64]) -> HostBatch:
+        """The batch of these samples.
+
+        Raises:
+            UserError: a sample is damaged.
+        """
+        read = self._reads.pop(int(samples[0]), None) or self._start(samples)
+        for ahead in range(1, NUM_AHEAD + 1):
+            following = samples + ahead * self._stride
+            if int(following[0]) not in self._reads and int(following[-1]) < len(self._dataset):
+                self._reads[int(following[0])] = self._start(following)
+        while len(self._reads) > NUM_AHEAD:
+            self._reads.popitem(last=False)[1].cancel()
+        return read.result()
+
+    def _start(self, samples: npt.NDArray[np.int64]) -> Future[HostBatch]:
+        return self._pool.submit(read_batch, self._dataset, samples, self._device)
+
+    def _use_device(self) -> None:
+        """A new thread stands on the first GPU, and would pin memory by a context there."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)

@@ -16,7 +16,8 @@ from megalite.data.blend import normalized
 from megalite.data.build import build_datasets
 from megalite.data.gpt import GPTDataset
 from megalite.data.gpt_index import build_gpt_index, plan_epochs
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.splits import split_ranges
 
 pytest.importorskip("megatron.core.datasets.helpers_cpp", reason="megatron-core is not installed")
@@ -187,3 +188,34 @@ def test_epochs(write_dataset: Any) -> None:
         boundary = plan_epochs(lengths.sum(), num_samples, 12).num_samples_before_last
         num_apart += boundary is not None
     assert 20 < num_apart < 60
+
+
+def test_beyond_two_to_the_31_tokens(tmp_path: Path) -> None:
+    """A sparse corpus of 5 billion tokens, of which two epochs are drawn: arrays, and tokens at its end."""
+    lengths = np.full(5, 10**9, np.int32)
+    lengths[3] = 0
+    lengths = np.append(lengths, np.int32(10**9 + 7))
+    with IndexedWriter(str(tmp_path / "d"), "uint8") as writer:
+        writer.add_document([[0]])
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    with open(tmp_path / "d.bin", "r+b") as file:
+        file.truncate(num_tokens)
+        file.seek(num_tokens - 3)
+        file.write(bytes([7, 8, 9]))
+    offsets = np.cumsum(np.append(0, lengths[:-1]), dtype=np.int64)
+    header = HEADER.pack(MAGIC, VERSION, 1, len(lengths), len(lengths) + 1)
+    arrays = (lengths, offsets, np.arange(len(lengths) + 1, dtype=np.int64))
+    (tmp_path / "d.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    source, s = IndexedDataset(tmp_path / "d"), 10**7
+    num_samples = num_tokens // s + 100
+    mine = GPTDataset(source, range(6), num_samples, s, 5)
+    theirs = megatron_index(lengths, range(6), num_samples, s, 5)
+    for name, other in zip(("document_index", "sample_index", "shuffle_index"), theirs, strict=True):
+        ours = getattr(mine.index, name)
+        assert ours.dtype == other.dtype
+        np.testing.assert_array_equal(ours, other)
+    position = mine.index.document_index.tolist().index(5)
+    row = int(np.searchsorted(mine.index.sample_index[:, 0], position, side="right")) - 1
+    sample = int(np.flatnonzero(mine.index.shuffle_index == row)[0])
+    last = 10**9 + 7 - int(mine.index.sample_index[row, 1])
+    assert mine[sample][last - 3 : last].tolist() == [7, 8, 9]

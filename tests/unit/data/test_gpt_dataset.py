@@ -143,3 +143,103 @@ def test_token_outside_the_vocabulary_is_named(tmp_path: Any, wrong: int) -> Non
     with pytest.raises(UserError, match=f"document 1 of {prefix} has token id {wrong}, outside.* of 100:"):
         dataset[0]
     assert len(GPTDataset(IndexedDataset(prefix), range(3), 1, 6, seed=1)[0]) == 7
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
+def test_shuffle_is_numpys(dtype: type, seed: int) -> None:
+    """Sizes around powers of two, where the mask of the draws changes, and around a block of draws."""
+    for size in (0, 1, 2, 3, 4, 5, 127, 128, 129, 255, 256, 257, 258, 1025, 70_000):
+        theirs, ours = np.random.RandomState(seed), _index_builder.LegacyRandom(seed)
+        for epochs in (1, 3):  # the second goes on with the first's generator
+            expected = np.tile(np.arange(7, 7 + size, dtype=dtype), epochs)
+            theirs.shuffle(expected)
+            out = np.full(epochs * size, 99, dtype)
+            ours.fill_shuffled(out, 7, 7 + size)
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_shuffle_refuses_hostile_arguments() -> None:
+    random = _index_builder.LegacyRandom(1)
+    frozen = np.empty(4, np.int32)
+    frozen.flags.writeable = False
+    for out, start, stop in (
+        (np.empty(4, np.float32), 0, 4),
+        (np.empty(4, np.int16), 0, 4),
+        (np.empty((2, 2), np.int32), 0, 4),
+        (np.empty(8, np.int32)[::2], 0, 4),
+        (np.empty(4, ">i4"), 0, 4),
+        (np.empty(4, np.int32), 0, 3),
+        (np.empty(4, np.int32), 2, 2),
+        (np.empty(4, np.int32), 4, 0),
+        (np.empty(4, np.int32), 2**31 - 3, 2**31 + 1),
+        (frozen, 0, 4),
+    ):
+        with pytest.raises(ValueError, match=r"out |start |writeable"):
+            random.fill_shuffled(out, start, stop)
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match="seed"):
+            _index_builder.LegacyRandom(seed)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32", "int64"])
+def test_gathered_samples_are_those_of_the_walk(tmp_path: Any, dtype: str) -> None:
+    """Negative and largest tokens too, samples in any order, more than once, and none at all."""
+    rng = np.random.default_rng(3)
+    prefix, lengths = str(tmp_path / "d"), [4, 0, 9, 1, 30, 0]
+    info = np.iinfo(dtype)
+    with IndexedWriter(prefix, dtype) as writer:
+        writer.add_documents(rng.integers(info.min, info.max, 44, dtype, endpoint=True), np.array(lengths))
+    indexed = IndexedDataset(prefix)
+    dataset = GPTDataset(indexed, range(6), 25, 6, seed=3)
+    stream = np.concatenate([indexed[d] for d in dataset.index.document_index]).astype(np.int64)
+    samples = np.array([3, 0, len(dataset) - 1, 3], np.int64)
+    starts = dataset.index.shuffle_index[samples].astype(int) * 6
+    expected = np.stack([stream[start : start + 7] for start in starts])
+    np.testing.assert_array_equal(dataset.gather(samples), expected)
+    assert dataset.gather(samples[:0]).shape == (0, 7)
+    for outside in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset.gather(np.array([0, outside]))
+
+
+GATHER: dict[str, Any] = {
+    "tokens": np.arange(9, dtype=np.uint16),
+    "sequence_offsets": np.array([0, 10]),
+    "sequence_lengths": np.array([5, 4], np.int32),
+    "document_index": np.array([1, 0], np.int32),
+    "sample_index": np.array([0, 0, 1, 0, 1, 4], np.int32),
+    "rows": np.array([1, 0]),
+    "out": np.zeros((2, 5), np.int64),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": np.arange(9.0)},
+        {"tokens": np.arange(9, dtype=">i4")},
+        {"tokens": np.arange(18, dtype=np.uint16)[::2]},
+        {"tokens": np.arange(4, dtype=np.uint16)},
+        {"sequence_offsets": np.array([0])},
+        {"sequence_offsets": np.array([-2, 10])},
+        {"sequence_offsets": np.array([2**62, 10])},
+        {"sequence_lengths": np.array([-5, 4], np.int32)},
+        {"document_index": np.array([1, 2], np.int32)},
+        {"document_index": np.array([1, -1], np.int32)},
+        {"document_index": np.array([1], np.int32)},
+        {"sample_index": np.array([0, 0, 1, -3, 1, 4], np.int32)},
+        {"sample_index": np.array([0, 0, 1, 6, 1, 4], np.int32)},
+        {"sample_index": np.array([0, 0, -1, 0, 1, 4], np.int32)},
+        {"rows": np.array([2, 0])},
+        {"rows": np.array([-1, 0])},
+        {"out": np.zeros((2, 99), np.int64)},
+        {"out": np.zeros((1, 5), np.int64)},
+    ],
+    ids=lambda change: " ".join(f"{name} {values.tolist()[:2]}" for name, values in change.items()),
+)
+def test_gather_refuses_hostile_arrays(change: dict[str, Any]) -> None:
+    assert _index_builder.gather_samples(**GATHER) == (0, 8)
+    assert GATHER["out"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 0]]
+    with pytest.raises((IndexError, ValueError)):
+        _index_builder.gather_samples(**{**GATHER, **change})

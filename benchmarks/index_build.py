@@ -1,0 +1,103 @@
+#!/usr/bin/env python
+"""Seconds to build the index of a corpus from cold, as a ratio to megatron-core's functions.
+
+python benchmarks/index_build.py --documents 10000000
+
+Both give the same three arrays, which is checked, of documents with lengths like those of web text. Only the
+arrays are timed, in turns, so that a busy neighbour slows both; the ratio is of the medians. Megatron-core's
+part is what its GPTDataset runs where its cache is empty: _build_document_index, build_sample_idx and
+_build_shuffle_index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.gpt_index import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
+
+SEED = 1234
+
+
+def web_lengths(num_documents: int) -> npt.NDArray[np.int32]:
+    """Log-normal lengths with a mean of about 800 tokens, some of them zero."""
+    rng = np.random.default_rng(SEED)
+    return rng.lognormal(6.2, 1.0, num_documents).astype(np.int32)
+
+
+def megatron_index(lengths: npt.NDArray[np.int32], plan: EpochPlan, seq_length: int) -> GPTIndex:
+    """The arrays by megatron-core's functions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import gpt_dataset, helpers
+
+    rng = np.random.RandomState(SEED)
+    before = plan.num_samples_before_last
+    ids = np.arange(len(lengths), dtype=np.int32)
+    tokens = int(np.sum(lengths[ids]))
+    documents = gpt_dataset._build_document_index(ids, plan.num_epochs, rng, before is not None)
+    samples = helpers.build_sample_idx(lengths, documents, seq_length, plan.num_epochs, tokens)
+    n = len(samples) - 1
+    shuffle = gpt_dataset._build_shuffle_index(n if before is None else before, n, rng)
+    return GPTIndex(documents, samples, shuffle)
+
+
+def seconds(build: Callable[[], GPTIndex]) -> float:
+    """How long one build takes."""
+    start = time.perf_counter()
+    build()
+    return time.perf_counter() - start
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The corpus and how often it is indexed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--epochs", type=float, default=1.0, help="samples asked for, in epochs")
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--alone", action="store_true", help="time megalite only, and tell its peak of memory"
+    )
+    return parser.parse_args(arguments)
+
+
+def compare(num_documents: int, options: argparse.Namespace) -> None:
+    """Prints one corpus's line."""
+    lengths, s = web_lengths(num_documents), options.seq_length
+    tokens = int(lengths.sum(dtype=np.int64))
+    num_samples = int((tokens - 1) // s * options.epochs)
+    plan = plan_epochs(tokens, num_samples, s)
+
+    def ours() -> GPTIndex:
+        return build_gpt_index(lengths, range(num_documents), num_samples, s, SEED)
+
+    def theirs() -> GPTIndex:
+        return megatron_index(lengths, plan, s)
+
+    size = f"{num_documents:,} documents, {plan.num_epochs} epoch(s), {plan.num_samples:,} samples"
+    if options.alone:
+        took = statistics.median(seconds(ours) for _ in range(options.repeats))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{size}: megalite {took:.2f} s, peak of the process {peak:.2f} GiB")
+        return
+    mine, other = ours(), theirs()
+    for name in ("document_index", "sample_index", "shuffle_index"):
+        assert np.array_equal(getattr(mine, name), getattr(other, name)), name
+    del mine, other
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats)]
+    a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"{size}: megalite {a:.2f} s, megatron-core {b:.2f} s, ratio {b / a:.1f}")
+
+
+if __name__ == "__main__":
+    given = parse()
+    for number in given.documents:
+        compare(number, given)

@@ -1,0 +1,94 @@
+"""Reading ahead: the same microbatches in any order, no sample beyond the end, errors where they belong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config import ParallelConfig
+from megalite.data.build import DatasetSplits, NamedDataset
+from megalite.errors import UserError
+from megalite.topology import Topology
+from megalite.train.batches import NUM_AHEAD, BatchLoader, Prefetcher, UnreadDataset, datasets_on_every_stage
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Sample i is i ten times over; sample `bad` is damaged."""
+
+    def __init__(self, size: int, bad: int = -1) -> None:
+        self.size, self.bad = size, bad
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == self.bad:
+            raise UserError(f"sample {index} is damaged")
+        if index >= self.size:
+            raise IndexError(index)
+        self.read.append(index)
+        return np.full(10, index)
+
+
+def test_what_is_read_ahead_is_what_is_asked_for() -> None:
+    with Topology.fake(ParallelConfig(), 3, 1, device="cpu") as topology:
+        dataset = Recorder(48)
+        load = BatchLoader(dataset, 2, topology)
+        for consumed in (0, 12, 24, 36):
+            for index in range(2):
+                first = consumed + (index * 3 + 1) * 2
+                batch = load(consumed, index)
+                assert batch.tokens[:, 0].tolist() == batch.sample_numbers.tolist() == [first, first + 1]
+                assert batch.labels.shape == (2, 9)
+    assert sorted(dataset.read) == [s for s in range(48) if s // 2 % 3 == 1]  # each once, none of other ranks
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [5, 0, 5, 0, 11]])
+def test_any_order_gives_the_same(order: list[int]) -> None:
+    prefetcher = Prefetcher(Recorder(24), 2, CPU)
+    for index in order:
+        samples = np.arange(2 * index, 2 * index + 2)
+        batch = prefetcher.take(samples)
+        assert batch.text[:, 0].tolist() == batch.sample_numbers.tolist() == samples.tolist()
+        assert len(prefetcher._reads) <= NUM_AHEAD
+
+
+def test_a_damaged_sample_is_an_error_when_it_is_asked_for() -> None:
+    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+        load = BatchLoader(Recorder(8, bad=3), 1, topology)
+        for index in range(3):
+            load(0, index)
+        with pytest.raises(UserError, match="sample 3 is damaged") as caught:
+            load(0, 3)
+        assert caught.value.on_one_rank
+        assert load(0, 4).sample_numbers.tolist() == [4]
+
+
+def test_middle_stages_read_nothing() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=3)
+    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+        dataset: Any = UnreadDataset(8)
+        batch = BatchLoader(dataset, 2, topology)(4, 1)
+        assert batch.tokens.numel() == batch.labels.numel() == 0
+        assert batch.sample_numbers.tolist() == [6, 7]
+
+
+def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=3)
+    sent: list[Any] = []
+    splits = DatasetSplits(Recorder(8), None, Recorder(3), (NamedDataset("valid", "law", Recorder(5)),))
+    with Topology.fake(parallel, 3, 0, device="cpu") as topology:
+        monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda told, src: sent.extend(told))
+        assert datasets_on_every_stage(splits, topology) is splits
+    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+        monkeypatch.setattr(
+            "torch.distributed.broadcast_object_list", lambda told, src: told.__setitem__(0, sent[0])
+        )
+        told = datasets_on_every_stage(None, topology)
+    assert list(told.sizes()) == list(splits.sizes()) == [("train", 8), ("test", 3), ("valid law", 5)]
