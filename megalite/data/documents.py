@@ -5,20 +5,24 @@ from __future__ import annotations
 import bz2
 import glob
 import gzip
-import importlib
 import json
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from megalite.data.parquet_reader import read_rows
 from megalite.data.zstandard_reader import open_zstandard
 from megalite.errors import UserError
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_DOCUMENTS = ("file", "line", "paragraph")
+STANDARD_INPUT = "-"
+MAX_DOCUMENT_BYTES = 1 << 24
+"""A document's bytes where nothing else is said: a tokenizer needs about a hundred bytes for each of them."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -32,8 +36,8 @@ class Record(NamedTuple):
     Attributes:
         source: the file.
         number: of the line, paragraph or row, from 1.
-        kind: "json", "text" or "row".
-        data: the bytes, or a Parquet row's columns.
+        kind: "json", "text" or "row"; "bad" where reading has found it unusable.
+        data: the bytes, or a Parquet row's columns, or why it is bad.
     """
 
     source: str
@@ -43,22 +47,23 @@ class Record(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return (
-            len(self.data) if isinstance(self.data, bytes) else sum(len(str(v)) for v in self.data.values())
-        )
+        if isinstance(self.data, dict):
+            return sum(len(str(value)) for value in self.data.values())
+        return len(self.data)
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
     """The files that the given files, globs and folders name; sorted within each, folders searched through.
 
-    A file given by its name is taken whatever its suffix, as JSONL if that says nothing else.
+    A file given by its name is taken whatever its suffix, as JSONL if that says nothing else; so is "-",
+    standard input.
 
     Raises:
         UserError: one of them names no file.
     """
     found: list[str] = []
     for pattern in patterns:
-        if os.path.isfile(pattern):
+        if os.path.isfile(pattern) or pattern == STANDARD_INPUT:
             files = [pattern]
         elif os.path.isdir(pattern):
             files = sorted(
@@ -73,11 +78,12 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def _is_known(path: Path) -> bool:
-    kind, hidden = (
-        _format_suffix(path.name),
-        any(part.startswith(".") for part in path.parts if part not in (".", "..")),
-    )
-    return not hidden and kind in (*_JSON_SUFFIXES, ".txt", ".parquet")
+    hidden = any(part.startswith(".") for part in path.parts if part not in (".", ".."))
+    # what an earlier run has written beside its .idx: a report, and the tokenizer's digest
+    dataset = str(path).removesuffix(".json").removesuffix(".tokenizer")
+    report = path.suffix == ".json" and os.path.exists(f"{dataset}.idx")
+    known = _format_suffix(path.name) in (*_JSON_SUFFIXES, ".txt", ".parquet")
+    return known and not hidden and not report
 
 
 def _format_suffix(name: str) -> str:
@@ -85,31 +91,65 @@ def _format_suffix(name: str) -> str:
     return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
 
 
-def read_records(path: str, json_keys: Sequence[str], text_documents: str) -> Iterator[Record]:
+def input_kind(path: str, text_documents: str) -> str:
+    """What a file holds, by its suffix: "json" lines, Parquet "rows", or a text's documents."""
+    suffix = _format_suffix(path)
+    return {".parquet": "rows", ".txt": text_documents}.get(suffix, "json")
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is to be decompressed, by its suffix."""
+    return Path(path.lower()).suffix in _OPENERS
+
+
+def read_records(
+    path: str, json_keys: Sequence[str], text_documents: str, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[Record]:
     """The records of one file in their order, in memory one at a time.
 
     Args:
         path: the file; its suffix says what it is.
         json_keys: columns to read of a Parquet file.
         text_documents: what is one document of a .txt file: "file", "line" or "paragraph".
+        max_bytes: a longer record is passed over, and told as a bad one.
 
     Raises:
         UserError: the file cannot be read, or is cut off or damaged.
     """
-    suffix = _format_suffix(path)
-    if suffix == ".txt" and len(json_keys) > 1:
-        raise UserError(
-            f"{path} is plain text, which has one text a document: give one key, not {len(json_keys)}"
-        )
+    kind = input_kind(path, text_documents)
+    if kind == "rows":
+        for number, row in enumerate(read_rows(path, json_keys), 1):
+            yield Record(path, number, "row", row)
+        return
+    with open_input(path) as stream:
+        yield from read_stream(path, kind, stream, max_bytes)
+
+
+def read_stream(
+    source: str, kind: str, stream: BinaryIO, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[Record]:
+    """The records of an open file, of what `input_kind` says it holds; the other arguments as above."""
+    return _STREAM_READERS[kind](source, stream, max_bytes)
+
+
+@contextmanager
+def open_input(path: str) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed; what goes wrong while they are read is a UserError."""
+    with open_with_raw(path) as (stream, _):
+        yield stream
+
+
+@contextmanager
+def open_with_raw(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """As open_input, and the file as it is, whose position tells how much of it is read."""
+    opener = _OPENERS.get(Path(path.lower()).suffix)
     try:
-        if suffix == ".parquet":
-            yield from _read_parquet(path, json_keys)
-            return
-        with _open(path) as stream:
-            if suffix == ".txt":
-                yield from _TEXT_READERS[text_documents](path, stream)
+        with open(path, "rb") as raw:
+            if opener is None:
+                yield raw, raw
             else:
-                yield from _read_json_lines(path, stream)
+                with cast(BinaryIO, opener(raw)) as stream:
+                    yield stream, raw
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -134,12 +174,23 @@ def _parse_json(data: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def _parse_row(row: dict[str, Any], keys: Sequence[str]) -> list[str]:
-    for key in keys:
-        if key not in row:
+    return [_text_at(row, key) for key in keys]
+
+
+def _text_at(row: dict[str, Any], key: str) -> str:
+    """The text under a key, or under a dotted path of keys where there is none of that very name."""
+    value: Any = row
+    for part in [key] if key in row else key.split("."):
+        if not isinstance(value, dict) or part not in value:
             raise RecordError(f"no key {key!r} (it has {', '.join(map(repr, list(row)[:8]))})")
-        if not isinstance(row[key], str):
-            raise RecordError(f"the value of {key!r} is {type(row[key]).__name__}, not a text")
-    return [row[key] for key in keys]
+        value = value[part]
+    if not isinstance(value, str):
+        raise RecordError(f"the value of {key!r} is {type(value).__name__}, not a text")
+    return value
+
+
+def _parse_bad(why: str, keys: Sequence[str]) -> list[str]:
+    raise RecordError(why)
 
 
 def _parse_text(data: bytes, keys: Sequence[str]) -> list[str]:
@@ -151,6 +202,8 @@ def _parse_text(data: bytes, keys: Sequence[str]) -> list[str]:
 
 def _without_surrogates(text: str) -> str:
     """The text with U+FFFD for each lone surrogate, which JSON allows and no tokenizer takes."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -162,87 +215,94 @@ _PARSERS: dict[str, Callable[[Any, Sequence[str]], list[str]]] = {
     "json": _parse_json,
     "row": _parse_row,
     "text": _parse_text,
+    "bad": _parse_bad,
 }
 
 
-def _open_plain(path: str) -> BinaryIO:
-    return open(path, "rb")
-
-
-_OPENERS: dict[str, Callable[[str], Any]] = {
+_OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
     ".zst": open_zstandard,
 }
-"""By suffix; all open for reading bytes."""
+"""Decompressors of an open file, by suffix."""
 
 
-def _open(path: str) -> BinaryIO:
-    return cast(BinaryIO, _OPENERS.get(Path(path.lower()).suffix, _open_plain)(path))
+def read_line(stream: BinaryIO, max_bytes: int) -> bytes | None:
+    """The next line, empty at the end; None for a longer one, which is passed over in constant memory."""
+    line = stream.readline(max_bytes + 1)
+    if len(line) <= max_bytes or line.endswith(b"\n"):
+        return line
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(1 << 20)
+    return None
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file without the byte-order mark that some editors write first."""
-    for number, line in enumerate(stream):
-        yield line.removeprefix(_BOM) if number == 0 else line
+def is_blank(line: bytes) -> bool:
+    """Whether a line is empty but for white space."""
+    return not line.strip()
 
 
-def _read_json_lines(path: str, stream: BinaryIO) -> Iterator[Record]:
-    for number, line in enumerate(_lines(stream), 1):
-        if line.strip():
-            yield Record(path, number, "json", line)
+def _lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """The numbered lines, without byte-order marks: a file starts with one, and so do those joined to it."""
+    number = 1
+    while (line := read_line(stream, max_bytes)) != b"":
+        yield number, line and line.removeprefix(_BOM)
+        number += 1
 
 
-def _read_whole(path: str, stream: BinaryIO) -> Iterator[Record]:
-    yield Record(path, 1, "text", stream.read().removeprefix(_BOM))
+def _too_long(source: str, number: int, max_bytes: int) -> Record:
+    return Record(source, number, "bad", f"longer than the {max_bytes} bytes of --max-document-bytes")
 
 
-def _read_text_lines(path: str, stream: BinaryIO) -> Iterator[Record]:
-    for number, line in enumerate(_lines(stream), 1):
-        if line.strip():
-            yield Record(path, number, "text", line.rstrip(b"\r\n"))
+def _read_json_lines(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[Record]:
+    for number, line in _lines(stream, max_bytes):
+        if line is None:
+            yield _too_long(source, number, max_bytes)
+        elif not is_blank(line):
+            yield Record(source, number, "json", line)
 
 
-def _read_paragraphs(path: str, stream: BinaryIO) -> Iterator[Record]:
+def _read_text_lines(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[Record]:
+    for record in _read_json_lines(source, stream, max_bytes):
+        text = record.kind == "json"
+        yield record._replace(kind="text", data=record.data.rstrip(b"\r\n")) if text else record
+
+
+def _read_whole(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[Record]:
+    data = stream.read(max_bytes + 1)
+    long = len(data) > max_bytes
+    yield _too_long(source, 1, max_bytes) if long else Record(source, 1, "text", data.removeprefix(_BOM))
+
+
+def _read_paragraphs(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[Record]:
     """Lines up to a blank one; a paragraph's number is that of its first line."""
     paragraph: list[bytes] = []
-    first = 1
-    for number, line in enumerate(_lines(stream), 1):
-        if line.strip():
-            first = number if not paragraph else first
-            paragraph.append(line)
+    first, size = 0, 0
+
+    def end() -> Iterator[Record]:
+        if size > max_bytes:
+            yield _too_long(source, first, max_bytes)
         elif paragraph:
-            yield Record(path, first, "text", b"".join(paragraph).rstrip(b"\r\n"))
-            paragraph = []
-    if paragraph:
-        yield Record(path, first, "text", b"".join(paragraph).rstrip(b"\r\n"))
+            yield Record(source, first, "text", b"".join(paragraph).rstrip(b"\r\n"))
+
+    for number, line in _lines(stream, max_bytes):
+        if line is not None and is_blank(line):
+            yield from end()
+            paragraph, first, size = [], 0, 0
+            continue
+        first = first or number
+        size += max_bytes + 1 if line is None else len(line)
+        if line is None or size > max_bytes:
+            paragraph.clear()
+        else:
+            paragraph.append(line)
+    yield from end()
 
 
-_TEXT_READERS: dict[str, Callable[[str, BinaryIO], Iterator[Record]]] = {
+_STREAM_READERS: dict[str, Callable[[str, BinaryIO, int], Iterator[Record]]] = {
+    "json": _read_json_lines,
     "file": _read_whole,
     "line": _read_text_lines,
     "paragraph": _read_paragraphs,
 }
-
-
-def _read_parquet(path: str, columns: Sequence[str]) -> Iterator[Record]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-        arrow_error = importlib.import_module("pyarrow").ArrowException
-    except ImportError:
-        raise UserError(
-            f"reading {path} needs a package that is not installed: pip install pyarrow"
-        ) from None
-    try:
-        file = parquet.ParquetFile(path)
-        missing = [column for column in columns if column not in file.schema_arrow.names]
-        if missing:
-            raise UserError(f"{path} has no column {missing[0]!r}, but {', '.join(file.schema_arrow.names)}")
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=list(columns)):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(path, number, "row", row)
-    except arrow_error as error:
-        raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None

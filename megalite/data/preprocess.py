@@ -1,90 +1,49 @@
-"""Text files to indexed datasets: reads in order, encodes in worker processes, writes in order."""
+"""Text files to indexed datasets: cuts the input up, encodes in worker processes, joins in order."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import multiprocessing
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from megalite.data.documents import Record, RecordError, find_inputs, parse_record, read_records
-from megalite.data.indexed_writer import IndexedWriter, token_dtype
-from megalite.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
+from megalite.data.documents import find_inputs, is_compressed
+from megalite.data.indexed_writer import token_dtype
+from megalite.data.preprocessing.encoder import MAX_MESSAGES, PieceResult
+from megalite.data.preprocessing.job import PreprocessJob
+from megalite.data.preprocessing.join import join
+from megalite.data.preprocessing.ledger import Ledger
+from megalite.data.preprocessing.pieces import Piece, locate
+from megalite.data.preprocessing.plan import Plan
+from megalite.data.preprocessing.pool import EncoderPool
+from megalite.data.preprocessing.report import DatasetReport, digests, name_histogram, read_report
+from megalite.data.preprocessing.sentences import sentence_splitter
+from megalite.data.preprocessing.totals import ColumnTotal, Progress
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_digest import write_tokenizer_digest
 from megalite.errors import UserError
 from megalite.log import log
 
-_BATCH_BYTES = 1 << 20
-_BATCH_RECORDS = 4096
-_MAX_MESSAGES = 10
-"""Skipped documents that are named one by one; all are counted."""
+__all__ = ["PreprocessJob", "Progress", "Summary", "num_cores", "preprocess"]
+
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
-class PreprocessJob:
-    """What to make of which files; the result does not depend on the number of workers."""
-
-    inputs: tuple[str, ...]
-    """Files, globs and folders."""
-    output_prefix: str
-    """The output is {output_prefix}_{json_key}_document.bin and .idx."""
-    tokenizer_type: str | None
-    """Kind of tokenizer; None for the one that its files are for."""
-    tokenizer_files: TokenizerFiles = field(default_factory=TokenizerFiles)
-    """Where the tokenizer is."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of the JSON objects to extract, each to a dataset of its own."""
-    append_eod: bool = False
-    """End each document with the end-of-document token."""
-    workers: int = 1
-    """Processes that encode."""
-    text_documents: str = "file"
-    """One document of a .txt file: the file, a line, or a paragraph."""
-    skip_bad_records: bool = False
-    """Count and skip what is no valid document, instead of giving up."""
-    overwrite: bool = False
-    """Replace existing output."""
-
-    def prefix(self, json_key: str) -> str:
-        return f"{self.output_prefix}_{json_key}_document"
-
-
-@dataclass
-class Progress:
-    """What is done so far.
+class Summary:
+    """What a run has done.
 
     Attributes:
-        num_documents: written, of the key with the most.
-        num_tokens: written, over all keys.
-        num_bytes: of text read, uncompressed.
-        num_skipped: bad records.
-        seconds: since the start.
+        progress: at its end.
+        reports: one a key.
+        was_complete: by an earlier run of the same job, so that there was nothing to go on with.
     """
 
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-    num_skipped: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """The documents of one batch: for each key their tokens back to back, and the length of each."""
-
-    columns: list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]
-    num_bytes: int
-    skipped: list[str]
+    progress: Progress
+    reports: tuple[DatasetReport, ...]
+    was_complete: bool = False
 
 
 def num_cores() -> int:
@@ -92,156 +51,175 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def preprocess(job: PreprocessJob, on_progress: Callable[[Progress], None] | None = None) -> Progress:
+def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Summary:
     """Tokenizes all documents; each output appears under its name once it is whole.
+
+    A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` goes on; one that
+    fails leaves nothing.
 
     Args:
         job: what to do.
-        on_progress: called after each batch.
+        on_progress: called after each piece of the input.
 
     Raises:
         UserError: the tokenizer or an input cannot be read, the output exists or cannot be written, a record
-            is bad (unless these are skipped), or there is no document at all.
+            is bad (unless these are skipped), there is no document at all, or what is to be resumed is
+            another job.
     """
-    tokenizer = _tokenizer(job)
+    tokenizer = job.build_tokenizer()
     if job.append_eod:
         _ = tokenizer.eod  # a vocabulary without one is told before any work
-    inputs = find_inputs(job.inputs)
-    started, progress = time.monotonic(), Progress()
-    with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = [
-            stack.enter_context(IndexedWriter(job.prefix(key), dtype, job.overwrite)) for key in job.json_keys
-        ]
-        records = (r for path in inputs for r in read_records(path, job.json_keys, job.text_documents))
-        for encoded in _map_in_order(functools.partial(_encode, job), _batches(records), job.workers):
-            for writer, (tokens, lengths) in zip(writers, encoded.columns, strict=True):
-                writer.add_documents(tokens, lengths)
-            _advance(progress, writers, encoded)
-            progress.seconds = time.monotonic() - started
-            if on_progress:
-                on_progress(progress)
-        for key, writer in zip(job.json_keys, writers, strict=True):
-            if writer.num_documents == 0:
+    if job.sentence_language:
+        sentence_splitter(job.sentence_language)
+    files = find_inputs(job.inputs)
+    identity = job.identity(files, tokenizer)
+    done = _finished_before(job, identity)
+    if done:
+        with Ledger(job.stem):  # which removes what a kill at the very end has left
+            return done
+    with Ledger(job.stem) as ledger:
+        plan = _open(job, ledger, files, identity)
+        run = _Run(job, on_progress or (lambda progress: None))
+        run.progress.total_input_bytes = plan.total_bytes
+        pieces = plan.pieces()
+        if job.resume and ledger.header:
+            run.skip(ledger.go_on(), pieces)
+        else:
+            header = {"identity": identity, "stream_compressed": plan.stream_compressed}
+            ledger.start(header)
+        run.encode(ledger, pieces)
+        reports = run.write(ledger.folder, tokenizer, identity)
+    return Summary(run.progress, tuple(reports))
+
+
+def _open(job: PreprocessJob, ledger: Ledger, files: list[str], identity: dict[str, Any]) -> Plan:
+    """The plan of a new run or, as it was, of the one to go on with; refuses to replace what is there."""
+    before = ledger.header
+    if before and not job.resume and not job.overwrite:
+        raise UserError(f"{ledger.folder} is left of an interrupted run: --resume it, or --overwrite it")
+    if before and job.resume:
+        for flag, value in identity.items():
+            if before["identity"].get(flag) != value:
+                was = before["identity"].get(flag)
+                detail = (
+                    "" if flag in ("--input", "--tokenizer-type") else f": it was {was}, and now is {value}"
+                )
+                raise UserError(
+                    f"the interrupted run in {ledger.folder} had another {flag}{detail}; "
+                    "go on with the same one, or --overwrite it without --resume"
+                )
+        return Plan(job, files, before["stream_compressed"])
+    for key in job.json_keys:
+        for name in (f"{job.prefix(key)}.bin", f"{job.prefix(key)}.idx"):
+            if os.path.exists(name) and not job.overwrite:
+                raise UserError(f"{name} exists: give another output prefix, or --overwrite")
+    return Plan(job, files, sum(map(is_compressed, files)) < 2 * job.workers)
+
+
+def _finished_before(job: PreprocessJob, identity: dict[str, Any]) -> Summary | None:
+    """What an earlier run of the same job has written in full, for one that is to go on with it."""
+    reports = [read_report(job.prefix(key)) for key in job.json_keys if job.resume]
+    if not reports or not all(
+        report and report.get("made_with") == identity and os.path.exists(f"{report['prefix']}.idx")
+        for report in reports
+    ):
+        return None
+    whole = tuple(DatasetReport(**report) for report in reports if report)
+    num_tokens = sum(report.num_tokens for report in whole)
+    return Summary(Progress(max(report.num_documents for report in whole), num_tokens), whole, True)
+
+
+class _Run:
+    """The sums of one run, from its first piece to its datasets."""
+
+    def __init__(self, job: PreprocessJob, on_progress: OnProgress) -> None:
+        self._job = job
+        self._on_progress = on_progress
+        self._started = time.monotonic()
+        self._totals = [ColumnTotal() for _ in job.json_keys]
+        self.progress = Progress()
+
+    def skip(self, results: Iterator[PieceResult], pieces: Iterator[Piece]) -> None:
+        """Takes over what is done, and passes over its pieces."""
+        for result in results:
+            piece = next(pieces, None)
+            if piece is None or piece.checksum != result.checksum:
+                raise UserError("the input is not what it was before the interruption: start anew")
+            self._add(piece, result)
+        progress = self.progress
+        progress.num_resumed_bytes = progress.num_bytes
+        progress.num_resumed_input_bytes = progress.num_input_bytes
+        progress.num_resumed_tokens = progress.num_tokens
+        self._started = time.monotonic()
+
+    def encode(self, ledger: Ledger, pieces: Iterator[Piece]) -> None:
+        with EncoderPool(self._job, ledger.folder) as pool:
+            for piece, result in pool.encode(pieces):
+                ledger.append(result)
+                self._add(piece, result)
+                self._on_progress(self.progress)
+
+    def _add(self, piece: Piece, result: PieceResult) -> None:
+        progress = self.progress
+        for source, what, number, why in result.bad[: max(0, MAX_MESSAGES - progress.num_skipped)]:
+            log.warning("skipped %s, %s %d: %s", source, what, locate(piece, number), why)
+        for total, column in zip(self._totals, result.columns, strict=True):
+            total.add(column)
+        progress.num_documents = max(total.num_documents for total in self._totals)
+        progress.num_tokens = sum(total.num_tokens for total in self._totals)
+        progress.num_bytes += result.num_bytes
+        progress.num_input_bytes += result.num_input_bytes
+        progress.num_skipped += result.num_skipped
+        progress.seconds = time.monotonic() - self._started
+
+    def write(self, folder: str, tokenizer: Tokenizer, identity: dict[str, Any]) -> list[DatasetReport]:
+        """Joins the shards, and puts all datasets in place, each .idx last."""
+        for key, total in zip(self._job.json_keys, self._totals, strict=True):
+            if total.num_documents == 0:
                 raise UserError(
                     f"the input has no document with text under the key {key!r}: nothing is written"
                 )
-    return progress
-
-
-def _advance(progress: Progress, writers: list[IndexedWriter], encoded: _Encoded) -> None:
-    for message in encoded.skipped[: max(0, _MAX_MESSAGES - progress.num_skipped)]:
-        log.warning("skipped %s", message)
-    progress.num_documents = max(writer.num_documents for writer in writers)
-    progress.num_tokens = sum(writer.num_tokens for writer in writers)
-    progress.num_bytes += encoded.num_bytes
-    progress.num_skipped += len(encoded.skipped)
-
-
-@functools.lru_cache(maxsize=1)
-def _tokenizer(job: PreprocessJob) -> Tokenizer:
-    """Built once in each process."""
-    files = job.tokenizer_files
-    return build_tokenizer(
-        job.tokenizer_type,
-        tokenizer_model=files.tokenizer_model,
-        vocab_file=files.vocab_file,
-        merge_file=files.merge_file,
-        name_or_path=files.name_or_path,
-        vocab_size=files.vocab_size,
-    )
-
-
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    num_bytes = 0
-    for record in records:
-        batch.append(record)
-        num_bytes += record.num_bytes
-        if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(job: PreprocessJob, batch: list[Record]) -> _Encoded:
-    """Parses and tokenizes one batch; runs in the workers."""
-    tokenizer, skipped = _tokenizer(job), list[str]()
-    good: list[Record] = []
-    texts: list[list[str]] = []
-    for record in batch:
         try:
-            texts.append(parse_record(record, job.json_keys))
-            good.append(record)
-        except RecordError as error:
-            _skip_or_fail(job, record, error, skipped)
-    try:
-        rows = _encode_texts(tokenizer, texts)
-    except UserError:  # some text is nothing for this tokenizer: find out which
-        rows = []
-        for record, row in zip(good, texts, strict=True):
-            try:
-                rows += _encode_texts(tokenizer, [row])
-            except UserError as error:
-                _skip_or_fail(job, record, error, skipped)
-    dtype, eod = token_dtype(tokenizer.vocab_size), tokenizer.eod if job.append_eod else None
-    columns = [_pack([row[k] for row in rows], dtype, eod) for k in range(len(job.json_keys))]
-    return _Encoded(columns, sum(record.num_bytes for record in batch), skipped)
-
-
-def _encode_texts(tokenizer: Tokenizer, texts: list[list[str]]) -> list[list[list[int]]]:
-    """Ids by record and key."""
-    ids = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(texts))))
-    return [[next(ids) for _ in row] for row in texts]
-
-
-def _pack(
-    documents: list[list[int]], dtype: np.dtype[Any], eod: int | None
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """The tokens back to back, and the lengths; a document without tokens is left out, also with an eod."""
-    full = [ids if eod is None else [*ids, eod] for ids in documents if ids]
-    lengths = np.fromiter(map(len, full), np.int32, len(full))
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    return np.fromiter(itertools.chain.from_iterable(full), dtype, num_tokens), lengths
-
-
-def _skip_or_fail(job: PreprocessJob, record: Record, error: Exception, skipped: list[str]) -> None:
-    message = f"{record.source}, {'row' if record.kind == 'row' else 'line'} {record.number}: {error}"
-    if not job.skip_bad_records:
-        raise UserError(f"{message}; mend it, or leave such documents out with --on-error skip")
-    skipped.append(message)
-
-
-def _encode_in_one_thread() -> None:
-    """Keeps the tokenizers library from starting a thread a core in each worker."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
-
-
-def _map_in_order(
-    function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int
-) -> Iterator[_Result]:
-    """The results in the items' order, with at most two items a worker under way: memory stays bounded."""
-    if workers == 1:
-        yield from map(function, items)
-        return
-    pending: deque[Future[_Result]] = deque()
-    # spawn: the threads of the tokenizers library do not survive a fork
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _encode_in_one_thread) as pool:
-        try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) >= 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool:
+            reports = [
+                self._write_dataset(Path(folder, str(k)), tokenizer, identity, k)
+                for k in range(len(self._totals))
+            ]
+            for k, report in enumerate(reports):
+                _put_in_place(Path(folder, str(k)), report.prefix, tokenizer)
+        except OSError as error:
             raise UserError(
-                f"a worker died, out of memory perhaps: try less than --workers {workers}"
+                f"cannot write {self._job.stem}: {error.strerror}; what was unfinished is removed"
             ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.progress.seconds = time.monotonic() - self._started
+        return reports
+
+    def _write_dataset(
+        self, path: Path, tokenizer: Tokenizer, identity: dict[str, Any], k: int
+    ) -> DatasetReport:
+        total, dtype = self._totals[k], token_dtype(tokenizer.vocab_size)
+        join(str(path.parent), total.extents, dtype, f"{path}.bin", f"{path}.idx")
+        unknown = getattr(tokenizer, "unk", None)
+        report = DatasetReport(
+            prefix=self._job.prefix(self._job.json_keys[k]),
+            num_documents=total.num_documents,
+            num_sequences=total.num_sequences,
+            num_tokens=total.num_tokens,
+            num_text_bytes=total.num_text_bytes,
+            bytes_per_token=total.num_text_bytes / total.num_tokens,
+            num_skipped=self.progress.num_skipped,
+            unknown_share=None if unknown is None else total.num_unknown / total.num_tokens,
+            length_histogram=name_histogram(total.histogram),
+            dtype=dtype.name,
+            sha256=digests({kind: f"{path}.{kind}" for kind in ("bin", "idx")}),
+            made_with=identity,
+        )
+        report.write(f"{path}.report")
+        return report
+
+
+def _put_in_place(path: Path, prefix: str, tokenizer: Tokenizer) -> None:
+    if os.path.exists(f"{prefix}.idx"):
+        os.remove(f"{prefix}.idx")  # a new .bin must never be read through an old .idx
+    write_tokenizer_digest(prefix, tokenizer)
+    for kind, name in (("bin", "bin"), ("report", "json"), ("idx", "idx")):
+        os.replace(f"{path}.{kind}", f"{prefix}.{name}")

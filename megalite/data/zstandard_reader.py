@@ -12,8 +12,8 @@ from megalite.errors import UserError
 _CHUNK = 1 << 17
 
 
-def open_zstandard(path: str) -> BinaryIO:
-    """The decompressed bytes of a file of one or more frames.
+def open_zstandard(compressed: BinaryIO) -> BinaryIO:
+    """The decompressed bytes of an open file of one or more frames.
 
     Reading raises OSError where the file is damaged and EOFError where it is cut off, as gzip's reader does;
     the library's own stream ends silently there.
@@ -25,23 +25,22 @@ def open_zstandard(path: str) -> BinaryIO:
         zstandard = importlib.import_module("zstandard")
     except ImportError:
         raise UserError(
-            f"reading {path} needs a package that is not installed: pip install zstandard"
+            f"reading {compressed.name} needs a package that is not installed: pip install zstandard"
         ) from None
-    return cast(BinaryIO, io.BufferedReader(_ChunkStream(_decompress(path, zstandard)), _CHUNK))
+    return cast(BinaryIO, io.BufferedReader(_ChunkStream(_decompress(compressed, zstandard)), _CHUNK))
 
 
-def _decompress(path: str, zstandard: Any) -> Iterator[bytes]:
+def _decompress(compressed: BinaryIO, zstandard: Any) -> Iterator[bytes]:
     frame = None
-    with open(path, "rb") as stream:
-        while data := stream.read(_CHUNK):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise OSError(str(error)) from None
-                data = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
+    while data := compressed.read(_CHUNK):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("the file ends in the middle of its compressed data")
 

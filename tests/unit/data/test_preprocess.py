@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import preprocess as preprocess_module
 from megalite.data.documents import find_inputs
 from megalite.data.indexed import IndexedDataset
 from megalite.data.preprocess import PreprocessJob, Progress, preprocess
+from megalite.data.preprocessing import encoder as encoder_module
+from megalite.data.preprocessing import plan as plan_module
 from megalite.data.tokenizer import ByteTokenizer, TokenizerFiles
 from megalite.errors import UserError
 
@@ -127,7 +128,8 @@ def test_inputs_are_files_globs_and_folders_in_order(tmp_path: Path) -> None:
 
 
 def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess_module, "_BATCH_RECORDS", 7)  # many batches under way
+    monkeypatch.setattr(encoder_module, "_BATCH_RECORDS", 7)
+    monkeypatch.setattr(plan_module, "_MIN_PIECE_BYTES", 150)  # many pieces under way
     path = jsonl(tmp_path / "a.jsonl", *({"text": "x" * (i % 13), "b": str(i)} for i in range(200)))
     progresses: list[tuple[int, int, int]] = []
     for workers in (1, 2):
@@ -135,8 +137,8 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.M
             (str(path),), str(tmp_path / f"w{workers}"), "byte", json_keys=("text", "b"), workers=workers
         )
         seen: list[Progress] = []
-        end = preprocess(job, seen.append)
-        assert len(seen) == 29
+        end = preprocess(job, seen.append).progress
+        assert len(seen) == -(-path.stat().st_size // 150)
         progresses.append((end.num_documents, end.num_tokens, end.num_bytes))
     assert progresses[0] == progresses[1]
     for name in ("text_document.bin", "text_document.idx", "b_document.bin", "b_document.idx"):
@@ -176,7 +178,7 @@ def test_text_that_the_tokenizer_refuses_is_named_or_skipped(tmp_path: Path) -> 
     skipping = PreprocessJob(
         job.inputs, job.output_prefix, job.tokenizer_type, job.tokenizer_files, skip_bad_records=True
     )
-    assert preprocess(skipping).num_skipped == 1
+    assert preprocess(skipping).progress.num_skipped == 1
     dataset = IndexedDataset(tmp_path / "o_text_document")
     assert [dataset[i].tolist() for i in range(2)] == [[1, 2], [3]]
     assert dataset.dtype.name == "int32"

@@ -1,0 +1,91 @@
+"""What to make of which files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalite.data.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT
+from megalite.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
+from megalite.data.tokenizer_digest import tokenizer_digest
+
+
+@dataclass(frozen=True)
+class PreprocessJob:
+    """What to make of which files; the result does not depend on the number of workers."""
+
+    inputs: tuple[str, ...]
+    """Files, globs and folders, or "-" for standard input."""
+    output_prefix: str
+    """The output is {output_prefix}_{json_key}_{document|sentence}.bin, .idx and .json."""
+    tokenizer_type: str | None
+    """Kind of tokenizer; None for the one that its files are for."""
+    tokenizer_files: TokenizerFiles = field(default_factory=TokenizerFiles)
+    """Where the tokenizer is."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of the JSON objects to extract, each to a dataset of its own; "a.b" is key b of the object a."""
+    append_eod: bool = False
+    """End each document with the end-of-document token."""
+    sentence_language: str | None = None
+    """Make each sentence of a document a sequence, by the rules of the language with this ISO 639 code."""
+    workers: int = 1
+    """Processes that encode."""
+    text_documents: str = "file"
+    """One document of a .txt file: the file, a line, or a paragraph."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """A longer line, paragraph or text file is a bad one."""
+    skip_bad_records: bool = False
+    """Count and skip what is no valid document, instead of giving up."""
+    overwrite: bool = False
+    """Replace existing output, and what an interrupted run has left."""
+    resume: bool = False
+    """Go on where an interrupted run has stopped."""
+    partition: tuple[int, int] = (0, 1)
+    """Part i of n of the input, i from 0; all parts in order are the whole."""
+
+    @property
+    def stem(self) -> str:
+        """The output prefix, with the part's number where there are several."""
+        index, count = self.partition
+        return self.output_prefix if count == 1 else f"{self.output_prefix}-{index:05}-of-{count:05}"
+
+    def prefix(self, json_key: str) -> str:
+        level = "sentence" if self.sentence_language else "document"
+        return f"{self.stem}_{json_key}_{level}"
+
+    def build_tokenizer(self) -> Tokenizer:
+        files = self.tokenizer_files
+        return build_tokenizer(
+            self.tokenizer_type,
+            tokenizer_model=files.tokenizer_model,
+            vocab_file=files.vocab_file,
+            merge_file=files.merge_file,
+            name_or_path=files.name_or_path,
+            vocab_size=files.vocab_size,
+        )
+
+    def identity(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
+        """All that the output depends on, by the names of flags; an interrupted run's must be the same."""
+        return {
+            "--input": _digest_of_names(files),
+            "--tokenizer-type": tokenizer_digest(tokenizer),
+            "--json-keys": list(self.json_keys),
+            "--append-eod": self.append_eod,
+            "--sentence-language": self.sentence_language,
+            "--text-documents": self.text_documents,
+            "--max-document-bytes": self.max_document_bytes,
+            "--on-error": "skip" if self.skip_bad_records else "fail",
+            "--partition": "{}/{}".format(*self.partition),
+        }
+
+
+def _digest_of_names(files: Sequence[str]) -> str:
+    """Of the files' names, sizes and times: their contents would take as long to read as the job."""
+    digest = hashlib.sha256()
+    for name in files:
+        state = os.stat(name) if name != STANDARD_INPUT else None
+        digest.update(repr((name, state and (state.st_size, state.st_mtime_ns))).encode())
+    return digest.hexdigest()

@@ -1,0 +1,152 @@
+"""Worker processes that encode pieces; results in the pieces' order, memory bounded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import NamedTuple
+
+from megalite.data.preprocessing.encoder import Encoder, PieceResult, encode_in_one_thread
+from megalite.data.preprocessing.job import PreprocessJob
+from megalite.data.preprocessing.pieces import Piece
+from megalite.errors import UserError
+
+_RESULTS_AHEAD = 64
+"""Pieces a worker that may be done before one that results wait for; results are small."""
+
+
+class WorkerDied(UserError):
+    """A worker has ended by itself; what is done stays, to be gone on with."""
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    connection: Connection
+
+
+class EncoderPool:
+    """Encodes in the calling process for one worker, else in processes of its own; a context manager.
+
+    A worker's only tie to this process is its pipe, so that it ends with this process, however that ends.
+    """
+
+    def __init__(self, job: PreprocessJob, folder: str) -> None:
+        self._job = job
+        self._folder = folder
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> EncoderPool:
+        if self._job.workers > 1:
+            # spawn: the threads of the tokenizers library do not survive a fork
+            context = multiprocessing.get_context("spawn")
+            for _ in range(self._job.workers):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, self._job, self._folder), daemon=True)
+                process.start()
+                there.close()
+                self._workers.append(_Worker(process, here))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join()
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, PieceResult]]:
+        """The results of the pieces, in their order.
+
+        Raises:
+            UserError: that of the first piece that has one.
+        WorkerDied: a worker has ended.
+        """
+        if self._workers:
+            yield from self._encode_in_processes(iter(pieces))
+            return
+        with Encoder(self._job, self._folder) as encoder:
+            for piece in pieces:
+                yield piece, encoder.encode(piece)
+
+    def _encode_in_processes(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, PieceResult]]:
+        source = enumerate(pieces)
+        ready: deque[tuple[int, Piece]] = deque()  # one, read while the workers are at theirs
+        idle = list(self._workers)
+        busy: dict[Connection, tuple[_Worker, int, Piece]] = {}
+        done: dict[int, tuple[Piece, PieceResult | Exception]] = {}
+        index = 0  # of the result that is to come next
+        while True:
+            if not ready and len(done) < _RESULTS_AHEAD * len(self._workers):
+                ready.extend(item for item in [next(source, None)] if item)
+            if ready and idle:
+                worker = idle.pop()
+                self._send(worker, ready[0][1])
+                busy[worker.connection] = (worker, *ready.popleft())
+                continue
+            if not busy and not ready:
+                return
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                worker, number, piece = busy.pop(connection)
+                done[number] = (piece, self._receive(worker))
+                idle.append(worker)
+            while index in done:
+                piece, result = done.pop(index)
+                index += 1
+                if isinstance(result, Exception):
+                    raise result
+                yield piece, result
+
+    def _send(self, worker: _Worker, piece: Piece) -> None:
+        try:
+            worker.connection.send(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died(worker) from None
+
+    def _receive(self, worker: _Worker) -> PieceResult | Exception:
+        try:
+            result: PieceResult | Exception = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._died(worker) from None
+        return result
+
+    def _died(self, worker: _Worker) -> WorkerDied:
+        worker.process.join(timeout=5)
+        return WorkerDied(
+            f"a worker died (exit status {worker.process.exitcode}), out of memory perhaps: "
+            f"go on with --resume, and less than --workers {self._job.workers}"
+        )
+
+
+def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
+    """A worker's life: a piece in, a result out, until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal's interrupt the first process decides
+    encode_in_one_thread()
+    try:
+        try:
+            with Encoder(job, folder) as encoder:
+                while True:
+                    piece = connection.recv()
+                    connection.send(_try_to_encode(encoder, piece))
+        except UserError as error:  # no encoder: what the first piece is answered with
+            connection.recv()
+            connection.send(error)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _try_to_encode(encoder: Encoder, piece: Piece) -> PieceResult | Exception:
+    try:
+        return encoder.encode(piece)
+    except UserError as error:
+        return error
+    except Exception:  # a defect: its traceback must not be lost on the way
+        return RuntimeError(f"in a worker:\n{traceback.format_exc()}")

@@ -1,0 +1,152 @@
+"""A run that is killed goes on, and ends with the bytes of one that is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.data.preprocess import PreprocessJob, Progress, preprocess
+from megalite.data.preprocessing import plan as plan_module
+from megalite.data.preprocessing.ledger import Ledger
+from megalite.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+NAMES = [f"text_document.{kind}" for kind in ("bin", "idx", "json")]
+KILLED_RUN = """
+import sys, time
+from megalite.data.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing import plan
+if __name__ == "__main__":
+    plan._MIN_PIECE_BYTES = 2000
+    print("started", flush=True)
+    preprocess(PreprocessJob((sys.argv[1],), sys.argv[2], "byte", append_eod=True, workers=int(sys.argv[3]),
+                             resume=True), lambda progress: time.sleep(0.002))
+"""
+
+
+class Stop(Exception):
+    """As a kill, but of this process's choice of moment."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "_MIN_PIECE_BYTES", 2000)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path, source = tmp_path / "in" / "a.jsonl", random.Random(0)
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"text": "x" * source.randrange(300)}) + "\n" for _ in range(2000)))
+    return path
+
+
+def stop_after(count: int) -> Iterator[None]:
+    for _ in range(count):
+        yield
+    raise Stop
+
+
+def run_until(job: PreprocessJob, count: int) -> None:
+    steps = stop_after(count)
+    with pytest.raises(Stop):
+        preprocess(job, lambda progress: next(steps))
+
+
+def output(prefix: Path) -> list[bytes]:
+    files = [Path(f"{prefix}_{name}") for name in NAMES]
+    return [path.read_bytes().replace(str(prefix).encode(), b"PREFIX") for path in files]
+
+
+def test_a_killed_process_is_gone_on_with(tmp_path: Path, corpus: Path) -> None:
+    """kill -9 at random moments of several runs in a row, with one and with two workers."""
+    script = tmp_path / "run.py"
+    script.write_text(KILLED_RUN)
+    preprocess(PreprocessJob((str(corpus),), str(tmp_path / "whole"), "byte", append_eod=True))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    moments, kills = random.Random(3), 0
+    command = [sys.executable, str(script), str(corpus), str(tmp_path / "killed")]
+    for attempt in range(8):
+        with subprocess.Popen(
+            [*command, str(1 + attempt % 2)], env=environment, stdout=subprocess.PIPE
+        ) as run:
+            assert run.stdout is not None
+            run.stdout.readline()
+            time.sleep(moments.uniform(0, 0.3))
+            run.send_signal(signal.SIGKILL)
+            kills += run.wait() == -signal.SIGKILL
+    assert kills >= 2
+    subprocess.run([*command, "2"], env=environment, check=True, capture_output=True)
+    assert output(tmp_path / "killed") == output(tmp_path / "whole")
+    assert not [name for name in os.listdir(tmp_path) if "unfinished" in name]
+
+
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_only_what_is_left_is_done(tmp_path: Path, corpus: Path, count: int) -> None:
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte", append_eod=True)
+    run_until(job, count)
+    with pytest.raises(UserError, match=r"left of an interrupted run: --resume it, or --overwrite it"):
+        preprocess(job)
+    with open(f"{job.stem}.unfinished/done", "ab") as lines:
+        lines.write(b'{"columns": [')  # a line that a kill has cut off
+    seen: list[Progress] = []
+    going_on = dataclasses.replace(job, resume=True)
+    summary = preprocess(going_on, lambda progress: seen.append(dataclasses.replace(progress)))
+    num_pieces = -(-corpus.stat().st_size // 2000)
+    assert len(seen) == num_pieces - count - 1
+    assert summary.progress.num_resumed_bytes < summary.progress.num_bytes == corpus.stat().st_size
+    preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "whole")))
+    assert output(tmp_path / "o") == output(tmp_path / "whole")
+    os.mkdir(f"{job.stem}.unfinished")  # as of a run that is killed while it cleans up
+    assert preprocess(going_on).was_complete
+    assert not os.path.exists(f"{job.stem}.unfinished")
+    with pytest.raises(UserError, match="exists: give another output prefix"):
+        preprocess(job)
+
+
+def test_another_job_does_not_go_on(tmp_path: Path, corpus: Path) -> None:
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte")
+    run_until(job, 3)
+    other = dataclasses.replace(job, resume=True, append_eod=True)
+    with pytest.raises(UserError, match="had another --append-eod: it was False, and now is True"):
+        preprocess(other)
+    corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
+    with pytest.raises(UserError, match="had another --input;"):
+        preprocess(dataclasses.replace(job, resume=True))
+    assert preprocess(dataclasses.replace(job, overwrite=True)).progress.num_resumed_bytes == 0
+
+
+def test_two_runs_do_not_write_the_same_output(tmp_path: Path, corpus: Path) -> None:
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte")
+    with Ledger(job.stem), pytest.raises(UserError, match="another process is writing"):
+        preprocess(job)
+    assert preprocess(job).progress.num_documents > 0
+
+
+def test_a_dead_worker_leaves_what_is_done(tmp_path: Path, corpus: Path) -> None:
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte", workers=2)
+
+    killed: list[int] = []
+
+    def kill_a_worker(progress: Progress) -> None:
+        if killed:
+            return
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        command = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        killed.append(next(int(child) for child in children if b"spawn_main" in command[child]))
+        os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"a worker died \(exit status -9\).* --resume"):
+        preprocess(job, kill_a_worker)
+    resumed = preprocess(dataclasses.replace(job, resume=True, workers=1))
+    assert resumed.progress.num_resumed_bytes > 0
