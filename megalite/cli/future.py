@@ -88,19 +88,10 @@ FUTURE = (
         """,
     ),
     Future(
-        "data given apart for each split",
-        "give one blend with --data-path, and --split",
+        "this option of fill-in-the-middle",
+        "remove it: whole documents are cut, and samples end with the tokenizer's end-of-document token",
         """
-        train-weighted-split-paths train-weighted-split-paths-path valid-weighted-split-paths
-        valid-weighted-split-paths-path test-weighted-split-paths test-weighted-split-paths-path
-        train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path
-        """,
-    ),
-    Future(
-        "a folder for index caches",
-        "remove it",
-        """
-        data-cache-path
+        fim-split-sample fim-fragment-rate fim-no-prefix fim-pad-token fim-eod-token
         """,
     ),
     Future(

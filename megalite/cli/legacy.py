@@ -165,6 +165,7 @@ _RULES: dict[str, Rule] = {
     "--pp-partition-method": _partition_method,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
+    "--fim-data": _accepted("--fim-rate above 0 turns it on"),
     "--num-workers": _accepted(_NO_WORKERS, 1),
     "--valid-num-workers": _accepted(_NO_WORKERS, 1),
     "--use-cpu-initialization": _accepted(_SAME_ANYWHERE),

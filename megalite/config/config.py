@@ -39,10 +39,6 @@ class Config:
         if problems := problems_of(self, world_size):
             raise ConfigError(problems)
 
-    def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model among `world_size` ranks."""
-        return world_size // (self.parallel.tp * self.parallel.pp)
-
     def global_batch(self, dp: int) -> int:
         """Samples of one optimizer step over `dp` replicas."""
         given = self.training.global_batch_size

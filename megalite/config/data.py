@@ -14,6 +14,7 @@ TokenizerType = Literal[
     "PretrainedFromHF",
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
     "NullTokenizer",
 ]
 
@@ -24,9 +25,24 @@ _NEEDED_FILES: dict[TokenizerType, tuple[tuple[str, ...], ...]] = {
     "PretrainedFromHF": (("tokenizer_name_or_path", "tokenizer_model"),),
     "SentencePieceTokenizer": (("tokenizer_model",),),
     "GPTSentencePieceTokenizer": (("tokenizer_model",),),
+    "Llama2Tokenizer": (("tokenizer_model",),),
     "NullTokenizer": (),
 }
 """For each tokenizer the fields it cannot do without, one of each tuple."""
+
+WEIGHTED_SPLIT_FIELDS = tuple(
+    f"{split}_weighted_split_paths{path}" for split in ("train", "valid", "test") for path in ("", "_path")
+)
+CORPUS_FIELDS = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+    *WEIGHTED_SPLIT_FIELDS,
+)
+"""Every field that names corpora."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,42 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ... for a blend."""
+    data_args_path: str | None = None
+    """File whose words stand for those of --data-path."""
+    train_data_path: tuple[str, ...] = ()
+    """As --data-path, for training alone and whole; with it validation and test are given apart too."""
+    valid_data_path: tuple[str, ...] = ()
+    """As --train-data-path, for validation."""
+    test_data_path: tuple[str, ...] = ()
+    """As --train-data-path, for the test after training."""
+    per_split_data_args_path: str | None = None
+    """JSON file with the words of the three flags before: {"train": [...], "valid": [...], "test": [...]}."""
+    train_weighted_split_paths: tuple[str, ...] = ()
+    """A quoted "NAME: WEIGHT BEGIN:END PREFIX, ..." to train on; BEGIN:END is a part of 0:1."""
+    train_weighted_split_paths_path: str | None = None
+    """File with the line that would follow --train-weighted-split-paths, quotes and all."""
+    valid_weighted_split_paths: tuple[str, ...] = ()
+    """As --train-weighted-split-paths; each of several groups is evaluated and told under its name."""
+    valid_weighted_split_paths_path: str | None = None
+    """File with the line that would follow --valid-weighted-split-paths, quotes and all."""
+    test_weighted_split_paths: tuple[str, ...] = ()
+    """As --valid-weighted-split-paths, for the test after training."""
+    test_weighted_split_paths_path: str | None = None
+    """File with the line that would follow --test-weighted-split-paths, quotes and all."""
+    blend_by: Literal["tokens", "documents"] = "tokens"
+    """What datasets given without weights are weighed by: their tokens, in whole samples, or documents."""
+    data_cache_path: str | None = None
+    """Folder for the orders of samples, built once; by default PREFIX/cache beside each large corpus."""
+    fim_rate: float = 0.0
+    """Share of the documents in training samples that are turned into prefix, suffix and middle."""
+    fim_spm_rate: float = 0.5
+    """Share of these documents that have their suffix first (SPM)."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token of the vocabulary that marks a prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """Token of the vocabulary that marks a middle."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token of the vocabulary that marks a suffix."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to try a config or measure its speed."""
     split: str = "969,30,1"
@@ -49,6 +101,18 @@ class DataConfig:
     """GPT-2's merges.txt."""
     tokenizer_name_or_path: str | None = None
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
+
+    def ways_given(self) -> list[tuple[str, ...]]:
+        """The ways in which corpora are given, one tuple a way with its fields; a run has one of them."""
+        ways = (
+            ("data_path",),
+            ("data_args_path",),
+            ("train_data_path", "valid_data_path", "test_data_path"),
+            ("per_split_data_args_path",),
+            WEIGHTED_SPLIT_FIELDS,
+        )
+        given = [tuple(name for name in way if getattr(self, name)) for way in ways]
+        return [way for way in given if way]
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from megalite.config.data import CORPUS_FIELDS
 from megalite.config.flags import flag_of
 
 if TYPE_CHECKING:
@@ -43,8 +44,13 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if optimizer.lr_decay_style == "constant":
         yield "min_lr", "a constant learning rate never comes down to it"
     if config.data.mock_data:
-        for name in ("data_path", "split"):
+        for name in (*CORPUS_FIELDS, "split", "blend_by", "data_cache_path", "fim_rate"):
             yield name, "--mock-data reads no corpus"
+    elif not config.data.data_path and config.data.data_args_path is None:
+        yield "split", "each split's data is given apart"
+    if config.data.fim_rate == 0:
+        for name in ("fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token"):
+            yield name, "--fim-rate is 0"
     if config.checkpoint.save is None:
         yield "save_interval", "there is no --save folder"
     if not logging.profile_execution:

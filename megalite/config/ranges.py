@@ -24,6 +24,7 @@ class Range(NamedTuple):
 POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
 NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
 SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 _FIELDS_OF_RANGE = {
@@ -33,11 +34,12 @@ _FIELDS_OF_RANGE = {
         tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size pipeline_layers
         ddp_bucket_size distributed_timeout_minutes num_threads lr_decay_iters lr_wsd_decay_iters
         micro_batch_size global_batch_size train_iters eval_interval exit_interval exit_duration_in_mins
-        save_interval log_interval tensorboard_queue_size""",
+        save_interval log_interval tensorboard_queue_size adam_eps""",
     NOT_NEGATIVE: """
-        norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_init weight_decay adam_eps
+        norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_init weight_decay
         clip_grad eval_iters""",
     FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
+    SHARE: "fim_rate fim_spm_rate",
     SEED: "seed",
 }
 RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()}

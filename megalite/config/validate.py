@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.problem import Problem, one_line
 from megalite.config.ranges import range_problems
-from megalite.config.rules import layout, learning_rate, model, run
+from megalite.config.rules import corpus, layout, learning_rate, model, run
 
 if TYPE_CHECKING:
     from megalite.config.config import Config
@@ -27,6 +27,10 @@ RULES: tuple[Rule, ...] = (
     learning_rate.warmup,
     learning_rate.wsd,
     run.required,
+    corpus.given,
+    corpus.train_part,
+    corpus.weighted_split_files,
+    corpus.fill_in_middle,
     run.split,
     run.tokenizer,
     run.profiler,

@@ -1,32 +1,82 @@
-"""The datasets of a run: prefixes, split and numbers of samples in; train, valid and test out."""
+"""The datasets of a run: the parts of corpora that each split reads in; samples of each split out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megalite.data.blend import (
-    MAX_DATASETS,
-    BlendedDataset,
-    normalized,
-    num_samples_to_build,
-    parse_data_path,
-)
+from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
+from megalite.data.coverage import Coverage, log_coverage
 from megalite.data.gpt import Dataset, GPTDataset
+from megalite.data.index_cache import IndexCache
 from megalite.data.indexed import IndexedDataset
 from megalite.data.mock import MockDataset
-from megalite.data.splits import SPLIT_NAMES, split_ranges
+from megalite.data.sources import Blend, Sources, sources_of_one_blend
+from megalite.data.splits import SPLIT_NAMES
 from megalite.errors import UserError
 from megalite.log import log
 
 
+class NamedDataset(NamedTuple):
+    """One of several datasets that a split is evaluated on.
+
+    Attributes:
+        split: "valid" or "test".
+        name: what the user calls it.
+    """
+
+    split: str
+    name: str
+    dataset: Dataset
+
+
 @dataclass(frozen=True)
 class DatasetSplits:
-    """One dataset a split; None where nothing is asked of it, or its share of the corpus is empty."""
+    """The datasets of a run; None where nothing is asked of a split, or its share of the corpus is empty.
+
+    Attributes:
+        named: datasets to evaluate on that have names of their own, beside `valid` and `test`.
+    """
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+    named: tuple[NamedDataset, ...] = ()
+
+    def evaluated(self, split: str) -> list[tuple[str, Dataset]]:
+        """The names and datasets that a split is evaluated on; the name is empty for the split's own."""
+        own = {"valid": self.valid, "test": self.test}[split]
+        named = [(each.name, each.dataset) for each in self.named if each.split == split]
+        return named if own is None else [("", own), *named]
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """What there is, in words, and its number of samples."""
+        for split, dataset in zip(SPLIT_NAMES, (self.train, self.valid, self.test), strict=True):
+            if dataset is not None:
+                yield split, len(dataset)
+        for each in self.named:
+            yield f"{each.split} {each.name}", len(each.dataset)
+
+
+class BuildOptions(NamedTuple):
+    """What is the same for every dataset of a run.
+
+    Attributes:
+        seq_length: S; a sample holds S + 1 tokens.
+        seed: of the order, the same for all datasets and splits.
+        vocab_size: a token id beyond it is refused when its sample is read.
+        blend_by: what datasets without weights are weighed by: "tokens", in whole samples, or "documents".
+        cache: of the orders of samples; without one they are built in memory.
+        batch_size: samples of a batch; training on a corpus that has fewer in all is refused.
+    """
+
+    seq_length: int
+    seed: int
+    vocab_size: int | None = None
+    blend_by: str = "tokens"
+    cache: IndexCache | None = None
+    batch_size: int = 1
 
 
 def num_samples_per_split(
@@ -50,11 +100,11 @@ def build_mock_datasets(
     seq_length: int, num_samples: tuple[int, int, int], seed: int, vocab_size: int
 ) -> DatasetSplits:
     """As `build_datasets`, of random tokens and without any file."""
-    splits = [
+    train, valid, test = (
         MockDataset(number, seq_length, vocab_size, seed, i) if number > 0 else None
         for i, number in enumerate(num_samples)
-    ]
-    return DatasetSplits(*splits)
+    )
+    return DatasetSplits(train, valid, test)
 
 
 def build_datasets(
@@ -65,10 +115,7 @@ def build_datasets(
     seed: int,
     vocab_size: int | None = None,
 ) -> DatasetSplits:
-    """Opens and checks the files, and orders the samples of each split.
-
-    Each dataset holds at least the samples asked for, from as many epochs as that takes. The result depends
-    on the arguments alone, so that every rank builds the same.
+    """`build_from_sources` for one blend that all splits share.
 
     Args:
         data_path: the words of --data-path: prefixes, or weight prefix weight prefix ...
@@ -77,90 +124,191 @@ def build_datasets(
         num_samples: asked of train, valid and test.
         seed: of the order, the same for all datasets and splits.
         vocab_size: a token id beyond it is refused when its sample is read.
+    """
+    options = BuildOptions(seq_length, seed, vocab_size)
+    return build_from_sources(sources_of_one_blend(data_path, split), num_samples, options)
+
+
+def build_from_sources(
+    sources: Sources, num_samples: tuple[int, int, int], options: BuildOptions
+) -> DatasetSplits:
+    """Opens and checks the files, and orders the samples of each split.
+
+    Each dataset holds at least the samples asked for, from as many epochs as that takes. The result depends
+    on the arguments alone, so that every rank builds the same. What training sees of each corpus is logged.
+
+    Args:
+        sources: the blends of each split.
+        num_samples: asked of train, valid and test; of each where a split has several datasets.
+        options: what is the same for all.
 
     Raises:
-        UserError: a file is missing or damaged, the split or the blend is malformed, a split is too small for
-            one sample, or there is nothing to train on.
+        UserError: a file is missing or damaged, a split is too small for one sample, or there is nothing to
+            train on.
     """
-    prefixes, weights = parse_data_path(data_path)
-    if len(prefixes) > MAX_DATASETS:
-        raise UserError(f"--data-path names {len(prefixes)} datasets, at most {MAX_DATASETS} can be blended")
-    opened = {prefix: IndexedDataset(prefix) for prefix in dict.fromkeys(prefixes)}
-    sources = [opened[prefix] for prefix in prefixes]
-    ranges = [split_ranges(split, len(source)) for source in sources]
-    builds = [
-        _SplitBuild(
-            name, sources, [r[i] for r in ranges], weights, seq_length, num_samples[i], seed, vocab_size
-        ).build()
-        for i, name in enumerate(SPLIT_NAMES)
-    ]
-    if builds[0] is None and num_samples[0] > 0:
-        raise UserError(f"--split {split} leaves no sequence of {' '.join(prefixes)} to train on")
-    return DatasetSplits(*builds)
+    opened = _open(sources)
+    asked = dict(zip(SPLIT_NAMES, num_samples, strict=True))
+    _warn_of_overlap(sources, {split for split in SPLIT_NAMES if asked[split]})
+    own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
+    named = []
+    for split in SPLIT_NAMES:
+        for blend in sources[split]:
+            dataset = _BlendBuild(split, blend, opened, asked[split], options).build()
+            if split == "train" or not blend.name:
+                own[split] = dataset
+            elif dataset is not None:
+                named.append(NamedDataset(split, blend.name, dataset))
+    if own["train"] is None and asked["train"] > 0:
+        raise UserError(_nothing_to_train_on(sources["train"]))
+    return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named))
+
+
+def _open(sources: Sources) -> dict[str, IndexedDataset]:
+    """Every corpus once, by its prefix."""
+    blends = [blend for split in SPLIT_NAMES for blend in sources[split]]
+    for blend in blends:
+        if len(blend.sources) > MAX_DATASETS:
+            raise UserError(
+                f"--data-path names {len(blend.sources)} datasets, at most {MAX_DATASETS} can be blended"
+            )
+    prefixes = dict.fromkeys(source.prefix for blend in blends for source in blend.sources)
+    return {prefix: IndexedDataset(prefix) for prefix in prefixes}
+
+
+def _nothing_to_train_on(blends: tuple[Blend, ...]) -> str:
+    prefixes = " ".join(source.prefix for blend in blends for source in blend.sources)
+    return f"{blends[0].given_by if blends else '--split'} leaves no sequence of {prefixes} to train on"
+
+
+def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
+    """Says which corpora are evaluated on text that they are trained on too."""
+    parts = {
+        split: [source for blend in sources[split] for source in blend.sources] if split in used else []
+        for split in SPLIT_NAMES
+    }
+    for split in SPLIT_NAMES[1:]:
+        shared = {
+            one.prefix
+            for one in parts["train"]
+            for other in parts[split]
+            if one.prefix == other.prefix and max(one.begin, other.begin) < min(one.end, other.end)
+        }
+        for prefix in sorted(shared):
+            log.warning("%s is evaluated (%s) on text that it is trained on too", prefix, split)
 
 
 @dataclass(frozen=True)
-class _SplitBuild:
-    """What one split is built from."""
+class _BlendBuild:
+    """What one dataset of a split is built from."""
 
-    name: str
-    sources: list[IndexedDataset]
-    ranges: list[range]
-    weights: list[float] | None
-    seq_length: int
+    split: str
+    blend: Blend
+    opened: dict[str, IndexedDataset]
     num_samples: int
-    seed: int
-    vocab_size: int | None
+    options: BuildOptions
 
     def build(self) -> Dataset | None:
         if self.num_samples == 0:
             return None
-        if len(self.sources) == 1 and self.weights is None:
-            return self._gpt(0, self.num_samples) if self.ranges[0] else None
         kept = self._sources_with_sequences()
         if not kept:
             return None
-        if self.weights is None:
+        self._check_batch(kept)
+        if len(self.blend.sources) == 1 and self.blend.weights is None:
+            self._tell_coverage([0], [1.0], [self.num_samples])
+            return self._gpt(0, self.num_samples)
+        if self.blend.weights is None:
             return self._blend_by_size(kept)
-        return self._blend_by_weight(kept, [self.weights[i] for i in kept])
+        return self._blend_by_weight(kept, [self.blend.weights[i] for i in kept])
+
+    def _check_batch(self, kept: list[int]) -> None:
+        """Refuses to train on so little that one batch would hold a sample twice."""
+        num_tokens = sum(self._num_tokens(i) for i in kept)
+        num_samples = num_tokens // self.options.seq_length
+        if self.split == "train" and 0 < num_samples < self.options.batch_size:
+            raise UserError(
+                f"there are {num_samples} samples of {self.options.seq_length} tokens to train on, fewer "
+                f"than one batch of {self.options.batch_size}: give more text or a smaller batch"
+            )
+
+    def _sequences(self, i: int) -> range:
+        source = self.blend.sources[i]
+        return source.sequences(len(self.opened[source.prefix]))
 
     def _sources_with_sequences(self) -> list[int]:
         """The sources that have a part in this split; training refuses to go without one of them."""
-        empty = [i for i, r in enumerate(self.ranges) if not r]
-        for i in empty:
-            prefix, total = self.sources[i].prefix, len(self.sources[i])
-            fault = f"--split leaves none of the {total} sequences of {prefix} to the {self.name} split"
-            if self.name == "train":
-                raise UserError(
-                    f"{fault}: give train a larger share, or leave this dataset out of --data-path"
-                )
-            if len(empty) < len(self.ranges):
+        indices = range(len(self.blend.sources))
+        empty = [i for i in indices if not self._sequences(i)]
+        for i in empty if len(indices) > 1 or self.blend.weights is not None else []:
+            source = self.opened[self.blend.sources[i].prefix]
+            fault = (
+                f"{self.blend.given_by} leaves none of the {len(source)} sequences of {source.prefix} "
+                f"to the {self.blend.name or self.split} split"
+            )
+            if self.split == "train":
+                raise UserError(f"{fault}: give train a larger share, or leave this dataset out of the blend")
+            if len(empty) < len(indices):
                 log.warning("%s, which blends the others in their proportions", fault)
-        return [i for i, r in enumerate(self.ranges) if r]
+        return [i for i in indices if i not in empty]
 
     def _blend_by_weight(self, kept: list[int], weights: Sequence[float]) -> Dataset:
         shares = normalized(weights)
-        datasets = [
-            self._gpt(i, num_samples_to_build(self.num_samples, share))
-            for i, share in zip(kept, shares, strict=True)
-        ]
-        return BlendedDataset(datasets, weights, self.num_samples)
+        built = [num_samples_to_build(self.num_samples, share) for share in shares]
+        self._tell_coverage(kept, shares, built)
+        datasets = [self._gpt(i, number) for i, number in zip(kept, built, strict=True)]
+        return self._blend(datasets, weights)
+
+    def _blend(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
+        prefix, name = self.blend.sources[0].prefix, self.blend.name or self.split
+        return BlendedDataset(datasets, weights, self.num_samples, self.options.cache, prefix, name)
 
     def _blend_by_size(self, kept: list[int]) -> Dataset:
-        """Weighs each dataset by the samples of one epoch of it; repeats them only where all are too few."""
+        """Weighs each dataset by its size; repeats them only where all of them together are too few."""
+        if self.split == "train":
+            log.info(
+                "%d datasets without weights are blended by their number of %s (--blend-by)",
+                len(kept),
+                self.options.blend_by,
+            )
+        if self.options.blend_by == "documents":
+            return self._blend_by_weight(kept, [len(self._sequences(i)) for i in kept])
         one_epoch = [self._gpt(i, None) for i in kept]
         weights = [len(dataset) for dataset in one_epoch]
         if self.num_samples <= sum(weights):
-            return BlendedDataset(one_epoch, weights, self.num_samples)
+            self._tell_coverage(kept, normalized(weights), [None] * len(kept))
+            return self._blend(one_epoch, weights)
         return self._blend_by_weight(kept, weights)
 
+    def _tell_coverage(self, kept: list[int], shares: Sequence[float], built: Sequence[int | None]) -> None:
+        if self.split != "train":
+            return
+        log_coverage(
+            [
+                Coverage.of(
+                    self.blend.sources[i].prefix,
+                    self._num_tokens(i),
+                    self.options.seq_length,
+                    self.num_samples * share,
+                    number,
+                )
+                for i, share, number in zip(kept, shares, built, strict=True)
+            ]
+        )
+
+    def _num_tokens(self, i: int) -> int:
+        part = self._sequences(i)
+        lengths = self.opened[self.blend.sources[i].prefix].sequence_lengths
+        return int(lengths[part.start : part.stop].sum(dtype="int64"))
+
     def _gpt(self, i: int, num_samples: int | None) -> GPTDataset:
+        options = self.options
         return GPTDataset(
-            self.sources[i],
-            self.ranges[i],
+            self.opened[self.blend.sources[i].prefix],
+            self._sequences(i),
             num_samples,
-            self.seq_length,
-            self.seed,
-            self.vocab_size,
-            self.name,
+            options.seq_length,
+            options.seed,
+            options.vocab_size,
+            self.blend.name or self.split,
+            options.cache,
         )

@@ -40,8 +40,9 @@ def iteration_line(metrics: IterationMetrics, log_throughput: bool) -> str:
 
 def validation_block(metrics: ValidationMetrics) -> str:
     """An evaluation's line, between two dashed ones."""
+    name = f" on {metrics.name}" if metrics.name else ""
     line = (
-        f"validation loss at iteration {metrics.iteration}{_SPLIT_WORDS[metrics.split]} | "
+        f"validation loss at iteration {metrics.iteration}{_SPLIT_WORDS[metrics.split]}{name} | "
         f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.ppl:.6E} |"
     )
     dashes = "-" * len(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megalite.config import Config
-from megalite.data.gpt import Dataset
 from megalite.log import log
 from megalite.train.metrics import IntervalMeter, ValidationMetrics
 from megalite.train.profiler import profiler
@@ -46,26 +45,26 @@ def train(trainer: Trainer, writers: Writers) -> None:
 def evaluate_validation(trainer: Trainer, writers: Writers) -> None:
     """Evaluates on the validation part, each time on the samples after those of the time before."""
     num_before = (trainer.progress.iteration - 1) // trainer.config.training.eval_interval
-    _evaluate(trainer, writers, "valid", trainer.datasets.valid, num_before)
+    _evaluate(trainer, writers, "valid", num_before)
 
 
 def _evaluate_at_the_end(trainer: Trainer, writers: Writers) -> None:
     if not _due(trainer.progress.iteration, trainer.config.training.eval_interval):
         evaluate_validation(trainer, writers)
-    _evaluate(trainer, writers, "test", trainer.datasets.test, 0)
+    _evaluate(trainer, writers, "test", 0)
 
 
-def _evaluate(
-    trainer: Trainer, writers: Writers, split: str, dataset: Dataset | None, num_before: int
-) -> None:
-    num_batches = trainer.config.training.eval_iters
-    if dataset is None or num_batches == 0:
+def _evaluate(trainer: Trainer, writers: Writers, split: str, num_before: int) -> None:
+    """Evaluates on each of the split's datasets, each told under its name."""
+    num_batches, progress = trainer.config.training.eval_iters, trainer.progress
+    if num_batches == 0:
         return
-    with trainer.timers("eval-time"):
-        loss = trainer.evaluate(dataset, num_before * num_batches * trainer.global_batch_size)
-    writers.validation(
-        ValidationMetrics(trainer.progress.iteration, trainer.progress.consumed_samples, split, loss)
-    )
+    for name, dataset in trainer.datasets.evaluated(split):
+        with trainer.timers("eval-time"):
+            loss = trainer.evaluate(dataset, num_before * num_batches * trainer.global_batch_size)
+        writers.validation(
+            ValidationMetrics(progress.iteration, progress.consumed_samples, split, loss, name)
+        )
 
 
 def _save(trainer: Trainer) -> None:

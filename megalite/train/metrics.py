@@ -67,12 +67,14 @@ class ValidationMetrics:
     Attributes:
         split: "valid" or "test".
         lm_loss: mean over the evaluation's tokens.
+        name: of the dataset, where the split has several; else empty.
     """
 
     iteration: int
     consumed_samples: int
     split: str
     lm_loss: float
+    name: str = ""
 
     @property
     def ppl(self) -> float:

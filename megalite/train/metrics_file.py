@@ -41,7 +41,10 @@ class MetricsFile:
         self._write(record)
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        self._write({"validation": dataclasses.asdict(metrics) | {"ppl": metrics.ppl}})
+        record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
+        if not metrics.name:
+            del record["name"]
+        self._write({"validation": record})
 
     def close(self) -> None:
         self._file.close()

@@ -49,7 +49,9 @@ class TensorBoardWriter:
             self._writer.add_scalar(tag, value, metrics.iteration)
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        tag = _SPLIT_TAGS[metrics.split]
+        # A dataset with a name is told where BLOOM's dashboards look for it.
+        folder = f"lm-loss-validation/{metrics.name}/" if metrics.name else ""
+        tag = f"{folder}{_SPLIT_TAGS[metrics.split]}"
         self._writer.add_scalar(tag, metrics.lm_loss, metrics.iteration)
         if self._config.log_validation_ppl_to_tensorboard:
             self._writer.add_scalar(f"{tag} ppl", metrics.ppl, metrics.iteration)

@@ -16,12 +16,6 @@ def required(config: Config, world_size: int | None) -> Iterator[Problem]:
     """What has no default that could be right."""
     if config.training.train_iters is None:
         yield Problem(("train_iters",), "--train-iters is missing: give the number of optimizer steps")
-    if not config.data.data_path and not config.data.mock_data:
-        yield Problem(
-            ("data_path", "mock_data"),
-            "--data-path is missing: give the prefix of a .bin/.idx pair of tools/preprocess_data.py, "
-            "or --mock-data",
-        )
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:

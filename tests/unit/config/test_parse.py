@@ -143,6 +143,7 @@ def test_one_name_twice_is_told_and_the_last_counts() -> None:
         (["--save-interval", "5"], "--save-interval"),
         (["--log-timers-to-tensorboard"], "--log-timers-to-tensorboard"),
         (["--profile-name", "x"], "--profile-name"),
+        (["--fim-spm-rate", "1"], "--fim-spm-rate"),
         (["--pipeline-schedule", "gpipe"], "--pipeline-schedule"),
         (
             ["--pad-vocab-size-to", "512", "--make-vocab-size-divisible-by", "2"],

@@ -38,6 +38,14 @@ def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:
 
 
 RULES = [
+    ("--fim-rate 0.5", None, "--fim-rate 0.5 with --tokenizer-type byte: give the one that the corpus"),
+    ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),
+    ("--data-args-path f", None, "--data-path and --data-args-path both give the corpora: leave one out"),
+    (
+        "--train-weighted-split-paths-path f",
+        None,
+        "--data-path and --train-weighted-split-paths-path both give the corpora",
+    ),
     ("--num-attention-heads 10", None, "--hidden-size 768 is not divisible by --num-attention-heads 10"),
     (
         "--hidden-size 12 --num-attention-heads 4 --position-embedding-type rope",
@@ -231,7 +239,45 @@ def test_batches() -> None:
     config = Config(
         parallel=ParallelConfig(2, 2), training=TrainingConfig(micro_batch_size=2, global_batch_size=24)
     )
-    assert config.data_parallel_size(12) == 3
     assert (config.global_batch(3), config.num_microbatches(3)) == (24, 4)
     alone = Config(training=TrainingConfig(micro_batch_size=2), optimizer=OptimizerConfig())
     assert (alone.global_batch(3), alone.num_microbatches(3)) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("--train-data-path p", None),
+        ("--train-data-path p --valid-data-path q", None),
+        ("--per-split-data-args-path f", None),
+        ("--train-weighted-split-paths t --valid-weighted-split-paths-path f", None),
+        ("--valid-data-path p", "--valid-data-path is given without --train-data-path"),
+        (
+            "--test-weighted-split-paths-path f",
+            "--test-weighted-split-paths-path is given without --train-weighted-split-paths",
+        ),
+        (
+            "--train-weighted-split-paths t --train-weighted-split-paths-path f",
+            "--train-weighted-split-paths and --train-weighted-split-paths-path both give the same",
+        ),
+        (
+            "--train-data-path p --per-split-data-args-path f",
+            "--train-data-path and --per-split-data-args-path both give the corpora",
+        ),
+    ],
+)
+def test_splits_given_apart(line: str, fault: str | None) -> None:
+    config, _ = parse(shlex.split("--train-iters 100 --tokenizer-type byte " + line))
+    if fault is None:
+        config.validate()
+        return
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    (problem,) = caught.value.problems
+    assert fault in problem
+
+
+def test_split_says_nothing_where_splits_are_given_apart() -> None:
+    assert parse(["--train-data-path", "p", "--split", "1"])[1] == [
+        "--split 1 is without effect: each split's data is given apart"
+    ]

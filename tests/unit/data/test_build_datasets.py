@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset
-from megalite.data.build import build_datasets, num_samples_per_split
+from megalite.data.build import BuildOptions, build_datasets, build_from_sources, num_samples_per_split
+from megalite.data.coverage import Coverage
 from megalite.data.gpt import GPTDataset
+from megalite.data.sources import find_sources
 from megalite.data.splits import parse_split, split_ranges
 from megalite.errors import UserError
 
@@ -94,3 +97,94 @@ def test_vocabulary_is_checked_in_a_blend(write_dataset: Any) -> None:
         UserError, match=f"document 0 of {prefix} has token id 20, outside the vocabulary of 20"
     ):
         _ = [train[i] for i in range(len(train))]
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("megalite"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="megalite")
+    return caplog
+
+
+OPTIONS = BuildOptions(seq_length=8, seed=3)
+
+
+def test_each_split_reads_its_own_corpora_whole(write_dataset: Any) -> None:
+    a, b = write_dataset([20] * 10, "a"), write_dataset([20] * 10, "b", first=1000)
+    sources = find_sources(DataConfig(train_data_path=(a,), valid_data_path=(b,)))
+    splits = build_from_sources(sources, (25, 25, 25), OPTIONS)
+    assert splits.train is not None and splits.valid is not None and splits.test is None
+    for dataset, first in ((splits.train, 0), (splits.valid, 1000)):
+        assert isinstance(dataset, GPTDataset)
+        row = dataset.index.document_index
+        assert sorted(row[:10].tolist()) == list(range(10))
+        assert all(first <= token < first + 200 for i in range(len(dataset)) for token in dataset[i])
+
+
+def test_weighted_groups_are_datasets_of_their_own(write_dataset: Any) -> None:
+    """Each group holds the samples that its part, built as a corpus of its own, has in that order."""
+    a, b = write_dataset([20] * 20, "a"), write_dataset([20] * 20, "b", first=1000)
+    data = DataConfig(
+        train_weighted_split_paths=(f"TRAIN: 0.75 0:0.5 {a}, 0.25 0:1 {b}",),
+        valid_weighted_split_paths=(f"ONE: 1 0.5:0.75 {a}", f"TWO: 1 0.75:1 {a}"),
+    )
+    splits = build_from_sources(find_sources(data), (40, 9, 9), OPTIONS)
+    assert splits.train is not None and splits.valid is None
+    drawn = [int(splits.train[i][0]) for i in range(40)]
+    assert sum(token >= 1000 for token in drawn) == 10 and all(t < 200 or t >= 1000 for t in drawn)
+    assert [(name, len(dataset)) for name, dataset in splits.evaluated("valid")] == [("ONE", 12), ("TWO", 12)]
+    assert splits.evaluated("test") == []
+    assert list(splits.sizes()) == [("train", 40), ("valid ONE", 12), ("valid TWO", 12)]
+    for first, (_, dataset) in zip((200, 300), splits.evaluated("valid"), strict=True):
+        alone = build_datasets(
+            [write_dataset([20] * 5, f"x{first}", first=first)], "1", 8, (9, 0, 0), 3
+        ).train
+        assert alone is not None
+        assert [dataset[i].tolist() for i in range(12)] == [alone[i].tolist() for i in range(12)]
+
+
+def test_blend_by_documents(write_dataset: Any, logged: pytest.LogCaptureFixture) -> None:
+    """Corpora of the same tokens, in 8 and in 2 documents."""
+    prefixes = (write_dataset([10] * 8, "many"), write_dataset([40] * 2, "few", first=1000))
+    sources = find_sources(DataConfig(data_path=prefixes, split="1"))
+    for blend_by, expected in (("tokens", 50), ("documents", 20)):
+        train = build_from_sources(sources, (100, 0, 0), OPTIONS._replace(blend_by=blend_by)).train
+        assert train is not None
+        assert sum(bool(train[i][0] >= 1000) for i in range(100)) == expected
+        assert f"blended by their number of {blend_by}" in logged.text
+
+
+def test_coverage_of_each_corpus_is_logged(write_dataset: Any, logged: pytest.LogCaptureFixture) -> None:
+    a, b = write_dataset([80] * 10, "a"), write_dataset([41] * 1, "b")
+    build_from_sources(find_sources(DataConfig(data_path=("1", a, "1", b), split="1")), (100, 0, 0), OPTIONS)
+    lines = [record.message for record in logged.records if record.message.startswith("training takes")]
+    assert lines == [
+        f"training takes 50 samples of {b}: 9.76 epochs of its 41 tokens, each seen about 9.8 times",
+        f"training takes 50 samples of {a}: 0.5 epochs of its 800 tokens, 50% of which are never seen",
+    ]
+
+
+@pytest.mark.parametrize("num_samples", [3, 12, 13, 25, 38])
+def test_coverage_is_what_the_samples_hold(write_dataset: Any, num_samples: int) -> None:
+    """Against a count of the tokens that are the start of a step in the samples drawn."""
+    prefix = write_dataset([17, 9, 30, 1, 50])
+    train = build_datasets([prefix], "1", 8, (num_samples, 0, 0), seed=3).train
+    assert train is not None
+    seen = {int(token) for i in range(num_samples) for token in train[i][:-1]}
+    coverage = Coverage.of(prefix, 107, 8, num_samples, num_samples)
+    assert coverage.epochs == pytest.approx(num_samples * 8 / 107)
+    assert coverage.unseen == pytest.approx(1 - len(seen) / 107, abs=0.08)
+
+
+def test_evaluating_on_what_is_trained_on_is_told(
+    write_dataset: Any, logged: pytest.LogCaptureFixture
+) -> None:
+    prefix = write_dataset([20] * 20)
+    for begin, told in ((0.7, True), (0.8, False)):
+        logged.clear()
+        data = DataConfig(
+            train_weighted_split_paths=(f"T: 1 0:0.8 {prefix}",),
+            valid_weighted_split_paths=(f"V: 1 {begin}:1 {prefix}",),
+        )
+        build_from_sources(find_sources(data), (5, 5, 0), OPTIONS)
+        assert ("trained on too" in logged.text) is told

@@ -45,6 +45,9 @@ def test_validation() -> None:
         "validation loss at iteration 40 on test set | lm loss value: NAN | lm loss PPL: NAN |"
     )
 
+    named = validation_block(ValidationMetrics(40, 320, "valid", 7.416743, "ARABIC")).splitlines()[1]
+    assert named.startswith("validation loss at iteration 40 on ARABIC | lm loss value: 7.416743E+00 |")
+
 
 def test_startup() -> None:
     parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

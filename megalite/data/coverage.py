@@ -1,0 +1,82 @@
+"""How often training goes through each corpus, and what of it it will never see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.data.gpt_index import plan_epochs
+from megalite.log import log
+
+_MAX_LINES = 24
+"""Corpora that are told one by one; of more, those most and those least gone through."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a whole run takes of one corpus.
+
+    Attributes:
+        num_tokens: of the part that is trained on.
+        num_samples: taken of it, to within one.
+        epochs: how often its tokens are gone through, on average.
+        unseen: share of its tokens that no sample holds; expected where chance decides.
+    """
+
+    prefix: str
+    num_tokens: int
+    num_samples: float
+    epochs: float
+    unseen: float
+
+    @classmethod
+    def of(
+        cls, prefix: str, num_tokens: int, seq_length: int, num_samples: float, num_built: int | None
+    ) -> Coverage:
+        """Works it out from how the corpus's samples are cut and ordered.
+
+        Args:
+            prefix: the corpus.
+            num_tokens: of the part that is trained on.
+            seq_length: S; S tokens of a sample are new.
+            num_samples: drawn from it.
+            num_built: samples that its order is made for, some more; None for those of one epoch.
+        """
+        if num_tokens <= seq_length:
+            return cls(prefix, num_tokens, num_samples, 0.0, 1.0)  # refused when it is built
+        plan = plan_epochs(num_tokens, num_built, seq_length)
+        left_out = 1 - min(1.0, num_samples / plan.num_samples)
+        if plan.num_samples_before_last is not None and num_samples >= plan.num_samples_before_last:
+            unseen = 0.0
+        elif plan.num_epochs == 1:
+            unseen = 1 - min(1.0, num_samples * seq_length / num_tokens)
+        else:
+            unseen = left_out**plan.num_epochs
+        return cls(prefix, num_tokens, num_samples, num_samples * seq_length / num_tokens, unseen)
+
+    def line(self) -> str:
+        """A sentence for the log."""
+        text = (
+            f"training takes {self.num_samples:,.0f} samples of {self.prefix}: "
+            f"{self.epochs:.3g} epochs of its {self.num_tokens:,} tokens"
+        )
+        if self.unseen >= 0.0005:
+            return f"{text}, {100 * self.unseen:.3g}% of which are never seen"
+        return f"{text}, each seen about {self.epochs:.1f} times" if self.epochs >= 1.05 else text
+
+
+def log_coverage(corpora: Sequence[Coverage]) -> None:
+    """Logs a line for each corpus, the most repeated ones first."""
+    ordered = sorted(corpora, key=lambda corpus: -corpus.epochs)
+    num_left_out = len(ordered) - _MAX_LINES
+    if num_left_out > 0:
+        half = _MAX_LINES // 2
+        between = ordered[half:-half]
+        for corpus in ordered[:half]:
+            log.info(corpus.line())
+        log.info(
+            "and of %d more corpora %.3g to %.3g epochs", len(between), between[-1].epochs, between[0].epochs
+        )
+        ordered = ordered[-half:]
+    for corpus in ordered:
+        log.info(corpus.line())
