@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.data.fast_bpe import EncodeBatch, fast_engine, reference_engine
 from megalite.errors import UserError
 
 _EOD_NAMES = (
@@ -20,6 +21,7 @@ class HuggingFaceTokenizer:
 
     Attributes:
         vocab_size: one more than the largest id.
+        unk: id of the token for what the vocabulary has no piece for; None where there is none.
     """
 
     def __init__(self, library: Any, source: str, eod_name: str | None = None) -> None:
@@ -36,6 +38,7 @@ class HuggingFaceTokenizer:
         library.no_truncation()
         library.no_padding()
         self._library = library
+        self._engine: EncodeBatch | None = None
         self._source = source
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if not vocab:
@@ -45,6 +48,7 @@ class HuggingFaceTokenizer:
                 f"the tokenizer_config.json beside {source} has eos_token {eod_name!r}, no token of it"
             )
         self.vocab_size = max(vocab.values()) + 1
+        self.unk: int | None = vocab.get(getattr(library.model, "unk_token", None) or "")
         self._eod = next(
             (vocab[name] for name in (eod_name, *_EOD_NAMES) if name is not None and name in vocab), None
         )
@@ -69,13 +73,18 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids for encoding in self._library.encode_batch(list(texts), add_special_tokens=False)
-        ]
+        """As `encode` of each, in the fastest engine that gives the same, with the GIL released."""
+        if self._engine is None:
+            self._engine = fast_engine(self._library) or reference_engine(self._library)
+        return self._engine(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def token_id(self, name: str) -> int | None:
+        found: int | None = self._library.token_to_id(name)
+        return found
 
 
 def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> HuggingFaceTokenizer:

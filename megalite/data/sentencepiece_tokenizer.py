@@ -12,17 +12,31 @@ _EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; a document ends with its end-of-sentence token."""
+    """A SentencePiece model; a document ends with its end-of-sentence token.
 
-    def __init__(self, model_file: str) -> None:
+    Args:
+        model_file: the model.
+        begins_texts: start each text with the model's beginning-of-sentence token, as Llama 2's does.
+
+    Attributes:
+        vocab_size: number of its pieces.
+        unk: id of the token for what the vocabulary has no piece for; None where there is none.
+    """
+
+    def __init__(self, model_file: str, begins_texts: bool = False) -> None:
         """Reads a model.
 
         Raises:
-            UserError: the file cannot be read, or the library is not installed.
+            UserError: the file cannot be read, lacks a token that is asked for, or the library is not
+                installed.
         """
         self._source = model_file
         self._library = _load(model_file)
+        self._begins_texts = begins_texts
+        if begins_texts and self._library.bos_id() < 0:
+            raise UserError(f"{model_file} has no beginning-of-sentence token, which begins each text here")
         self.vocab_size = int(self._library.vocab_size())
+        self.unk: int | None = self._library.unk_id() if self._library.unk_id() >= 0 else None
 
     @property
     def eod(self) -> int:
@@ -33,16 +47,20 @@ class SentencePieceTokenizer:
         raise UserError(f"{self._source} has no end-of-sentence token: train the model with an eos_id")
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text, out_type=int)
+        ids: list[int] = self._library.encode(text, out_type=int, add_bos=self._begins_texts)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._library.encode(list(texts), out_type=int)
+        ids: list[list[int]] = self._library.encode(list(texts), out_type=int, add_bos=self._begins_texts)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode(list(ids))
         return text
+
+    def token_id(self, name: str) -> int | None:
+        found = int(self._library.piece_to_id(name))
+        return None if found == self._library.unk_id() else found
 
 
 def _load(model_file: str) -> Any:

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token_id(self, name: str) -> int | None:
+        """Id of the token that is called so in the vocabulary; None where there is none."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokenizerFiles:
@@ -60,6 +64,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; the end-of-document token has none, and broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return None  # bytes have no names
 
 
 class NullTokenizer:
@@ -93,6 +100,9 @@ class NullTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
+    def token_id(self, name: str) -> int | None:
+        return None  # nor have numbers
+
 
 def build_tokenizer(
     tokenizer_type: str | None,
@@ -118,6 +128,8 @@ def build_tokenizer(
     """
     files = TokenizerFiles(tokenizer_model, vocab_file, merge_file, name_or_path, vocab_size)
     kind = tokenizer_type or _type_for(files)
+    if kind in _NOT_HERE:
+        raise UserError(f"--tokenizer-type {kind} is not in this version: {_NOT_HERE[kind]}")
     if kind not in _BUILDERS:
         near = difflib.get_close_matches(kind.lower(), [name.lower() for name in _BUILDERS], n=1, cutoff=0.5)
         meant = [name for name in _BUILDERS if name.lower() in near]
@@ -161,6 +173,11 @@ def _sentencepiece(kind: str, files: TokenizerFiles) -> Tokenizer:
     return SentencePieceTokenizer(_needed(kind, "--tokenizer-model FILE.model", files.tokenizer_model))
 
 
+def _llama2(kind: str, files: TokenizerFiles) -> Tokenizer:
+    model_file = _needed(kind, "--tokenizer-model FILE.model", files.tokenizer_model)
+    return SentencePieceTokenizer(model_file, begins_texts=True)
+
+
 def _null(kind: str, files: TokenizerFiles) -> Tokenizer:
     if files.vocab_size is None or files.vocab_size < 1:
         raise UserError(f"--tokenizer-type {kind} needs a positive --vocab-size")
@@ -174,7 +191,18 @@ _BUILDERS: dict[str, Callable[[str, TokenizerFiles], Tokenizer]] = {
     "PretrainedFromHF": _hugging_face,
     "SentencePieceTokenizer": _sentencepiece,
     "GPTSentencePieceTokenizer": _sentencepiece,
+    "Llama2Tokenizer": _llama2,
     "NullTokenizer": _null,
 }
+
+_NOT_HERE = {
+    "BertWordPieceLowerCase": "it is BERT's, and models here are GPT-like",
+    "BertWordPieceCase": "it is BERT's, and models here are GPT-like",
+    "TikTokenizer": "give the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
+    "MultimodalTokenizer": "give its text tokenizer, as HuggingFaceTokenizer",
+    "NullMultimodalTokenizer": "use NullTokenizer",
+    "SFTTokenizer": "give its text tokenizer, as HuggingFaceTokenizer",
+}
+"""Megatron-LM's other kinds, and what to do instead."""
 
 TOKENIZER_TYPES = tuple(_BUILDERS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.data import TokenizerType
 from megalite.data.tokenizer import TOKENIZER_TYPES, ByteTokenizer, Tokenizer, build_tokenizer
 from megalite.errors import UserError
 
@@ -131,9 +133,41 @@ def test_sentencepiece_agrees_with_its_library(tmp_path: Path, kind: str | None)
     assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
 
 
+def test_llama2_begins_each_text(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    for name, options in (("with", {}), ("without", {"bos_id": -1})):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS),
+            model_prefix=str(tmp_path / name),
+            vocab_size=44,
+            minloglevel=2,
+            **options,
+        )
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "with.model"))
+    ours = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "with.model"))
+    agree(ours, [[reference.bos_id(), *reference.encode_as_ids(text)] for text in TEXTS])
+    with pytest.raises(UserError, match="no beginning-of-sentence token"):
+        build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "without.model"))
+
+
+def test_unknown_tokens_are_known(tmp_path: Path, bpe: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.save(str(tmp_path / "words.json"))
+    assert build_tokenizer(None, tokenizer_model=str(tmp_path / "words.json")).unk == 1  # type: ignore[attr-defined]
+    assert build_tokenizer(None, name_or_path=str(bpe)).unk is None  # type: ignore[attr-defined]
+
+
+def test_the_configs_types_are_those_that_can_be_built() -> None:
+    assert set(get_args(TokenizerType)) == set(TOKENIZER_TYPES)
+
+
 @pytest.mark.parametrize(
     ("kind", "files", "message"),
     [
+        ("TikTokenizer", {}, "--tokenizer-type TikTokenizer is not in this version: give the tokenizer.json"),
+        ("BertWordPieceCase", {}, "it is BERT's"),
+        ("Llama2Tokenizer", {}, "needs --tokenizer-model"),
         ("GPT2BPETokeniser", {}, "did you mean GPT2BPETokenizer"),
         ("gpt2bpetokenizer", {}, "did you mean GPT2BPETokenizer"),
         ("xyz", {}, "known are byte, "),

@@ -1,0 +1,120 @@
+"""The fast engine for byte-level BPE: what it gives, and when it is left out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.fast_bpe import SAMPLE, fast_engine, reference_engine
+from megalite.data.hf_tokenizer import HuggingFaceTokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+def train() -> Any:
+    model = tokenizers.ByteLevelBPETokenizer()
+    texts = [*SAMPLE, "In the beginning was the word, and the word was with the light."] * 20
+    model.train_from_iterator(texts, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    return tokenizers.Tokenizer.from_str(model.to_str())
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    return train()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Encode], list[str]]:
+    """Installs an engine of this encoding; gives the descriptions that it was made from."""
+
+    def install(encode: Encode) -> list[str]:
+        made: list[str] = []
+
+        def from_json(text: str) -> object:
+            made.append(text)
+            return SimpleNamespace(encode_batch_list=encode)
+
+        module = SimpleNamespace(Tokenizer=SimpleNamespace(from_json=from_json))
+        monkeypatch.setitem(sys.modules, "gigatoken", module)  # type: ignore[arg-type]
+        return made
+
+    return install
+
+
+def test_one_that_agrees_is_taken(library: Any, install: Any) -> None:
+    calls = []
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        calls.append(list(texts))
+        return reference_engine(library)(texts)
+
+    install(encode)
+    tokenizer = HuggingFaceTokenizer(library, "x")
+    assert tokenizer.encode_batch(["the word"]) == [tokenizer.encode("the word")]
+    assert tokenizer.encode_batch(("the",)) == [tokenizer.encode("the")]
+    assert calls[1:] == [["the word"], ["the"]]  # the first one is the comparison
+    assert "some<|endoftext|> text <|endoftext|><|endoftext|>\n" in calls[0]
+
+
+@pytest.mark.parametrize("where", [3, -1])
+def test_one_that_differs_anywhere_is_left_out(library: Any, install: Any, where: int) -> None:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        found = reference_engine(library)(texts)
+        found[where] = found[where][::-1]
+        return found
+
+    install(encode)
+    assert fast_engine(library) is None
+    assert HuggingFaceTokenizer(library, "x").encode_batch(["a b"]) == [library.encode("a b").ids]
+
+
+def test_one_that_does_not_know_the_tokenizer_is_left_out(library: Any, install: Any) -> None:
+    class Panic(BaseException):
+        """As Rust's come through."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        raise Panic
+
+    install(encode)
+    assert fast_engine(library) is None
+
+
+def test_only_byte_level_bpe_without_dropout_is_tried(install: Any) -> None:
+    made = install(lambda texts: [])
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    random = train()
+    random.model.dropout = 0.1
+    for reference in (words, random):
+        assert fast_engine(reference) is None
+    assert made == []
+
+
+def test_without_the_package_the_library_serves(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    assert fast_engine(library) is None
+    assert HuggingFaceTokenizer(library, "x").encode_batch(SAMPLE) == [
+        library.encode(text, add_special_tokens=False).ids for text in SAMPLE
+    ]
+
+
+@pytest.fixture(scope="module")
+def gigatoken_engine(library: Any) -> Encode:
+    pytest.importorskip("gigatoken")
+    engine = fast_engine(library)
+    assert engine is not None
+    return engine
+
+
+@given(texts=st.lists(st.text(), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_the_real_one_gives_what_the_library_gives(
+    library: Any, gigatoken_engine: Encode, texts: list[str]
+) -> None:
+    assert gigatoken_engine(texts) == reference_engine(library)(texts)
