@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them all; further arguments go to pytest.
+# Installs what the tests need into .venv and runs them, all but the long tables; further arguments go to pytest.
 #   scripts/test.sh -k layout
-#   scripts/test.sh -m slow      # the long tables, which CI runs besides
+#   scripts/test.sh -m slow      # the long tables, which .ci/run runs besides
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import difflib
 import re
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any
 
-from megalite.data.documents import TEXT_DOCUMENTS
+from megalite.cli.tool import ToolParser, positive_int
+from megalite.data.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
 from megalite.data.preprocess import PreprocessJob, Progress, num_cores, preprocess
 from megalite.data.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megalite.errors import UserError
@@ -17,17 +20,11 @@ from megalite.errors import UserError
 _SECONDS_BETWEEN_LINES = 2.0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong command line in one line, and exits as all of megalite's programs do."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; {self.prog} --help lists the flags")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return int(text)
+def _partition(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N - 1")
+    return int(index), int(count)
 
 
 def _key(text: str) -> str:
@@ -37,22 +34,32 @@ def _key(text: str) -> str:
     return text
 
 
+_Add = Callable[..., Any]
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags; Megatron-LM's names where it has them."""
-    parser = _Parser(prog="preprocess_data.py", description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
+    parser = ToolParser(prog="preprocess_data.py", description=__doc__)
+    _add_input(parser.add_argument)
+    _add_tokenizer(parser.add_argument)
+    _add_work(parser.add_argument)
+    return parser
+
+
+def _add_input(add: _Add) -> None:
     add(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, globs or folders: .jsonl, .txt and .parquet, plain or .gz, .bz2, .xz, .zst",
+        help="files, globs or folders: .jsonl, .txt and .parquet, plain or .gz, .bz2, .xz, .zst; "
+        "- is JSONL from standard input",
     )
     add(
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="writes PREFIX_{json_key}_document.bin and .idx",
+        help="writes PREFIX_{json_key}_document.bin and .idx, and a report as .json",
     )
     add(
         "--json-keys",
@@ -60,8 +67,31 @@ def build_parser() -> argparse.ArgumentParser:
         type=_key,
         default=["text"],
         metavar="KEY",
-        help="keys to extract, each to a dataset of its own (text)",
+        help="keys to extract, each to a dataset of its own; a.b is key b of the object a (text)",
     )
+    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="make each sentence a sequence; writes PREFIX_{json_key}_sentence",
+    )
+    add("--lang", default="en", metavar="CODE", help="language of the sentences, by its ISO 639 code (en)")
+    add(
+        "--text-documents",
+        choices=TEXT_DOCUMENTS,
+        default="file",
+        help="what is one document of a .txt file (file)",
+    )
+    add(
+        "--max-document-bytes",
+        type=positive_int,
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help=f"a longer line, paragraph or text file is a bad document ({MAX_DOCUMENT_BYTES})",
+    )
+
+
+def _add_tokenizer(add: _Add) -> None:
     add(
         "--tokenizer-type",
         metavar="TYPE",
@@ -71,30 +101,34 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
     add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add("--vocab-size", type=_positive, metavar="N", help="tokens of a NullTokenizer")
-    add("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    add(
-        "--text-documents",
-        choices=TEXT_DOCUMENTS,
-        default="file",
-        help="what is one document of a .txt file (file)",
-    )
+    add("--vocab-size", type=positive_int, metavar="N", help="tokens of a NullTokenizer")
+
+
+def _add_work(add: _Add) -> None:
     add(
         "--workers",
-        type=_positive,
+        type=positive_int,
         default=num_cores(),
         metavar="N",
         help="processes; the output is the same for any number (one a core)",
     )
     add("--on-error", choices=("fail", "skip"), default="fail", help="what to do about a bad document (fail)")
     add("--overwrite", action="store_true", help="replace existing output")
+    add("--resume", action="store_true", help="go on where a killed run of the same job has stopped")
+    add(
+        "--partition",
+        type=_partition,
+        default=(0, 1),
+        metavar="I/N",
+        help="only part I of N of the input, I from 0, to PREFIX-0000I-of-0000N_...; "
+        "all parts in order are the whole",
+    )
     add(
         "--dataset-impl",
         choices=("mmap",),
         default="mmap",
         help="the only format there is; accepted for scripts that give it",
     )
-    return parser
 
 
 def parse_job(arguments: list[str]) -> PreprocessJob:
@@ -108,6 +142,8 @@ def parse_job(arguments: list[str]) -> PreprocessJob:
     if unknown:
         near = difflib.get_close_matches(unknown[0].split("=")[0], list(parser._option_string_actions), n=1)
         parser.error(f"{unknown[0]} is unknown" + (f", did you mean {near[0]}?" if near else ""))
+    if args.resume and args.overwrite:
+        parser.error("--resume and --overwrite contradict each other: go on with a run, or replace it")
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error("--json-keys names a key twice")
     files = TokenizerFiles(
@@ -120,44 +156,74 @@ def parse_job(arguments: list[str]) -> PreprocessJob:
         tokenizer_files=files,
         json_keys=tuple(args.json_keys),
         append_eod=args.append_eod,
+        sentence_language=args.lang if args.split_sentences else None,
         workers=args.workers,
         text_documents=args.text_documents,
+        max_document_bytes=args.max_document_bytes,
         skip_bad_records=args.on_error == "skip",
         overwrite=args.overwrite,
+        resume=args.resume,
+        partition=args.partition,
     )
 
 
 def _describe(progress: Progress) -> str:
-    seconds = max(progress.seconds, 1e-9)
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
         f"{progress.num_skipped:,} skipped, {progress.seconds:.1f} s "
-        f"({progress.num_bytes / 1e6 / seconds:.1f} MB/s, {progress.num_tokens / seconds:,.0f} tokens/s)"
+        f"({progress.bytes_per_second / 1e6:.1f} MB/s, {progress.tokens_per_second:,.0f} tokens/s)"
     )
 
 
-class _ProgressLines:
-    """A line on stderr every few seconds."""
+class _ProgressBar:
+    """On a terminal one line that changes, else a line every few seconds, on stderr."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
+        self._terminal = sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
-            print(_describe(progress), file=sys.stderr, flush=True)
+        if time.monotonic() - self._last < (0.2 if self._terminal else _SECONDS_BETWEEN_LINES):
+            return
+        self._last = time.monotonic()
+        share, left = progress.share, progress.seconds_left
+        line = _describe(progress)
+        if share is not None and left is not None:
+            filled = int(20 * share)
+            bar = f"[{'#' * filled}{'.' * (20 - filled)}] {share:4.0%}"
+            line = f"{bar} {line}, {datetime.timedelta(seconds=round(left))} left"
+        print(
+            f"\r{line}\033[K" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr
+        )
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:
     """Runs the tool and returns its exit status."""
+    bar = _ProgressBar()
     try:
         job = parse_job(arguments)
-        progress = preprocess(job, _ProgressLines())
+        summary = preprocess(job, bar)
     except UserError as error:
+        bar.end()
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        bar.end()
+        print("interrupted: the same command with --resume goes on", file=sys.stderr)
+        return 130
+    bar.end()
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
-    print(f"wrote {outputs}: {_describe(progress)}")
+    if summary.was_complete:
+        print(f"{outputs}: complete already")
+        return 0
+    print(f"wrote {outputs}: {_describe(summary.progress)}")
+    for report in summary.reports:
+        print("\n".join(report.lines()))
     return 0
 
 

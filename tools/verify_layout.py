@@ -11,30 +11,30 @@ the tokens are random. Exit status 1 where a layout trains another run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.cli import parse, run_main
-from megalite.log import configure_logging
+from megalite.cli.tool import ToolParser, positive_int
+from megalite.log import configure_logging, log
 from megalite.verify.layout import Layout
 from megalite.verify.report import verify_layouts
 
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the tool's own flags, leaves the rest to the config, and exits by the verdict."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(description=__doc__)
     parser.add_argument("--layouts", default="tp2,pp2,dp2", help="names with commas: tp2, pp2dp2, tp2mbs4")
-    parser.add_argument("--iterations", type=int, default=5, help="iterations of each run (default 5)")
-    parser.add_argument("--worst", type=int, default=1, help="parameters shown for each layout (default 1)")
+    parser.add_argument("--iterations", type=positive_int, default=5, help="iterations of a run (default 5)")
+    parser.add_argument("--worst", type=positive_int, default=1, help="parameters shown of each (default 1)")
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
-    config, _ = parse(rest)
-    if config.training.train_iters is None:
-        config = replace(config, training=replace(config.training, train_iters=own.iterations))
+    config, notices = parse(rest)
+    for notice in notices:
+        log.warning(notice)
+    num_iterations = max(own.iterations, config.training.train_iters or 0)
+    config = replace(config, training=replace(config.training, train_iters=num_iterations))
     if not config.data.data_path:
         config = replace(config, data=replace(config.data, mock_data=True))
     layouts = [Layout.parse(name) for name in own.layouts.split(",")]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.storage import MappedBytes, is_remote, open_bytes
 from megalite.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -36,12 +37,14 @@ class IndexedDataset:
     """The sequences of one corpus, memory-mapped.
 
     All of the index is checked against the size of the .bin on opening, so that no later access can leave it.
-    The arrays are views of the file, and not aligned.
+    The arrays are views of the file, and not aligned. The files may be in object storage: then the index is
+    copied to this machine on opening, and tokens in blocks, as their sequences are asked for.
 
     Attributes:
-        prefix: the two files' name without .bin and .idx.
+        prefix: the two files' name or URL without .bin and .idx.
         dtype: the tokens' type in the file.
         sequence_lengths: int32 [N], in tokens.
+        sequence_offsets: int64 [N], where each sequence starts in the .bin, in bytes.
         document_index: int64 [D], the first sequence of each document, and N at the end.
 
     Raises:
@@ -51,15 +54,16 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
-        num_bytes = _file_size(bin_path)
+        self._bin = _open(bin_path)
+        num_bytes = len(self._bin.array)
         index = _read_index(idx_path)
         self.dtype = index.dtype
         self.sequence_lengths = index.lengths
+        self.sequence_offsets = index.offsets
         self.document_index = index.document_index
         _check_sequences(idx_path, bin_path, index, num_bytes)
         _check_documents(idx_path, index)
-        self._offsets = index.offsets
-        self._tokens = _map(bin_path, num_bytes).view(self.dtype)
+        self._tokens = self._bin.array.view(self.dtype)
 
     def __len__(self) -> int:
         """The number of sequences, N."""
@@ -67,8 +71,21 @@ class IndexedDataset:
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         """The tokens of one sequence, a view of the file."""
-        start = int(self._offsets[sequence]) // self.dtype.itemsize
-        return self._tokens[start : start + int(self.sequence_lengths[sequence])]
+        begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
+        self._bin.fetch(begin, begin + length * self.dtype.itemsize)
+        start = begin // self.dtype.itemsize
+        return self._tokens[start : start + length]
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens of the .bin, [num_tokens]; from object storage this brings the whole file here."""
+        self._bin.fetch(0, len(self._bin.array))
+        return self._tokens
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the files are in object storage: single sequences are then cheaper than `tokens`."""
+        return is_remote(self.prefix)
 
     @property
     def num_tokens(self) -> int:
@@ -83,17 +100,17 @@ class IndexedDataset:
         return int(np.searchsorted(self.document_index, sequence, side="right")) - 1
 
 
-def _file_size(path: str) -> int:
+def _open(path: str) -> MappedBytes:
     try:
-        return os.stat(path).st_size
+        return open_bytes(path)
     except FileNotFoundError:
         raise UserError(f"no such dataset file: {path}{_prefix_hint(path)}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def _prefix_hint(path: str) -> str:
     """What the user may have meant by a prefix that names no file."""
+    if is_remote(path):
+        return "; give the prefix of a .bin and an .idx file"
     prefix = Path(path).with_suffix("") if path.endswith((".bin", ".idx")) else Path(path)
     if prefix.suffix in (".bin", ".idx"):
         return f"; give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
@@ -108,16 +125,6 @@ def _prefix_hint(path: str) -> str:
         if near
         else "; give the prefix of a .bin and an .idx file"
     )
-
-
-def _map(path: str, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """The bytes of a file; a plain array for an empty one, which cannot be mapped."""
-    if num_bytes == 0:
-        return np.empty(0, np.uint8)
-    try:
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r", shape=(num_bytes,)))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
@@ -145,7 +152,9 @@ def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], 
 
 
 def _read_index(path: str) -> _Index:
-    raw = _map(path, _file_size(path))
+    opened = _open(path)
+    raw = opened.array
+    opened.fetch(0, len(raw))
     dtype, num_sequences, num_entries = _read_header(path, raw)
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     with_modes = expected + num_sequences

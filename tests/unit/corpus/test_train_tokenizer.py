@@ -1,74 +1,124 @@
-"""scripts/train_tokenizer.py: reproducible output, and one clear line for each mistake in its input."""
+"""tools/train_tokenizer.py: reproducible output, and one clear line for each mistake in its input."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS_DIR = Path(__file__).parents[3] / "scripts"
-CORPUS = SCRIPTS_DIR / "corpus" / "bible.jsonl.gz"
+from megalite.cli import run_main
+from megalite.data.tokenizer import build_tokenizer
+from tools.train_tokenizer import main
+
+CORPUS_DIR = Path(__file__).parents[3] / "scripts" / "corpus"
+CORPUS = CORPUS_DIR / "bible.jsonl.gz"
+TRICKY = "  two  spaces\ta tab\r\na line\n\n\nmany; 1234567890, 中文, 🙂, é, \u2028, \x00 end "
 
 
-def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS_DIR / "train_tokenizer.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def run(*args: str | Path) -> None:
+    run_main(main, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    with gzip.open(CORPUS, "rt", encoding="utf-8") as file:
+        return [next(file) for _ in range(50)]
 
 
 def test_training_again_gives_the_shipped_tokenizer(tmp_path: Path) -> None:
-    result = run("--input", CORPUS, "--output", tmp_path / "tokenizer.json")
-    assert result.returncode == 0, result.stderr
+    run("--input", CORPUS, "--output", tmp_path / "tokenizer.json")
     again = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    shipped = json.loads((SCRIPTS_DIR / "corpus" / "tokenizer.json").read_text(encoding="utf-8"))
+    shipped = json.loads((CORPUS_DIR / "tokenizer.json").read_text(encoding="utf-8"))
     # Not the bytes: the library's releases may write the same tokenizer in another form.
     assert again["model"]["vocab"] == shipped["model"]["vocab"]
     assert again["model"]["merges"] == shipped["model"]["merges"]
 
 
-def test_two_trainings_write_the_same_bytes_plain_and_gzipped(tmp_path: Path) -> None:
-    with gzip.open(CORPUS, "rt", encoding="utf-8") as file:
-        lines = [next(file) for _ in range(50)]
+@pytest.mark.parametrize(("kind", "size"), [("bpe", 400), ("sentencepiece-bpe", 500)])
+def test_two_trainings_write_the_same_bytes_plain_and_gzipped(
+    tmp_path: Path, lines: list[str], kind: str, size: int
+) -> None:
     plain, zipped = tmp_path / "part.jsonl", tmp_path / "part.jsonl.gz"
     plain.write_text("".join(lines), encoding="utf-8")
-    zipped.write_bytes(gzip.compress("".join(lines).encode()))
-    outputs = [tmp_path / "1.json", tmp_path / "2.json"]
-    for source, output in zip((plain, zipped), outputs, strict=True):
-        result = run("--input", source, "--output", output, "--vocab-size", "400")
-        assert result.returncode == 0, result.stderr
-    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    zipped.write_bytes(gzip.compress("".join(lines + lines).encode()))
+    run("--input", plain, "--output", tmp_path / "1", "--vocab-size", str(size), "--type", kind)
+    more = ("--max-documents", str(len(lines)))
+    run("--input", zipped, "--output", tmp_path / "2", "--vocab-size", str(size), "--type", kind, *more)
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("bpe", "t.json"), ("sentencepiece-bpe", "t.model"), ("sentencepiece-unigram", "t.model")],
+)
+def test_what_is_trained_is_read_by_preprocessing_and_loses_no_text(
+    tmp_path: Path, lines: list[str], kind: str, name: str
+) -> None:
+    source = tmp_path / "part.jsonl"
+    source.write_text("".join(lines), encoding="utf-8")
+    run("--input", source, "--output", tmp_path / name, "--vocab-size", "500", "--type", kind)
+    tokenizer = build_tokenizer(None, tokenizer_model=str(tmp_path / name))
+    assert tokenizer.vocab_size == 500
+    for text in (TRICKY, json.loads(lines[0])["text"]):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    trained = len(tokenizer.encode(json.loads(lines[0])["text"]))
+    assert trained < 0.6 * len(json.loads(lines[0])["text"].encode())
+    assert tokenizer.eod < 500
 
 
 @pytest.mark.parametrize(
     ("content", "options", "complaint"),
     [
-        (b'{"text": "a"}\nplain\n', (), "in.jsonl:2: not a line of JSON"),
-        (b'{"body": "a"}\n', (), "in.jsonl:1: no string under the key 'text'"),
+        (b'{"text": "a"}\nplain\n', (), "in.jsonl:2: not valid JSON"),
+        (b'{"body": "a"}\n', (), "in.jsonl:1: no key 'text' (it has 'body')"),
         (b'{"text": "abc abc"}\n', (), "yields only 260 of --vocab-size 2048"),
         (b'{"text": "abc"}\n', ("--vocab-size", "100"), "--vocab-size 100 is below 257"),
-        (b'{"text": "\xff"}\n', (), "not UTF-8"),
+        (b'{"text": "\xff"}\n', (), "in.jsonl:1: not valid JSON"),
+        (b'{"text": "abc abc"}\n', ("--type", "sentencepiece-bpe"), "cannot train --vocab-size 2048"),
+        (b'{"text": "abc abc"}\n', ("--type", "sentencepiece-unigram"), "cannot train --vocab-size 2048"),
+        (b"", ("--type", "sentencepiece-bpe"), "cannot train --vocab-size 2048"),
+        (b"", ("--kind", "bpe"), "unrecognized arguments: --kind bpe"),
     ],
 )
 def test_a_mistake_is_one_line(
-    tmp_path: Path, content: bytes, options: tuple[str, ...], complaint: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    content: bytes,
+    options: tuple[str, ...],
+    complaint: str,
 ) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.json"
     source.write_bytes(content)
-    result = run("--input", source, "--output", output, *options)
-    assert result.returncode == 1
-    assert complaint in result.stderr
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert not output.exists()
+    with pytest.raises(SystemExit, match="1"):
+        run("--input", source, "--output", output, *options)
+    said = capfd.readouterr().err
+    assert complaint in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [source]
 
 
-def test_a_truncated_gzip_file_is_one_line(tmp_path: Path) -> None:
+def test_a_truncated_gzip_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in.jsonl.gz"
     source.write_bytes(CORPUS.read_bytes()[:100_000])
-    result = run("--input", source, "--output", tmp_path / "out.json")
-    assert result.returncode == 1
-    assert "damaged" in result.stderr
-    assert result.stderr.count("\n") == 1
+    with pytest.raises(SystemExit, match="1"):
+        run("--input", source, "--output", tmp_path / "out.json")
+    said = capsys.readouterr().err
+    assert f"cannot read {source}: " in said
+    assert said.count("\n") == 1
+
+
+def test_an_existing_tokenizer_is_kept_unless_told(
+    tmp_path: Path, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "part.jsonl", tmp_path / "out.json"
+    source.write_text("".join(lines), encoding="utf-8")
+    output.write_text("old")
+    with pytest.raises(SystemExit, match="1"):
+        run("--input", source, "--output", output, "--vocab-size", "300")
+    assert "out.json exists: give another --output, or --overwrite" in capsys.readouterr().err
+    assert output.read_text() == "old"
+    run("--input", source, "--output", output, "--vocab-size", "300", "--overwrite")
+    assert build_tokenizer(None, tokenizer_model=str(output)).vocab_size == 300

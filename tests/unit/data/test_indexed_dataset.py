@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,60 @@ def test_flipped_bytes_never_lead_outside(flips: list[tuple[int, int]]) -> None:
             assert len(dataset[i]) == dataset.sequence_lengths[i] >= 0
             assert 0 <= dataset.document_of(i) < dataset.num_documents
         assert dataset.num_tokens * dataset.dtype.itemsize == 12
+
+
+WRONG = st.integers(-3, 16) | st.sampled_from([2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63)])
+
+
+def mostly(right: int | None, wrong: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    return st.integers(0, 11).flatmap(lambda n: wrong if n == 11 else st.just(right))
+
+
+@st.composite
+def hostile_files(draw: st.DrawFn) -> tuple[bytes, int]:
+    """An .idx, each of its numbers right or not, perhaps cut or lengthened, and the size of its .bin."""
+    lengths = draw(st.lists(st.integers(0, 4), max_size=5))
+    offsets = [sum(lengths[:i]) * 2 for i in range(len(lengths))]
+    documents = [0, *sorted(draw(st.lists(st.integers(0, len(lengths)), max_size=4))), len(lengths)]
+    counts = [draw(mostly(len(values), WRONG)) % 2**64 for values in (lengths, documents)]
+    raw = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, draw(mostly(8, st.integers(0, 255))), *counts)
+    for values, size in ((lengths, 4), (offsets, 8), (documents, 8)):
+        for value in values:
+            raw += (draw(mostly(value, WRONG)) % 2 ** (8 * size)).to_bytes(size, "little")
+    raw = raw[: draw(mostly(None, st.integers(0, len(raw))))]
+    raw += bytes(draw(mostly(0, st.integers(0, 9))))
+    return raw, draw(mostly(2 * sum(lengths), st.integers(0, 40)))
+
+
+def open_in_little_memory(prefix: str) -> IndexedDataset | str:
+    """The dataset, or the message that refuses it."""
+    tracemalloc.start()
+    try:
+        return IndexedDataset(prefix)
+    except UserError as error:
+        return str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 20, "a count in the header decides of no allocation"
+
+
+@given(files=hostile_files() | st.tuples(st.binary(max_size=120), st.integers(0, 40)))
+@settings(max_examples=300, deadline=None)
+def test_hostile_files_are_refused_by_name_or_read_within_themselves(files: tuple[bytes, int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = f"{folder}/d"
+        Path(f"{prefix}.idx").write_bytes(files[0])
+        Path(f"{prefix}.bin").write_bytes(bytes(range(files[1])))
+        dataset = open_in_little_memory(prefix)
+        if isinstance(dataset, str):
+            assert prefix in dataset
+            assert "\n" not in dataset
+            return
+        for i in range(len(dataset)):
+            assert len(dataset[i]) == dataset.sequence_lengths[i] >= 0
+            assert 0 <= dataset.document_of(i) < dataset.num_documents
+        assert sum(dataset.sequence_lengths.tolist()) * dataset.dtype.itemsize == files[1]
 
 
 def test_missing_files_are_named_with_what_was_meant(prefix: str, tmp_path: Path) -> None:

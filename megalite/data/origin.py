@@ -1,0 +1,71 @@
+"""Where in the corpora the tokens of a sample come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from megalite.data.blend import BlendedDataset
+from megalite.data.fill_in_middle import FillInMiddleDataset
+from megalite.data.gpt import Dataset, GPTDataset
+from megalite.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Consecutive tokens of a sample that stand in one sequence of a corpus.
+
+    Attributes:
+        prefix: the corpus.
+        document: its number there.
+        sequence: likewise; the document's number where documents are one sequence each.
+        offset: of the first of these tokens in the sequence.
+        tokens: the ids, a view of the corpus.
+    """
+
+    prefix: str
+    document: int
+    sequence: int
+    offset: int
+    tokens: npt.NDArray[Any]
+
+
+def origins_of(dataset: Dataset, index: int) -> list[Origin]:
+    """The pieces that make up a sample, in their order; their tokens joined are the sample's.
+
+    For fill-in-the-middle they are those of the sample before its documents are turned.
+
+    With fill-in-the-middle they are those of the sample before its documents are cut.
+
+    Raises:
+        UserError: the dataset has no corpus behind it.
+        IndexError: there is no such sample.
+    """
+    if isinstance(dataset, FillInMiddleDataset):
+        return origins_of(dataset.plain, index)
+    if isinstance(dataset, BlendedDataset):
+        number = int(dataset.dataset_index[index])
+        return origins_of(dataset._datasets[number], int(dataset.dataset_sample_index[index]))
+    if isinstance(dataset, FillInMiddleDataset):
+        return origins_of(dataset.plain, index)
+    if isinstance(dataset, GPTDataset):
+        return _gpt_origins(dataset, index)
+    raise UserError("these samples come from no corpus: their tokens are random (--mock-data)")
+
+
+def _gpt_origins(dataset: GPTDataset, index: int) -> list[Origin]:
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"sample {index} of a dataset of {len(dataset)}")
+    indexed = dataset._indexed
+    row = int(dataset.index.shuffle_index[index])
+    (first, begin), (last, end) = dataset.index.sample_index[row : row + 2].tolist()
+    origins = []
+    for position in range(first, last + 1):
+        sequence = int(dataset.index.document_index[position])
+        start = begin if position == first else 0
+        tokens = indexed[sequence][start : end + 1 if position == last else None]
+        if len(tokens):
+            origins.append(Origin(indexed.prefix, indexed.document_of(sequence), sequence, start, tokens))
+    return origins

@@ -1,0 +1,168 @@
+"""The bytes of a file as an array: mapped from disk, or fetched by blocks from object storage."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.errors import UserError
+
+BLOCK_BYTES = 4 << 20
+"""What is fetched at a time: large enough for a store's throughput, small against a corpus."""
+_MAX_REQUEST_BLOCKS = 16
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL of a store: s3://, gs://, memory://, ...; file:// is this machine."""
+    return "://" in path and not path.startswith("file://")
+
+
+def open_bytes(path: str) -> MappedBytes:
+    """Opens a file of this machine, or of any store that fsspec knows.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: it cannot be read.
+    """
+    return CachedBytes(path) if is_remote(path) else MappedBytes(path.removeprefix("file://"))
+
+
+class MappedBytes:
+    """A file of this machine.
+
+    Attributes:
+        array: uint8, its bytes, mapped.
+    """
+
+    array: npt.NDArray[np.uint8]
+
+    def __init__(self, path: str) -> None:
+        try:
+            num_bytes = os.stat(path).st_size
+            self.array = _map(path, num_bytes, "r")
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {path}: {error}") from None
+
+    def fetch(self, begin: int, end: int) -> None:
+        """Makes sure that bytes begin to end of the array are there; before, they may be zeros."""
+
+
+class CachedBytes(MappedBytes):
+    """A file of an object store, with the blocks read so far in a file of this machine.
+
+    That file is sparse and of the whole size, so that it can be mapped, and all processes of a machine share
+    it; a byte for each block, in a second one, says which are there. A block is marked after its bytes are on
+    disk: whatever kills a process or the machine, a marked block is whole. The files' name is a digest of the
+    URL and of the store's mark of this version, so that a changed object is read anew.
+    """
+
+    def __init__(self, url: str, folder: Path | None = None) -> None:
+        """Opens a file.
+
+        Args:
+            url: as fsspec takes it; credentials and options come from fsspec's own configuration.
+            folder: of the cache, on a disk of this machine; by default in the folder of temporary files.
+        """
+        self._url = url
+        self._files, self._path = _file_system(url)
+        info = self._ask(self._files.info, self._path)
+        if info.get("size") is None or info.get("type", "file") != "file":
+            raise UserError(f"cannot read {url}: it is no file of known size")
+        num_bytes = int(info["size"])
+        folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
+        mark = f"{url}\n{num_bytes}\n{self._ask(self._files.ukey, self._path)}"
+        name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if folder.stat().st_uid != os.getuid():  # whoever owns it could change the tokens
+                raise PermissionError(errno.EPERM, "the folder belongs to another user")
+            self._bytes = _sized(f"{name}.bytes", num_bytes)
+            marks = _sized(f"{name}.marks", -(-num_bytes // BLOCK_BYTES))
+            self.array = _map(f"{name}.bytes", num_bytes, "r")
+            self._marks = _map(f"{name}.marks", marks.stat().st_size, "r+")
+        except OSError as error:
+            raise UserError(f"cannot keep {url} in {folder}: {error.strerror}; set TMPDIR") from None
+
+    def fetch(self, begin: int, end: int) -> None:
+        """Reads the blocks of this range that are not there yet.
+
+        Raises:
+            UserError: the store cannot be read, or this machine's disk is full.
+        """
+        if begin == end:
+            return
+        for first, last in self._missing(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(self.array))
+            data = self._ask(self._files.cat_file, self._path, start=start, end=stop)
+            if len(data) != stop - start:
+                raise UserError(f"cannot read {self._url}: {len(data)} bytes came, not {stop - start}")
+            try:
+                _write(self._bytes, start, data)
+            except OSError as error:
+                raise UserError(f"cannot keep {self._url} in {self._bytes}: {error.strerror}") from None
+            self._marks[first:last] = 1
+
+    def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Runs of blocks to fetch in one request."""
+        absent = first + np.flatnonzero(self._marks[first:last] == 0)
+        for run in np.split(absent, np.flatnonzero(np.diff(absent) != 1) + 1):
+            for i in range(0, len(run), _MAX_REQUEST_BLOCKS):
+                part = run[i : i + _MAX_REQUEST_BLOCKS]
+                yield int(part[0]), int(part[-1]) + 1
+
+    def _ask(self, call: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return call(*args, **options)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each store's library has exceptions of its own
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(f"cannot read {self._url}: {reason}") from None
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The store of a URL, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise UserError(f"reading {url} needs a package that is not installed: pip install fsspec") from None
+    try:
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a store's own package is missing, or no store is called so
+        raise UserError(f"cannot read {url}: {error}") from None
+    return files, path
+
+
+def _sized(name: str, num_bytes: int) -> Path:
+    """A file of this size, zeros where nothing has been written to it yet."""
+    path = Path(name)
+    with path.open("ab") as stream:
+        if stream.tell() != num_bytes:
+            stream.truncate(num_bytes)
+    return path
+
+
+def _write(path: Path, start: int, data: bytes) -> None:
+    with path.open("r+b", buffering=0) as stream:
+        stream.seek(start)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[stream.write(rest) :]
+        os.fsync(stream.fileno())
+
+
+def _map(path: str, num_bytes: int, mode: Any) -> npt.NDArray[np.uint8]:
+    """The bytes of a file; a plain array for an empty one, which cannot be mapped."""
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode=mode, shape=(num_bytes,)))

@@ -1,0 +1,121 @@
+"""Merging: the bytes are those of one writer and of Megatron-core, and nothing half-written stays behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data import merge
+from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.merge import find_prefixes, merge_datasets
+from megalite.data.tokenizer import ByteTokenizer, NullTokenizer
+from megalite.data.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
+from megalite.errors import UserError
+
+DOCUMENTS = ([[[1, 2, 3], [4]], [[5]]], [], [[[6]], [], [[], [7, 8]]])
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> str:
+    with IndexedWriter(str(prefix), dtype) as writer:
+        for sequences in documents:
+            writer.add_document(sequences)
+    return str(prefix)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint8"])
+def test_merged_bytes_are_those_of_one_writer(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [write(tmp_path / f"part{i}", documents, dtype) for i, documents in enumerate(DOCUMENTS)]
+    whole = write(tmp_path / "whole", [document for part in DOCUMENTS for document in part], dtype)
+    for block in (1, 2, 1 << 20):
+        monkeypatch.setattr(merge, "_BLOCK", block)
+        merged = merge_datasets(parts, str(tmp_path / "merged"), overwrite=True)
+        for ending in (".bin", ".idx"):
+            assert Path(f"{whole}{ending}").read_bytes() == (tmp_path / f"merged{ending}").read_bytes()
+    assert (merged.num_documents, merged.num_sequences, merged.num_tokens) == (5, 6, 8)
+
+
+def test_merged_bytes_are_megatrons(tmp_path: Path) -> None:
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    parts = [write(tmp_path / f"part{i}", documents) for i, documents in enumerate(DOCUMENTS)]
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for part in parts:
+        if Path(f"{part}.bin").stat().st_size:  # an empty file cannot be mapped there
+            builder.add_index(part)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    merge_datasets(parts, str(tmp_path / "ours"))
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    small, wide = write_dataset([3], "small"), write_dataset([3], "wide", "int32")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(UserError, match=r"small holds uint16 tokens and .*wide int32"):
+        merge_datasets([small, wide], str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"small is one of the inputs"):
+        merge_datasets([small], f"{tmp_path}/./small", overwrite=True)
+    with pytest.raises(UserError, match=r"wide\.bin exists.*--overwrite"):
+        merge_datasets([small], wide)
+    Path(f"{wide}.bin").write_bytes(b"x" * 11)
+    with pytest.raises(UserError, match=r"wide\.bin has 11 bytes"):
+        merge_datasets([small, wide], str(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_full_disk_leaves_nothing(
+    tmp_path: Path, write_dataset: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_dataset([3])
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(merge.os, "fsync", fail)
+    with pytest.raises(UserError, match=r"cannot write .*out\.bin and \.idx: No space left"):
+        merge_datasets([prefix], str(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
+
+
+def test_folders_stand_for_their_datasets(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    b, a = write_dataset([1], "b"), write_dataset([1], "a")
+    assert find_prefixes([str(tmp_path)]) == [a, b]
+    assert find_prefixes([f"{b}.bin", a]) == [b, a]
+    with pytest.raises(UserError, match="named twice"):
+        find_prefixes([a, str(tmp_path)])
+    os.remove(f"{a}.idx")
+    with pytest.raises(UserError, match=r"/a has only one of \.bin and \.idx"):
+        find_prefixes([str(tmp_path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no"):
+        find_prefixes([str(tmp_path / "empty")])
+
+
+def test_a_source_is_the_same_after_merging(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    """Offsets of sequences keep to their own part also where they are not in order."""
+    first, second = write_dataset([2], "first"), write_dataset([2, 1], "second", first=10)
+    raw = bytearray(Path(f"{second}.idx").read_bytes())
+    raw[34 + 8 : 34 + 24] = np.array([2, 0], "<i8").tobytes()  # tokens 1 and 2, then token 0
+    Path(f"{second}.idx").write_bytes(bytes(raw))
+    merge_datasets([first, second], str(tmp_path / "out"))
+    dataset = IndexedDataset(str(tmp_path / "out"))
+    assert [dataset[i].tolist() for i in range(3)] == [[0, 1], [11, 12], [10]]
+
+
+def test_the_tokenizer_goes_with_the_tokens(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    a, b, out = write_dataset([1], "a"), write_dataset([2], "b"), str(tmp_path / "out")
+    write_tokenizer_digest(a, ByteTokenizer())
+    merge_datasets([a, b], out)
+    assert read_tokenizer_digest(out) is None, "nobody knows what made b"
+    write_tokenizer_digest(b, ByteTokenizer())
+    merge_datasets([a, b], out, overwrite=True)
+    assert read_tokenizer_digest(out) == read_tokenizer_digest(a) is not None
+    write_tokenizer_digest(b, NullTokenizer(300))
+    with pytest.raises(UserError, match=r"/a and .*/b were made with different tokenizers"):
+        merge_datasets([a, b], out, overwrite=True)

@@ -1,0 +1,190 @@
+"""Corpora in object storage: the same tokens as on disk, from the blocks that are needed, fetched once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from megalite.data import storage
+from megalite.data.build import build_datasets
+from megalite.data.compare import compare
+from megalite.data.indexed import IndexedDataset
+from megalite.data.inspect import find_problem, summarize
+from megalite.data.merge import merge_datasets
+from megalite.errors import UserError
+
+WriteDataset = Callable[..., str]
+LENGTHS = [5, 0, 3, 40, 2, 9, 1]
+
+
+class Requests(list[tuple[str, int, int]]):
+    """What was asked of the store: the object's name, and the first and last byte."""
+
+
+@pytest.fixture(autouse=True)
+def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Requests]:
+    """Small blocks, a cache of the test's own, an empty memory store, and a record of its use."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 16)
+    made, cat_file = Requests(), MemoryFileSystem.cat_file
+
+    def recorded(self: Any, path: str, start: int, end: int) -> bytes:
+        made.append((path.rsplit("/", 1)[-1], start, end))
+        return bytes(cat_file(self, path, start=start, end=end))
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", recorded)
+    yield made
+    MemoryFileSystem.store.clear()
+
+
+def upload(prefix: str, name: str = "corpus") -> str:
+    for ending in (".bin", ".idx"):
+        MemoryFileSystem().pipe_file(f"/bucket/{name}{ending}", Path(f"{prefix}{ending}").read_bytes())
+    return f"memory://bucket/{name}"
+
+
+@pytest.mark.parametrize("scheme", ["memory", "local", "file"])
+def test_tokens_are_those_on_disk(write_dataset: WriteDataset, scheme: str) -> None:
+    prefix = write_dataset(LENGTHS)
+    there = IndexedDataset(upload(prefix) if scheme == "memory" else f"{scheme}://{prefix}")
+    here = IndexedDataset(prefix)
+    assert there.is_remote == (scheme != "file")
+    for i in np.random.default_rng(0).permutation(len(here)).tolist():
+        assert there[i].tolist() == here[i].tolist()
+    assert there.tokens.tolist() == here.tokens.tolist()
+    assert compare(IndexedDataset(there.prefix), here) is None
+
+
+def test_a_block_is_fetched_when_needed_and_once(write_dataset: WriteDataset, requests: Requests) -> None:
+    url = upload(write_dataset(LENGTHS))  # 60 tokens of 2 bytes, 8 a block
+    dataset = IndexedDataset(url)
+    requests.clear()
+    assert dataset[2].tolist() == [5, 6, 7]
+    assert requests == [("corpus.bin", 0, 16)]
+    assert dataset[0].tolist() == [0, 1, 2, 3, 4]
+    assert dataset[1].tolist() == []
+    assert len(requests) == 1
+    assert dataset[4].tolist() == [48, 49]  # bytes 96 to 100
+    assert requests[1:] == [("corpus.bin", 96, 112)]
+    assert len(dataset[3]) == 40  # bytes 16 to 96, one request
+    assert requests[2:] == [("corpus.bin", 16, 96)]
+    assert dataset[6].tolist() == [59]  # the last block is short
+    assert requests[3:] == [("corpus.bin", 112, 120)]
+    again = IndexedDataset(url)
+    assert again.tokens.tolist() == list(range(60))
+    assert len(requests) == 4, "what is on this machine is not fetched by another reader"
+
+
+def test_requests_are_of_bounded_size(
+    write_dataset: WriteDataset, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_MAX_REQUEST_BLOCKS", 3)
+    dataset = IndexedDataset(upload(write_dataset(LENGTHS)))
+    requests.clear()
+    dataset.tokens.sum()
+    assert [(begin, end) for _, begin, end in requests] == [(0, 48), (48, 96), (96, 120)]
+
+
+def test_a_changed_object_is_read_anew(write_dataset: WriteDataset) -> None:
+    url = upload(write_dataset([4]))
+    assert IndexedDataset(url)[0].tolist() == [0, 1, 2, 3]
+    assert upload(write_dataset([4], "newer", first=7)) == url
+    assert IndexedDataset(url)[0].tolist() == [7, 8, 9, 10]
+
+
+def test_training_inspecting_and_merging_take_urls(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    prefix = write_dataset(LENGTHS)
+    url = upload(prefix)
+    here, there = (
+        build_datasets([path], "1,0,0", 4, (20, 0, 0), seed=3, vocab_size=60).train for path in (prefix, url)
+    )
+    assert here is not None and there is not None
+    for i in range(20):
+        assert there[i].tolist() == here[i].tolist()
+    dataset = IndexedDataset(url)
+    assert find_problem(dataset, summarize(dataset), 60) is None
+    merge_datasets([url, prefix], str(tmp_path / "merged"))
+    assert IndexedDataset(str(tmp_path / "merged")).tokens.tolist() == 2 * list(range(60))
+
+
+READER = """
+import sys, tempfile
+from megalite.data import storage
+from megalite.data.indexed import IndexedDataset
+storage.BLOCK_BYTES = 16
+tempfile.tempdir = sys.argv[2]
+dataset = IndexedDataset(sys.argv[1])
+assert [dataset[i].tolist() for i in range(200)] == [list(range(4 * i, 4 * i + 4)) for i in range(200)]
+"""
+
+
+def test_processes_share_the_cache_at_the_same_time(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    url = f"local://{write_dataset([4] * 200)}"
+    command = [sys.executable, "-c", READER, url, str(tmp_path / "tmp")]
+    readers = [subprocess.Popen(command) for _ in range(3)]
+    assert [reader.wait(60) for reader in readers] == [0, 0, 0]
+    folder = next((tmp_path / "tmp").iterdir())
+    assert len(list(folder.iterdir())) == 4, "bytes and marks of two files"
+
+
+def test_bytes_are_on_disk_before_they_are_marked(
+    write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens while a block is written, the next reader fetches it again."""
+    url = upload(write_dataset([20]))
+    dataset = IndexedDataset(url)
+
+    def die(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, "fsync", die)
+        with pytest.raises(UserError, match=r"cannot keep memory://bucket/corpus\.bin in .*No space left"):
+            dataset[0]
+    assert IndexedDataset(url)[0].tolist() == list(range(20))
+
+
+def test_mistakes_are_named(write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = upload(write_dataset([20]))
+    with pytest.raises(UserError, match=r"no such dataset file: memory://bucket/none\.bin"):
+        IndexedDataset("memory://bucket/none")
+    with pytest.raises(UserError, match=r"cannot read nowhere://bucket/corpus\.bin: Protocol not known"):
+        IndexedDataset("nowhere://bucket/corpus")
+    MemoryFileSystem().pipe_file("/bucket/corpus.bin", bytes(38))
+    with pytest.raises(UserError, match=r"memory://bucket/corpus\.idx is damaged"):
+        IndexedDataset(url)
+    dataset = IndexedDataset(upload(write_dataset([20], "again"), "again"))
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: b"short")
+    with pytest.raises(UserError, match=r"5 bytes came, not 40"):
+        dataset[0]
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise RuntimeError("503 Slow Down\nrequest id")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
+    with pytest.raises(UserError, match=r"cannot read memory://bucket/again\.bin: 503 Slow Down$"):
+        dataset[0]
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(UserError, match="pip install fsspec"):
+        IndexedDataset("memory://bucket/corpus")
+
+
+def test_the_cache_is_the_users_own(
+    write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = upload(write_dataset([4]))
+    another = os.getuid() + 1
+    (tmp_path / "tmp" / f"megalite-blocks-{another}").mkdir()
+    monkeypatch.setattr(storage.os, "getuid", lambda: another)
+    with pytest.raises(UserError, match="belongs to another user"):
+        IndexedDataset(url)

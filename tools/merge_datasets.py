@@ -1,0 +1,31 @@
+#!/usr/bin/env python
+"""Joins indexed datasets into one, OUTPUT_PREFIX.bin and .idx, in the order given and in constant memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megalite.cli import run_main
+from megalite.cli.tool import ToolParser
+from megalite.data.merge import find_prefixes, merge_datasets
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the flags, merges, and prints what was written."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PREFIX", help="prefixes, or folders of datasets"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing output")
+    flags = parser.parse_args(arguments)
+    merged = merge_datasets(find_prefixes(flags.input), flags.output_prefix, flags.overwrite)
+    print(
+        f"wrote {flags.output_prefix}.bin and .idx: {merged.num_documents:,} documents and "
+        f"{merged.num_tokens:,} tokens of {len(merged.prefixes)} datasets"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main, sys.argv[1:])

@@ -1,0 +1,46 @@
+#!/usr/bin/env python
+"""Trains a tokenizer on a corpus: byte-level BPE as a tokenizer.json, or a SentencePiece model.
+
+python tools/train_tokenizer.py --input corpus/ --output tokenizer.json --vocab-size 50304
+python tools/train_tokenizer.py --input *.jsonl.zst --type sentencepiece-unigram --output spm.model
+
+The same input and vocabulary size give the same tokenizer, which encodes any text without loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.cli import run_main
+from megalite.cli.tool import ToolParser
+from megalite.data.train_tokenizer import TRAINERS, read_texts, write_tokenizer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the flags, trains and writes."""
+    parser = ToolParser(description=__doc__)
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, globs or folders, as preprocessing's",
+    )
+    add("--output", type=Path, required=True, metavar="FILE", help="the tokenizer.json or .model to write")
+    add("--type", choices=tuple(TRAINERS), default="bpe", help="of the tokenizer (%(default)s)")
+    add("--vocab-size", type=int, default=2048, metavar="N", help="tokens in all, special ones too (2048)")
+    add("--json-key", default="text", metavar="KEY", help="of a document's text (text)")
+    add("--max-documents", type=int, metavar="N", help="train on the first N documents (all)")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer")
+    flags = parser.parse_args(arguments)
+
+    texts = read_texts(flags.input, flags.json_key, flags.max_documents)
+    write_tokenizer(flags.output, lambda: TRAINERS[flags.type](texts, flags.vocab_size), flags.overwrite)
+    print(f"wrote {flags.output}: {flags.vocab_size:,} tokens")
+
+
+if __name__ == "__main__":
+    run_main(main, sys.argv[1:])
