@@ -33,8 +33,8 @@ def main(arguments: Sequence[str]) -> None:
     with Topology.start(config.parallel, launch) as topology:
         config = resolve_vocabulary(config, topology)
         timers = Timers(topology.device if config.logging.log_timers_to_tensorboard else None)
+        datasets = build_data(config, topology, timers)
         with open_writers(config, topology) as writers:
-            datasets = build_data(config, topology, timers)
             trainer = Trainer(config, topology, datasets, timers)
             announce(trainer)
             resume(trainer)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.progress import Progress
-from megalite.config import ModelConfig
+from megalite.config import Config
 from megalite.errors import UserError
 from megalite.topology import Topology
 
@@ -34,7 +34,7 @@ FORMAT = 1
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, tensors: Mapping[str, Tensor], model: ModelConfig, topology: Topology
+    folder: Path, progress: Progress, tensors: Mapping[str, Tensor], config: Config, topology: Topology
 ) -> Path:
     """Writes this rank's tensors and, once every rank's are on disk, makes the checkpoint the latest.
 
@@ -50,7 +50,7 @@ def save_checkpoint(
     """
     final = folder / f"iter_{progress.iteration:07d}"
     aside = folder / f".{final.name}.partial"
-    description = _description(progress, model, topology)
+    description = _description(progress, config, topology)
     try:
         with topology.agreed(), _write_errors(final):  # each agreement also waits for every rank
             if topology.rank == 0:
@@ -72,7 +72,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, tensors: Mapping[str, Tensor], model: ModelConfig, topology: Topology
+    folder: Path, tensors: Mapping[str, Tensor], config: Config, topology: Topology
 ) -> Progress | None:
     """Copies the latest checkpoint's tensors into this rank's, in place.
 
@@ -80,8 +80,8 @@ def load_checkpoint(
         Where the run had come to; None where the folder holds no checkpoint.
 
     Raises:
-        UserError: the checkpoint is of another model or layout, or cannot be read. Other ranks may have met
-            nothing: call it inside `topology.agreed()`.
+        UserError: the checkpoint is of another model, run or layout, or cannot be read. Other ranks may have
+            met nothing: call it inside `topology.agreed()`.
     """
     checkpoint = folder
     try:
@@ -90,7 +90,7 @@ def load_checkpoint(
             return None
         checkpoint = folder / latest.read_text().strip()
         description = _read_description(checkpoint / "run.json")
-        _check(description, checkpoint, model, topology)
+        _check(description, checkpoint, config, topology)
         _copy_tensors(checkpoint / _file_name(topology), tensors, topology.device)
         return Progress(**description["progress"])
     except UserError:
@@ -105,19 +105,25 @@ def _file_name(topology: Topology) -> str:
     return f"pp_{topology.pp.rank:02d}_tp_{topology.tp.rank:02d}.safetensors"
 
 
-def _description(progress: Progress, model: ModelConfig, topology: Topology) -> dict[str, Any]:
+def _description(progress: Progress, config: Config, topology: Topology) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "torch": torch.__version__,
         "progress": dataclasses.asdict(progress),
-        "layout": _layout(topology),
-        "model": dataclasses.asdict(model),
+        **_identity(config, topology),
     }
 
 
-def _layout(topology: Topology) -> dict[str, int]:
-    """What a checkpoint of this format is bound to; the data-parallel size is free."""
-    return {"tp": topology.tp.size, "pp": topology.pp.size}
+def _identity(config: Config, topology: Topology) -> dict[str, dict[str, Any]]:
+    """What a checkpoint is bound to. The data-parallel and the micro-batch size are free.
+
+    The seed and the global batch make the order of samples and the dropout, with which a run goes on.
+    """
+    return {
+        "model": dataclasses.asdict(config.model),
+        "run": {"seed": config.training.seed, "global_batch_size": config.global_batch(topology.dp.size)},
+        "layout": {"tp": topology.tp.size, "pp": topology.pp.size},
+    }
 
 
 def _read_description(file: Path) -> dict[str, Any]:
@@ -136,15 +142,15 @@ def _read_description(file: Path) -> dict[str, Any]:
         isinstance(progress, dict)
         and progress.keys() == {field.name for field in dataclasses.fields(Progress)}
         and all(isinstance(count, int) for count in progress.values())
-        and all(isinstance(description.get(part), dict) for part in ("layout", "model"))
+        and all(isinstance(description.get(part), dict) for part in ("layout", "model", "run"))
     )
     if not whole:
         raise ValueError(f"{file.name} is damaged")
     return description
 
 
-def _check(description: dict[str, Any], checkpoint: Path, model: ModelConfig, topology: Topology) -> None:
-    for what, here in (("model", dataclasses.asdict(model)), ("layout", _layout(topology))):
+def _check(description: dict[str, Any], checkpoint: Path, config: Config, topology: Topology) -> None:
+    for what, here in _identity(config, topology).items():
         saved = description[what]
         differences = [
             f"{key} {saved.get(key)} (now {here.get(key)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,24 @@ import torch
 
 from megalite import kernels
 from megalite.config import Config, to_yaml
-from megalite.data.build import DatasetSplits, build_datasets, build_mock_datasets, num_samples_per_split
-from megalite.data.tokenizer import build_tokenizer
+from megalite.config.flags import flag_of
+from megalite.data.build import (
+    BuildOptions,
+    DatasetSplits,
+    build_from_sources,
+    build_mock_datasets,
+    num_samples_per_split,
+)
+from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
+from megalite.data.index_cache import IndexCache
+from megalite.data.sources import find_sources
+from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizer_digest import check_tokenizer
 from megalite.errors import UserError
 from megalite.folders import make_writable
 from megalite.log import configure_logging, log
 from megalite.topology import Launch, Topology
+from megalite.train.batches import datasets_on_every_stage, reads_data
 from megalite.train.timers import Timers
 from megalite.train.trainer import Trainer
 from megalite.train.writers import Writers, startup_line
@@ -32,6 +45,7 @@ def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> N
     for notice in notices:
         log.warning(notice)
     if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be
         torch.use_deterministic_algorithms(True)
 
 
@@ -41,30 +55,45 @@ def resolve_vocabulary(config: Config, topology: Topology) -> Config:
     Raises:
         UserError: the tokenizer cannot be read, or the config's vocabulary has no room for its tokens.
     """
-    data, given = config.data, config.model.vocab_size
-    kind = data.resolved_tokenizer_type
+    given, kind = config.model.vocab_size, config.data.resolved_tokenizer_type
     if kind is None:
         return config
     with topology.agreed():
-        tokenizer = build_tokenizer(
-            kind,
-            tokenizer_model=data.tokenizer_model,
-            vocab_file=data.vocab_file,
-            merge_file=data.merge_file,
-            name_or_path=data.tokenizer_name_or_path,
-            vocab_size=given,
-        )
+        tokenizer = _build_tokenizer(config)
+        _check_corpora(config, tokenizer, topology)
         size = tokenizer.vocab_size
-        if (
-            given is not None and kind != "NullTokenizer"
-        ):  # which adds an end-of-document token to the given size
+        # The null tokenizer adds an end-of-document token to the given size.
+        if given is not None and kind != "NullTokenizer":
             if given < size:
-                raise UserError(f"--vocab-size {given} is smaller than the tokenizer's {size}: leave it out")
+                raise UserError(
+                    f"the vocabulary size {given} (of --vocab-size or --preset) is smaller than the "
+                    f"tokenizer's {size}: give --vocab-size {size}"
+                )
             size = given
     model = dataclasses.replace(config.model, vocab_size=size)
     resolved = dataclasses.replace(config, model=model)
     resolved.validate(topology.world_size)
     return resolved
+
+
+def _build_tokenizer(config: Config) -> Tokenizer:
+    data = config.data
+    return build_tokenizer(
+        data.resolved_tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        name_or_path=data.tokenizer_name_or_path,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def _check_corpora(config: Config, tokenizer: Tokenizer, topology: Topology) -> None:
+    """Refuses corpora that were made with another tokenizer; one rank looks for all."""
+    if topology.rank != 0 or config.data.mock_data:
+        return
+    blends = [blend for split in find_sources(config.data).values() for blend in split]
+    check_tokenizer((source.prefix for blend in blends for source in blend.sources), tokenizer)
 
 
 def open_writers(config: Config, topology: Topology) -> Writers:
@@ -91,9 +120,29 @@ def build_data(config: Config, topology: Topology, timers: Timers) -> DatasetSpl
     if config.data.mock_data:
         return build_mock_datasets(seq_length, num_samples, training.seed, vocab_size)
     with timers("train/valid/test-data-iterators-setup"), topology.agreed():
-        return build_datasets(
-            config.data.data_path, config.data.split, seq_length, num_samples, training.seed, vocab_size
-        )
+        cache = IndexCache(config.data.data_cache_path)
+        batch_size = config.global_batch(topology.dp.size)
+        options = BuildOptions(seq_length, training.seed, vocab_size, config.data.blend_by, cache, batch_size)
+        datasets = None
+        if reads_data(topology):
+            datasets = build_from_sources(find_sources(config.data), num_samples, options)
+            datasets = _fill_in_middle(config, datasets)
+    datasets = datasets_on_every_stage(datasets, topology)
+    if training.eval_iters > 0 and not datasets.evaluated("valid"):
+        log.warning("there is nothing to validate on: --split leaves no sequence to validation")
+    return datasets
+
+
+def _fill_in_middle(config: Config, datasets: DatasetSplits) -> DatasetSplits:
+    """The datasets with fill-in-the-middle in what is trained on, where it is asked for."""
+    data = config.data
+    if data.fim_rate == 0 or datasets.train is None:
+        return datasets
+    tokenizer = _build_tokenizer(config)
+    names = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
+    marks = find_marks(tokenizer, {flag_of(name): getattr(data, name) for name in names})
+    how = FillInMiddle(data.fim_rate, data.fim_spm_rate, *marks, config.training.seed)
+    return dataclasses.replace(datasets, train=FillInMiddleDataset(datasets.train, tokenizer, how))
 
 
 def announce(trainer: Trainer) -> None:
@@ -109,10 +158,8 @@ def announce(trainer: Trainer) -> None:
         config.training.micro_batch_size,
         trainer.global_batch_size,
     )
-    for split in dataclasses.fields(trainer.datasets):
-        dataset = getattr(trainer.datasets, split.name)
-        if dataset is not None:
-            log.info("%s samples: %d", split.name, len(dataset))
+    for name, size in trainer.datasets.sizes():
+        log.info("%s samples: %d", name, size)
     num_local = sum(parameter.numel() for parameter in trainer.stage.parameters())
     log.info("parameters on rank 0: %s", f"{num_local:,}")
 
@@ -123,6 +170,11 @@ def resume(trainer: Trainer) -> None:
     if not folder:
         return
     if trainer.load():
-        log.info("resumed from %s at iteration %d", folder, trainer.progress.iteration)
+        iteration = trainer.progress.iteration
+        log.info("resumed from %s at iteration %d", folder, iteration)
+        if iteration >= (trainer.config.training.train_iters or 0):
+            log.warning("nothing is left to train: raise --train-iters to go on")
+    elif folder != trainer.config.checkpoint.save and Path(folder).is_dir() and any(Path(folder).iterdir()):
+        raise UserError(f"--load {folder} holds no checkpoint of megalite: give the folder that --save wrote")
     else:
         log.warning("no checkpoint in --load %s yet: training starts from new weights", folder)

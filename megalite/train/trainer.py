@@ -103,7 +103,7 @@ class Trainer:
                 Path(self.config.checkpoint.save),
                 self.progress,
                 self.tensors(),
-                self.config.model,
+                self.config,
                 self.topology,
             )
 
@@ -112,7 +112,7 @@ class Trainer:
         assert self.config.checkpoint.load is not None
         with self.timers("load-checkpoint"), self.topology.agreed():
             progress = load_checkpoint(
-                Path(self.config.checkpoint.load), self.tensors(), self.config.model, self.topology
+                Path(self.config.checkpoint.load), self.tensors(), self.config, self.topology
             )
         self._check_agreement(progress)
         if progress is not None:

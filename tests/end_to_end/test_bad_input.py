@@ -15,7 +15,10 @@ CONFIG_MISTAKES = {
     "indivisible heads": (["--num-attention-heads", "5"], "--hidden-size 64 is not divisible"),
     "too few layers": (["--pp", "1", "--pipeline-layers", "3"], "--pipeline-layers"),
     "indivisible batch": (["--micro-batch-size", "3"], "--global-batch-size 4 is not divisible"),
-    "vocabulary too small": (["--vocab-size", "100"], "--vocab-size 100 is smaller than the tokenizer's 257"),
+    "vocabulary too small": (
+        ["--vocab-size", "100"],
+        "smaller than the tokenizer's 257: give --vocab-size 257",
+    ),
     "padding too small": (["--pad-vocab-size-to", "200"], "--pad-vocab-size-to 200 is smaller"),
     "world size": (["--tp", "2"], "world size 1 is not"),
     "unknown flag": (["--num-layer", "3"], "unknown flag --num-layer; nearest is --num-layers"),
@@ -100,8 +103,13 @@ def test_damaged_corpus_is_one_line(pretrain_here: RunHere, tmp_path: Path, name
 
 @pytest.mark.parametrize(
     ("documents", "split", "said"),
-    [([], "1,0,0", "train"), ([b"ab" * 100], "0,1,0", "train"), ([b"ab"], "1,0,0", "fewer than the 33")],
-    ids=["no document", "none to train on", "less than a sample"],
+    [
+        ([], "1,0,0", "train"),
+        ([b"ab" * 100], "0,1,0", "train"),
+        ([b"ab"], "1,0,0", "fewer than the 33"),
+        ([b"ab" * 50], "1,0,0", "fewer than one batch of 4"),
+    ],
+    ids=["no document", "none to train on", "less than a sample", "less than a batch"],
 )
 def test_too_little_text(
     pretrain_here: RunHere, tmp_path: Path, documents: list[bytes], split: str, said: str
@@ -112,6 +120,20 @@ def test_too_little_text(
     assert status == 1
     assert len(lines) == 1, lines
     assert said in lines[0]
+
+
+def test_a_foreign_folder_is_no_checkpoint(pretrain_here: RunHere, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    status, lines = pretrain_here("--load", str(tmp_path))
+    assert (status, len(lines)) == (1, 1)
+    assert f"--load {tmp_path} holds no checkpoint of megalite" in lines[0]
+
+
+def test_another_seed_does_not_resume(pretrain_here: RunHere, tmp_path: Path) -> None:
+    assert pretrain_here("--save", str(tmp_path))[0] == 0
+    status, lines = pretrain_here("--load", str(tmp_path), "--seed", "99", "--train-iters", "8")
+    assert (status, len(lines)) == (1, 1)
+    assert "of another run: seed 1234 (now 99)" in lines[0]
 
 
 @pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--metrics-file"])
@@ -134,8 +156,16 @@ def test_a_world_of_another_size_ends_on_every_rank(pretrain: Run) -> None:
     assert 'pretrain_gpt.py", line' not in run.stderr  # torchrun prints a traceback of its own
 
 
-def test_half_an_environment_is_a_mistake(pretrain: Run) -> None:
-    run = pretrain(environment={"RANK": "0", "WORLD_SIZE": "2"})
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "MASTER_ADDR"),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": "7"}, "RANK=7"),
+    ],
+)
+def test_a_broken_environment_is_a_mistake(pretrain: Run, environment: dict[str, str], said: str) -> None:
+    run = pretrain(environment={"RANK": "0", "WORLD_SIZE": "2", **environment})
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("error: ")
-    assert "MASTER_ADDR" in run.stderr
+    assert said in run.stderr or environment.get("RANK")  # another rank than the first says nothing
+    assert "Traceback" not in run.stderr

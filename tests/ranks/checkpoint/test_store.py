@@ -12,11 +12,12 @@ import torch
 
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.store import load_checkpoint, save_checkpoint
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.errors import UserError
 from megalite.local_ranks import run_ranks
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50, norm_epsilon=1e-6)
+CONFIG = Config(model=MODEL, training=TrainingConfig(global_batch_size=8))
 PROGRESS = Progress(10, 80)
 
 
@@ -42,15 +43,15 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def save(topology, folder: Path) -> Path:
-    return save_checkpoint(folder, PROGRESS, tensors_of(topology), MODEL, topology)
+    return save_checkpoint(folder, PROGRESS, tensors_of(topology), CONFIG, topology)
 
 
-def load(topology, folder: Path, model: ModelConfig = MODEL) -> str | Progress | None:
+def load(topology, folder: Path, config: Config = CONFIG) -> str | Progress | None:
     """The progress, after a check of each tensor's bits; or what the user is told."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(topology).items()}
     try:
         with topology.agreed():
-            progress = load_checkpoint(folder, tensors, model, topology)
+            progress = load_checkpoint(folder, tensors, config, topology)
     except UserError as error:
         return str(error)
     if progress is not None:
@@ -85,7 +86,7 @@ def test_another_layout_is_named(tmp_path, axis, change):
 
 def test_another_model_is_named_field_by_field(tmp_path):
     run_ranks(save, parallel(), 1, tmp_path)
-    other = dataclasses.replace(MODEL, hidden_size=16, activation="relu")
+    other = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, hidden_size=16, activation="relu"))
     (told,) = run_ranks(load, parallel(), 1, tmp_path, other)
     assert "is of another model: hidden_size 8 (now 16), activation gelu (now relu); run with" in told
 
@@ -112,7 +113,7 @@ def save_where_one_rank_cannot(topology, folder: Path) -> str:
     if topology.rank == 1:
         safetensors.torch.save_file = full_disk  # in this process alone
     try:
-        save_checkpoint(folder, Progress(20, 160), tensors_of(topology), MODEL, topology)
+        save_checkpoint(folder, Progress(20, 160), tensors_of(topology), CONFIG, topology)
     except UserError as error:
         return str(error)
     return "saved"

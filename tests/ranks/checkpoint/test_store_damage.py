@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ import torch
 
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.store import load_checkpoint, save_checkpoint
-from megalite.config import ModelConfig
+from megalite.config import Config, ModelConfig
 from megalite.errors import UserError
 from megalite.folders import make_writable
 
-MODEL = ModelConfig(vocab_size=50)
+CONFIG = Config(model=ModelConfig(vocab_size=50))
 FILE = "pp_00_tp_00.safetensors"
 
 
@@ -35,7 +36,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 def save(tmp_path, topology):
     """Saves an iteration, whose tensors are filled with its number."""
     return lambda iteration: save_checkpoint(
-        tmp_path, Progress(iteration, 8 * iteration), tensors(float(iteration)), MODEL, topology
+        tmp_path, Progress(iteration, 8 * iteration), tensors(float(iteration)), CONFIG, topology
     )
 
 
@@ -45,7 +46,7 @@ def load(tmp_path, topology):
 
     def load(expected: dict[str, torch.Tensor] | None = None) -> int | None:
         mine = expected or tensors(-1.0)
-        progress = load_checkpoint(tmp_path, mine, MODEL, topology)
+        progress = load_checkpoint(tmp_path, mine, CONFIG, topology)
         if progress is None:
             return None
         assert all((tensor == progress.iteration).all() for tensor in mine.values())
@@ -57,7 +58,7 @@ def load(tmp_path, topology):
 
 def test_an_empty_or_missing_folder_holds_none(tmp_path, topology, load):
     assert load() is None
-    assert load_checkpoint(tmp_path / "none", tensors(0.0), MODEL, topology) is None
+    assert load_checkpoint(tmp_path / "none", tensors(0.0), CONFIG, topology) is None
 
 
 def test_loads_the_latest_saved(save, load):
@@ -170,8 +171,8 @@ def test_no_pickle_is_read_or_written(tmp_path, topology, monkeypatch):
         monkeypatch.setattr(pickle, name, refuse)
     for name in ("load", "save"):
         monkeypatch.setattr(torch, name, refuse)
-    save_checkpoint(tmp_path, Progress(1, 8), tensors(1.0), MODEL, topology)
-    assert load_checkpoint(tmp_path, tensors(0.0), MODEL, topology) == Progress(1, 8)
+    save_checkpoint(tmp_path, Progress(1, 8), tensors(1.0), CONFIG, topology)
+    assert load_checkpoint(tmp_path, tensors(0.0), CONFIG, topology) == Progress(1, 8)
     suffixes = {file.suffix for file in tmp_path.rglob("*") if file.is_file()}
     assert suffixes == {"", ".json", ".safetensors"}
 
@@ -250,7 +251,13 @@ def test_writable_folders_are_made_and_left_empty(tmp_path):
 @pytest.mark.parametrize("path", ["file", "file/below", "file/below/it"])
 def test_a_folder_that_cannot_be_written_is_told_before(tmp_path, path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=rf"^--save {tmp_path / path} cannot be written \(.*\): give another"
-    ):
+    with pytest.raises(UserError, match=rf"^--save {tmp_path / path} cannot be written \(.*\): give another"):
         make_writable(tmp_path / path, "--save")
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", 99), ("global_batch_size", 16)])
+def test_another_order_of_samples_is_told(tmp_path, topology, field, value):
+    save_checkpoint(tmp_path, Progress(10, 80), tensors(10.0), CONFIG, topology)
+    training = replace(CONFIG.training, **{field: value})
+    with pytest.raises(UserError, match=rf"is of another run: {field} \d+ \(now {value}\)"):
+        load_checkpoint(tmp_path, tensors(0.0), replace(CONFIG, training=training), topology)
