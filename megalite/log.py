@@ -7,9 +7,6 @@ import sys
 
 log = logging.getLogger("megalite")
 
-EVERY_RANK = {"every_rank": True}
-"""Pass as ``extra`` for a message that each rank must tell: ``log.warning("…", extra=EVERY_RANK)``."""
-
 THIS_RANK = {"this_rank": True}
 """Pass as ``extra`` for a message that this rank tells for all ranks: printed as it is, whichever it is."""
 
@@ -22,9 +19,6 @@ class _RankFilter(logging.Filter):
         self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if getattr(record, "every_rank", False):
-            record.msg = f"[rank {self.rank}] {record.msg}"
-            return True
         return self.rank == 0 or getattr(record, "this_rank", False)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
@@ -76,7 +76,7 @@ class Launch:
             raise UserError(
                 f"{', '.join(given)} set but not {', '.join(missing)}: set all four, or use torchrun"
             )
-        rank, world_size = _environment_int("RANK"), _environment_int("WORLD_SIZE")
+        rank, world_size, _ = map(_environment_int, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
         if rank >= world_size or local_world_size == 0:
             raise UserError(
@@ -124,20 +124,13 @@ class Topology:
         sizes = _axis_sizes(parallel, launch.world_size)
         device = _pick_device(parallel.distributed_backend, launch.local_rank)
         if device.type == "cpu":
-            keep_freed_memory()
+            if parallel.keep_freed_memory:
+                keep_freed_memory()
             limit_threads(parallel.num_threads, launch.local_world_size)
-        alone = launch.world_size == 1 and init_file is None
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=None if alone else f"file://{init_file}" if init_file else "env://",
-            store=HashStore() if alone else None,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
-            device_id=device if device.type == "cuda" else None,
-        )
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        _join(launch, device, timeout, init_file)
         try:
-            yield _from_mesh(sizes, launch.rank, device)
+            yield _from_mesh(sizes, launch.rank, device, timeout)
         finally:
             dist.destroy_process_group()
 
@@ -192,16 +185,47 @@ def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, in
 
 def _pick_device(backend: str, local_rank: int) -> torch.device:
     if backend != "gloo" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        if local_rank >= count > 1:  # one visible GPU a rank is how Slurm hands them out
+            raise UserError(
+                f"local rank {local_rank} finds {count} GPUs: start as many ranks a node as it has"
+            )
+        device = torch.device("cuda", local_rank % count)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
 
 
-def _from_mesh(sizes: tuple[int, int, int], rank: int, device: torch.device) -> Topology:
+def _join(launch: Launch, device: torch.device, timeout: timedelta, init_file: Path | None) -> None:
+    """Starts the process group of all ranks."""
+    alone = launch.world_size == 1 and init_file is None
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=None if alone else f"file://{init_file}" if init_file else "env://",
+            store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"no rendezvous at MASTER_ADDR:MASTER_PORT {where} ({str(error).splitlines()[0]}): "
+            "every rank must name rank 0's host and a free port of it"
+        ) from None
+
+
+def _from_mesh(
+    sizes: tuple[int, int, int], rank: int, device: torch.device, timeout: timedelta | None = None
+) -> Topology:
     mesh_device = "cuda" if device.type == "cuda" else "cpu"
     mesh = init_device_mesh(mesh_device, sizes, mesh_dim_names=AXES)
     axes = {name: _axis(mesh, name) for name in AXES}
+    if timeout is not None:  # DeviceMesh gives its groups torch's default
+        for axis in axes.values():
+            _set_pg_timeout(timeout, axis.group)
     return Topology(rank=rank, world_size=mesh.size(), device=device, mesh=mesh, **axes)
 
 

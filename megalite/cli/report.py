@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 
 from megalite.errors import UserError
 
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
+"""How gloo tells that the other end of a collective is gone."""
+
 
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
     """Runs a program; on a user's mistake prints its lines and exits with status 1.
@@ -20,6 +23,12 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
     except UserError as error:
         if is_first_rank() or error.on_one_rank:
             sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+        raise SystemExit(1) from None
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _LOST_PEER):
+            raise
+        rank = os.environ.get("RANK", "0")
+        sys.stderr.write(f"error: rank {rank} lost another rank: that one's own message says why\n")
         raise SystemExit(1) from None
 
 

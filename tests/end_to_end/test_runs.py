@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, RunHere
+from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, RunHere, write_corpus
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -56,28 +57,51 @@ def test_stop_and_resume_is_bitwise_a_run_at_a_stroke(
         assert all(expected[name].equal(resumed[name]) for name in expected)
 
 
-def test_plain_python_with_the_variables_set(tmp_path: Path, corpus: str) -> None:
-    """env:// as a scheduler starts it: one python a rank, no torchrun."""
+def _plain_python(num_ranks: int, *flags: str) -> list[tuple[int, str, str]]:
+    """Runs one python a rank, without torchrun; gives each one's status, output and errors."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus, "--pp", "2"],
+            [sys.executable, "pretrain_gpt.py", *TINY_FLAGS, *flags],
             cwd=ROOT,
             env={**base, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(num_ranks)
     ]
     outputs = [process.communicate(timeout=120) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert "using world size: 2, data-parallel-size: 1" in outputs[0][0]
-    assert "iteration        4/       4" in outputs[1][0]  # the last rank reports
-    assert "iteration        4/       4" not in outputs[0][0]
+    return [(process.returncode, *output) for process, output in zip(ranks, outputs, strict=True)]
+
+
+def test_plain_python_with_the_variables_set(corpus: str) -> None:
+    """env:// as a scheduler starts it."""
+    first, last = _plain_python(2, "--data-path", corpus, "--pp", "2")
+    assert (first[0], last[0]) == (0, 0), first[2] + last[2]
+    assert "using world size: 2, data-parallel-size: 1" in first[1]
+    assert "iteration        4/       4" in last[1]  # the last rank reports
+    assert "iteration        4/       4" not in first[1]
+
+
+def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
+    """A damaged sample that one replica meets in the middle of training."""
+    prefix = str(tmp_path / "damaged")
+    write_corpus(prefix, [bytes(range(65, 75)) * 200])
+    tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    tokens[-40:-33] = 300  # in one sample alone
+    tokens.tofile(f"{prefix}.bin")
+    flags = ["--data-path", prefix, "--split", "1,0,0", "--train-iters", "15"]
+    ranks = _plain_python(2, *flags)
+    assert [status for status, _, _ in ranks] == [1, 1]
+    errors = sorted(line for _, _, text in ranks for line in text.splitlines() if line.startswith("error: "))
+    assert len(errors) == 2, errors
+    assert "has token id 300" in errors[0]
+    assert "lost another rank" in errors[1]
+    assert not any("Traceback" in text for _, _, text in ranks)
 
 
 def test_outputs_hold_every_iteration_and_evaluation(pretrain_here: RunHere, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """What several ranks do together before anything is computed."""
 
 import pytest
+import torch
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, UserError
 from megalite.local_ranks import RankError, run_ranks
+from megalite.topology import Topology
 
 
 def agree(topology, faulty):
@@ -60,3 +62,13 @@ def test_a_rank_that_raises_ends_those_that_wait(kind, error):
         assert str(caught.value) == "one\ntwo"
     else:
         assert "rank 1:" in str(caught.value) and "ZeroDivisionError: of rank 1" in str(caught.value)
+
+
+def _timeouts(topology: Topology) -> list[float]:
+    groups = [axis.group for axis in (topology.pp, topology.dp, topology.tp)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_axis_has_the_timeout_that_was_given() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_timeout_minutes=3)
+    assert run_ranks(_timeouts, parallel, 2) == [[180.0] * 3] * 2
