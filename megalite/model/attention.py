@@ -62,7 +62,7 @@ class PlainCore(AttentionCore):
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         scores = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)  # [b, n/t, s, s]
-        weights = torch.softmax(scores + self.bias(q.shape[-2]), dim=-1)
+        weights = torch.softmax(scores.add_(self.bias(q.shape[-2])), dim=-1)
         return drop(weights) @ v
 
 
