@@ -45,15 +45,14 @@ class Comparison:
     gradients: Mapping[str, float]
     weights: Mapping[str, float]
 
-    def worst(self, tensors: Mapping[str, float]) -> tuple[str, float]:
-        """The parameter that differs most, and by how much."""
-        name = max(tensors, key=lambda key: _nan_first(tensors[key]))
-        return name, tensors[name]
+    def worst(self, tensors: Mapping[str, float], count: int = 1) -> list[tuple[str, float]]:
+        """The parameters that differ most, and by how much."""
+        return sorted(tensors.items(), key=lambda pair: _nan_first(pair[1]), reverse=True)[:count]
 
     def excesses(self, tolerance: Tolerance) -> list[str]:
         """What is further apart than rounding explains, in words; nothing where the runs are the same."""
-        gradient_name, gradient = self.worst(self.gradients)
-        weight_name, weight = self.worst(self.weights)
+        ((gradient_name, gradient),) = self.worst(self.gradients)
+        ((weight_name, weight),) = self.worst(self.weights)
         checks = [
             ("loss", self.loss, tolerance.loss),
             ("gradient norm", self.grad_norm, tolerance.grad_norm),

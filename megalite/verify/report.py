@@ -52,7 +52,7 @@ def verify_layouts(
 
 
 def _log_rows(layout: Layout, comparison: Comparison, verdict: str, num_worst: int) -> None:
-    worst = sorted(comparison.gradients.items(), key=lambda pair: -pair[1])[: max(num_worst, 1)]
+    worst = comparison.worst(comparison.gradients, num_worst)
     loss, norm = f"{comparison.loss:.1e}", f"{comparison.grad_norm:.1e}"
     for i, (name, gradient) in enumerate(worst):
         cells = (str(layout), layout.world_size, loss, norm) if i == 0 else ("", "", "", "")

@@ -26,7 +26,7 @@ def test_differences_are_relative_to_the_largest_magnitude() -> None:
     )
     comparison = compare(run, REFERENCE)
     assert math.isclose(comparison.loss, 0.1)
-    assert comparison.worst(comparison.gradients) == ("a", comparison.gradients["a"])
+    assert comparison.worst(comparison.gradients) == [("a", comparison.gradients["a"])]
     assert math.isclose(comparison.gradients["a"], 0.2 / 4.0, rel_tol=1e-6)
     excesses = comparison.excesses(TOLERANCES["fp32"])
     assert [excess.split(" differs")[0] for excess in excesses] == ["loss", "gradient of a"]
