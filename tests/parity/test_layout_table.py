@@ -69,7 +69,7 @@ def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
     assert run.losses[-1] < run.losses[0]  # it trains: a run that stands still is the same everywhere
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2pp2"])
+@pytest.mark.parametrize("name", ["tp1", "dp4", "tp2pp2", "tp2pp2dp2"])
 def test_same_command_twice_is_bitwise_the_same(name: str, corpus: str) -> None:
     layout = Layout.parse(name)
     config = layout.apply(_config("gpt-tiny", "fp32", corpus), GLOBAL_BATCH_SIZE)
