@@ -131,8 +131,9 @@ void fill_shuffled(LegacyRandom& random, py::array& out, std::int64_t start, std
   const char kind = out.dtype().kind(), order = out.dtype().byteorder();
   const bool wide = out.itemsize() == 8 && kind == 'i';
   const bool narrow = out.itemsize() == 4 && (kind == 'i' || kind == 'u');
-  if (out.ndim() != 1 || !(out.flags() & py::array::c_style) || order != '=' || !(wide || narrow))
-    throw std::invalid_argument("out must be a contiguous 1-d array of int32, uint32 or int64");
+  const bool aligned = reinterpret_cast<std::uintptr_t>(out.data()) % static_cast<std::uintptr_t>(out.itemsize()) == 0;
+  if (out.ndim() != 1 || !(out.flags() & py::array::c_style) || !aligned || order != '=' || !(wide || narrow))
+    throw std::invalid_argument("out must be a contiguous, aligned 1-d array of int32, uint32 or int64");
   const std::int64_t limit = wide ? std::numeric_limits<std::int64_t>::max()
                              : kind == 'i' ? kMaxLength + 1
                                            : std::int64_t{1} << 32;

@@ -169,6 +169,7 @@ def test_shuffle_refuses_hostile_arguments() -> None:
         (np.empty((2, 2), np.int32), 0, 4),
         (np.empty(8, np.int32)[::2], 0, 4),
         (np.empty(4, ">i4"), 0, 4),
+        (np.empty(17, np.uint8)[1:].view(np.int32), 0, 4),
         (np.empty(4, np.int32), 0, 3),
         (np.empty(4, np.int32), 2, 2),
         (np.empty(4, np.int32), 4, 0),
