@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from megalite.config import ParallelConfig
 from megalite.topology import Launch, Topology
+
+hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("megalite")
 
 
 @pytest.fixture
