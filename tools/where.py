@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from megalite.cli import parse, run_main
 from megalite.cli.tool import ToolParser
-from megalite.config import Config
 from megalite.data.origin import Origin
-from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.tokenizer import Tokenizer
+from megalite.train.prepare import tokenizer_of
 from megalite.train.where import TracedSample, trace_iteration
 
 
@@ -28,25 +28,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--chars", type=int, default=72, help="of text shown for each piece (default 72)")
     own, rest = parser.parse_known_args(arguments)
     config, _ = parse(rest)
-    tokenizer = _tokenizer(config)
+    tokenizer = None if config.data.resolved_tokenizer_type is None else tokenizer_of(config)
     for sample in trace_iteration(config, own.iteration):
         print(_heading(sample))
         for origin in sample.origins:
             print(f"  {_place(origin)}: {_text(origin, tokenizer, own.chars)}")
-
-
-def _tokenizer(config: Config) -> Tokenizer | None:
-    data = config.data
-    if data.resolved_tokenizer_type is None:
-        return None
-    return build_tokenizer(
-        data.resolved_tokenizer_type,
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        name_or_path=data.tokenizer_name_or_path,
-        vocab_size=config.model.vocab_size,
-    )
 
 
 def _heading(sample: TracedSample) -> str:

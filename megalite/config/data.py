@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,3 +136,13 @@ class DataConfig:
             for names in _NEEDED_FILES[kind]
             if all(getattr(self, name) is None for name in names)
         ]
+
+
+def split_weights(text: str) -> list[float]:
+    """The words of --split as numbers; none where they are not one to three weights with a positive sum."""
+    try:
+        weights = [float(word) for word in text.split(",")]
+    except ValueError:
+        return []
+    usable = len(weights) <= 3 and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0
+    return weights if usable else []

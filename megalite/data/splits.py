@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
+from megalite.config.data import split_weights
 from megalite.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -17,15 +16,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     Raises:
         UserError: the text is not one to three numbers that are not negative, with a positive sum.
     """
-    try:
-        weights = [float(word) for word in text.split(",")]
-    except ValueError:
-        weights = []
-    if (
-        not 1 <= len(weights) <= 3
-        or not all(w >= 0 and math.isfinite(w) for w in weights)
-        or sum(weights) <= 0
-    ):
+    weights = split_weights(text)
+    if not weights:
         raise UserError(f"--split {text} must be one to three weights with a positive sum, such as 949,50,1")
     full = np.array(weights + [0.0] * (3 - len(weights)))
     train, valid, test = (full / np.sum(full)).tolist()

@@ -59,7 +59,7 @@ def resolve_vocabulary(config: Config, topology: Topology) -> Config:
     if kind is None:
         return config
     with topology.agreed():
-        tokenizer = _build_tokenizer(config)
+        tokenizer = tokenizer_of(config)
         _check_corpora(config, tokenizer, topology)
         size = tokenizer.vocab_size
         # The null tokenizer adds an end-of-document token to the given size.
@@ -76,7 +76,8 @@ def resolve_vocabulary(config: Config, topology: Topology) -> Config:
     return resolved
 
 
-def _build_tokenizer(config: Config) -> Tokenizer:
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer that the config names."""
     data = config.data
     return build_tokenizer(
         data.resolved_tokenizer_type,
@@ -138,7 +139,7 @@ def _fill_in_middle(config: Config, datasets: DatasetSplits) -> DatasetSplits:
     data = config.data
     if data.fim_rate == 0 or datasets.train is None:
         return datasets
-    tokenizer = _build_tokenizer(config)
+    tokenizer = tokenizer_of(config)
     names = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
     marks = find_marks(tokenizer, {flag_of(name): getattr(data, name) for name in names})
     how = FillInMiddle(data.fim_rate, data.fim_spm_rate, *marks, config.training.seed)

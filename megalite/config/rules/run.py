@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megalite.config.data import split_weights
 from megalite.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -21,15 +21,7 @@ def required(config: Config, world_size: int | None) -> Iterator[Problem]:
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:
     """The split is one to three weights."""
     text = config.data.split
-    try:
-        weights = [float(word) for word in text.split(",")]
-    except ValueError:
-        weights = []
-    if (
-        not 1 <= len(weights) <= 3
-        or not all(0 <= weight < math.inf for weight in weights)
-        or not sum(weights)
-    ):
+    if not split_weights(text):
         yield Problem(
             ("split",),
             f"--split {text} is no split: give the weights of train, validation and test, as in 949,50,1",
