@@ -1,7 +1,8 @@
 """Builds the C++ parts into the package; all else that describes it stands in pyproject.toml.
 
-Two libraries: `megalite.data._index_builder` on pybind11, without which nothing trains, and
-`megalite.kernels._C` on torch's stable ABI, whose place plain PyTorch takes where it cannot be built.
+Three libraries: `megalite.data._index_builder` and `megalite.data._json_reader` on pybind11, without which
+nothing trains and no corpus is read, and `megalite.kernels._C` on torch's stable ABI, whose place plain
+PyTorch takes where it cannot be built.
 """
 
 import importlib.metadata
@@ -32,6 +33,16 @@ def index_builder() -> Extension:
         ["csrc/index_builder.cpp"],
         cxx_std=17,
         extra_compile_args=["-O3", *EXACT_FLAGS],
+    )
+
+
+def json_reader() -> Extension:
+    """The reader of corpora's lines, in C++."""
+    return Pybind11Extension(
+        "megalite.data._json_reader",
+        ["csrc/json_reader.cpp"],
+        cxx_std=17,
+        extra_compile_args=["-O3"],
     )
 
 
@@ -98,4 +109,4 @@ if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
     raise SystemExit("megalite needs setuptools 77.0.3 or newer to build: pip install --upgrade setuptools")
 
 ParallelCompile("MAX_JOBS", needs_recompile=is_stale).install()
-setup(ext_modules=[index_builder(), *kernels()], cmdclass={"build_ext": BuildExt})
+setup(ext_modules=[index_builder(), json_reader(), *kernels()], cmdclass={"build_ext": BuildExt})

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Seconds to build the index of a corpus from cold, as a ratio to megatron-core's functions.
+"""Seconds to build the index of a corpus, and the order of a blend, from cold, as ratios to megatron-core's.
 
 python benchmarks/index_build.py --documents 10000000
+python benchmarks/index_build.py --documents --blends 8 64 512
 
 Both give the same three arrays, which is checked, of documents with lengths like those of web text. Only the
 arrays are timed, in turns, so that a busy neighbour slows both; the ratio is of the medians. Megatron-core's
 part is what its GPTDataset runs where its cache is empty: _build_document_index, build_sample_idx and
-_build_shuffle_index.
+_build_shuffle_index. Of a blend it is build_blending_indices, on weights spread as sizes of corpora are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data import _index_builder
+from megalite.data.blend import normalized
 from megalite.data.gpt_index import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
 
 SEED = 1234
@@ -49,7 +52,7 @@ def megatron_index(lengths: npt.NDArray[np.int32], plan: EpochPlan, seq_length: 
     return GPTIndex(documents, samples, shuffle)
 
 
-def seconds(build: Callable[[], GPTIndex]) -> float:
+def seconds(build: Callable[[], object]) -> float:
     """How long one build takes."""
     start = time.perf_counter()
     build()
@@ -59,7 +62,9 @@ def seconds(build: Callable[[], GPTIndex]) -> float:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The corpus and how often it is indexed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--documents", type=int, nargs="*", default=[1_000_000, 10_000_000])
+    parser.add_argument("--blends", type=int, nargs="*", default=[], help="numbers of datasets to blend")
+    parser.add_argument("--blend-samples", type=int, default=1_000_000)
     parser.add_argument("--epochs", type=float, default=1.0, help="samples asked for, in epochs")
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
@@ -92,12 +97,40 @@ def compare(num_documents: int, options: argparse.Namespace) -> None:
     for name in ("document_index", "sample_index", "shuffle_index"):
         assert np.array_equal(getattr(mine, name), getattr(other, name)), name
     del mine, other
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats)]
+    print(f"{size}: {in_turns(ours, theirs, options.repeats)}")
+
+
+def in_turns(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> str:
+    """The medians of both and their ratio."""
+    pairs = [(seconds(ours), seconds(theirs)) for _ in range(repeats)]
     a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"{size}: megalite {a:.2f} s, megatron-core {b:.2f} s, ratio {b / a:.1f}")
+    return f"megalite {a:.3f} s, megatron-core {b:.3f} s, ratio {b / a:.1f}"
+
+
+def compare_blends(num_datasets: int, options: argparse.Namespace) -> None:
+    """Prints one blend's line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import helpers
+
+    n = options.blend_samples
+    weights = normalized(np.random.default_rng(SEED).lognormal(0, 1.5, num_datasets).tolist())
+
+    def ours() -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+        return _index_builder.build_blend_index(weights, n)
+
+    def theirs() -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+        datasets, samples = np.zeros(n, np.int16), np.zeros(n, np.int64)
+        helpers.build_blending_indices(datasets, samples, weights, num_datasets, n, False)
+        return datasets, samples
+
+    assert all(np.array_equal(a, b) for a, b in zip(ours(), theirs(), strict=True))
+    print(f"{num_datasets} datasets, {n:,} samples: {in_turns(ours, theirs, options.repeats)}")
 
 
 if __name__ == "__main__":
     given = parse()
     for number in given.documents:
         compare(number, given)
+    for number in given.blends:
+        compare_blends(number, given)

@@ -1,32 +1,42 @@
 """How fast is preprocessing, beside Megatron-LM's own tools on the same corpus and tokenizer?
 
-The corpus that ships with the repository is repeated to a size, which is kind to all tokenizers' caches.
-Each command runs on it and on one document, which tells what is start-up; the speed is that of the rest.
-Beside the speed by the clock stands that of one core by the processes' own time, which busy neighbours
-change little.
-Rows of what is not installed are left out by name.
+The corpus is the one that ships with the repository and the Python sources that are installed beside this
+Python, in a fixed random order, repeated to a size if they are less; a byte-level BPE is trained on it.
+Another corpus and tokenizer can be given. Each command runs on it and on its first document, which tells what
+is start-up; the speed is that of the rest. The ways take turns, and medians over the rounds are told: of the
+speeds, and of the ratios to megalite within a round. Beside the speed by the clock stands that of one core by
+the processes' own time, which busy neighbours change less. What cannot run is left out by name.
 
-    python benchmarks/preprocess.py --megatron ../Megatron-LM --megabytes 24 --workers 2
+    python benchmarks/preprocess.py --megatron ../Megatron-LM --rounds 5
+    python benchmarks/preprocess.py --megatron ../Megatron-LM --rounds 5 --only fast
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import filecmp
 import gzip
+import itertools
 import json
 import os
+import random
 import resource
+import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megalite.data.train_tokenizer import read_texts, train_bpe
+
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "scripts" / "corpus"
+NUM_TRAINING_TEXTS = 5000
 
 
 @dataclass(frozen=True)
@@ -45,44 +55,49 @@ class Seconds(NamedTuple):
     cores: float
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A command's time on the corpus and on one document; the output's prefix."""
+class Round(NamedTuple):
+    """A command's time on the corpus and on one document."""
 
     whole: Seconds
     startup: Seconds
-    output: Path
 
-    def speed(self, size: int) -> Seconds:
-        """MB/s by the clock, and of one core."""
-        return Seconds(
-            *(size / 1e6 / max(a - b, 1e-9) for a, b in zip(self.whole, self.startup, strict=True))
-        )
+    @property
+    def rest(self) -> Seconds:
+        """What is not start-up, by the clock and of cores."""
+        return Seconds(*(max(a - b, 1e-9) for a, b in zip(self.whole, self.startup, strict=True)))
 
 
-def write_inputs(folder: Path, num_bytes: int) -> tuple[Path, Path]:
-    """The repeated corpus, and its first document alone."""
-    data = gzip.decompress((CORPUS / "bible.jsonl.gz").read_bytes())
-    corpus, single = folder / "corpus.jsonl", folder / "single.jsonl"
-    with corpus.open("wb") as stream:
-        while stream.tell() < num_bytes:
-            stream.write(data)
-    single.write_bytes(data[: data.index(b"\n") + 1])
-    return corpus, single
+def write_corpus(path: Path, num_bytes: int) -> None:
+    """The documents that are at hand on every machine, repeated to a size."""
+    ours = gzip.decompress((CORPUS / "bible.jsonl.gz").read_bytes()).splitlines()
+    texts = [json.loads(line)["text"] for line in ours]
+    for source in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            texts.append(source.read_text("utf-8"))
+    random.Random(0).shuffle(texts)
+    with path.open("wb") as stream:
+        for text in itertools.cycle(texts):
+            if text:
+                stream.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+            if stream.tell() >= num_bytes:
+                return
 
 
-def write_tokenizer(folder: Path) -> Path:
+def write_tokenizer(folder: Path, corpus: Path, vocab_size: int, given: Path | None) -> Path:
     """The tokenizer in a folder of its own, with the configuration that transformers wants beside it."""
-    tokenizer = folder / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_bytes((CORPUS / "tokenizer.json").read_bytes())
+    folder.mkdir()
+    if given:
+        (folder / "tokenizer.json").write_bytes(given.read_bytes())
+    else:
+        texts = read_texts([str(corpus)], "text", max_documents=NUM_TRAINING_TEXTS)
+        (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
-    return tokenizer
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def rows(folder: Path, tokenizer: Path, megatron: Path | None, workers: int) -> list[Row]:
-    """The ways that are compared; the first is what the others are related to."""
+    """The ways that are compared; the others are related to the first."""
     without_fast_engine = folder / "no_gigatoken"
     without_fast_engine.mkdir()
     (without_fast_engine / "gigatoken.py").write_text('raise ImportError("left out on purpose")\n')
@@ -127,57 +142,93 @@ def cores_time() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def fastest(runs: list[Seconds]) -> Seconds:
-    """What else the machine does only slows runs down."""
-    return Seconds(*map(min, zip(*runs, strict=True)))
+def output_of(row: Row, folder: Path) -> Path:
+    """The prefix that a row writes to."""
+    return folder / row.name.translate({ord(c): "-" for c in " `,"})
 
 
-def measure(row: Row, corpus: Path, single: Path, folder: Path, repeats: int) -> Measured:
-    """The command on both inputs, several times."""
-    name = row.name.replace(" ", "-").replace("`", "").replace(",", "")
-    startup = fastest([run(row, single, folder / f"{name}-single-{i}") for i in range(repeats)])
-    whole = fastest([run(row, corpus, folder / f"{name}-{i}") for i in range(repeats)])
-    return Measured(whole, startup, folder / f"{name}-0_text_document")
+def one_round(row: Row, corpus: Path, single: Path, folder: Path) -> Round:
+    """The command on both inputs; what an earlier round has written is in nobody's way."""
+    output = output_of(row, folder)
+    for old in folder.glob(f"{output.name}*_text_document*"):
+        old.unlink()
+    startup = run(row, single, Path(f"{output}-single"))
+    return Round(run(row, corpus, output), startup)
 
 
-def same_output(first: Measured, second: Measured) -> str:
+def same_output(first: Row, second: Row, folder: Path) -> str:
     """Whether two commands wrote the same files, in words."""
     same = all(
-        filecmp.cmp(f"{first.output}.{kind}", f"{second.output}.{kind}", shallow=False)
+        filecmp.cmp(*(f"{output_of(row, folder)}_text_document.{kind}" for row in (first, second)), False)
         for kind in ("bin", "idx")
     )
     return "same bytes" if same else "OTHER BYTES"
+
+
+def take_turns(
+    found: list[Row], corpus: Path, single: Path, folder: Path, rounds: int
+) -> dict[str, list[Round]]:
+    """All ways in each round, so that what slows the machine down slows all of them down."""
+    results: dict[str, list[Round]] = {row.name: [] for row in found}
+    for _ in range(rounds):
+        for row in found:
+            if row.name not in results:
+                continue
+            try:
+                results[row.name].append(one_round(row, corpus, single, folder))
+            except RuntimeError as error:
+                print(f"left out: {row.name} ({error})")
+                del results[row.name]
+    return results
+
+
+def print_table(results: dict[str, list[Round]], size: int, same: dict[str, str]) -> None:
+    """Medians: of what a way takes, and of how many times as long as the first one it takes."""
+    base = next(iter(results.values()))
+    print(f"{'':37}{'median of a round':^35}  {'megalite is so many times as fast':^33}")
+    print(f"{'':37}{'whole s':>8}{'start s':>8}{'MB/s':>8}{'/core':>7}{'clock':>13}{'cores':>9}{'whole':>9}")
+    for name, rounds in results.items():
+        rest = [each.rest for each in rounds]
+        columns = (
+            (each.whole.clock for each in rounds),
+            (each.startup.clock for each in rounds),
+            (size / 1e6 / each.clock for each in rest),
+            (size / 1e6 / each.cores for each in rest),
+            (mine.clock / ours.rest.clock for mine, ours in zip(rest, base, strict=True)),
+            (mine.cores / ours.rest.cores for mine, ours in zip(rest, base, strict=True)),
+            (mine.whole.clock / ours.whole.clock for mine, ours in zip(rounds, base, strict=True)),
+        )
+        values = "{:8.1f}{:8.1f}{:8.1f}{:7.1f}{:13.2f}{:9.2f}{:9.2f}".format(*map(statistics.median, columns))
+        print(f"{name:37}{values}  {same[name]}")
 
 
 def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM that runs with this Python")
-    parser.add_argument("--megabytes", type=int, default=24)
+    parser.add_argument("--corpus", type=Path, help="JSONL to use instead of what is at hand")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use instead of training one")
+    parser.add_argument("--vocab-size", type=int, default=50_257, help="of the one that is trained")
+    parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="of the other ways only those with this in their names")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus, single = write_inputs(folder, args.megabytes * 1_000_000)
+        corpus, single = args.corpus or folder / "corpus.jsonl", folder / "single.jsonl"
+        if not args.corpus:
+            write_corpus(corpus, args.megabytes * 1_000_000)
+        with corpus.open("rb") as stream:
+            single.write_bytes(stream.readline())
+        tokenizer = write_tokenizer(folder / "tokenizer", corpus, args.vocab_size, args.tokenizer)
+        first, *others = rows(folder, tokenizer, args.megatron, args.workers)
+        found = [first, *(row for row in others if args.only is None or args.only in row.name)]
         size = corpus.stat().st_size
-        print(f"{size / 1e6:.1f} MB of JSONL, {args.workers} workers, best of {args.repeats}")
-        print(f"{'':32} {'whole s':>8} {'start s':>8} {'MB/s':>7} {'ratio':>6} {'MB/s/core':>9} {'ratio':>6}")
-        base: Measured | None = None
-        for row in rows(folder, write_tokenizer(folder), args.megatron, args.workers):
-            try:
-                result = measure(row, corpus, single, folder, args.repeats)
-            except RuntimeError as error:
-                print(f"left out: {row.name} ({error})")
-                continue
-            base = base or result
-            speed, of_base = result.speed(size), base.speed(size)
-            print(
-                f"{row.name:32} {result.whole.clock:8.1f} {result.startup.clock:8.1f} "
-                f"{speed.clock:7.1f} {speed.clock / of_base.clock:6.3f} "
-                f"{speed.cores:9.1f} {speed.cores / of_base.cores:6.3f}  {same_output(base, result)}",
-                flush=True,
-            )
+        print(f"{size / 1e6:.1f} MB of JSONL, {args.workers} workers, {args.rounds} rounds", flush=True)
+        results = take_turns(found, corpus, single, folder, args.rounds)
+        same = {row.name: same_output(first, row, folder) for row in found if row.name in results}
+        print_table(results, size, same)
 
 
 if __name__ == "__main__":

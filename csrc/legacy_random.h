@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "progress.h"
+
 // The Mersenne Twister MT19937 (Matsumoto and Nishimura 1998), a block of its numbers at a time.
 class LegacyRandom {
  public:
@@ -25,9 +27,10 @@ class LegacyRandom {
     }
   }
 
-  // Fisher and Yates from the last element down, as numpy's: element i changes place with one of [0, i].
+  // Fisher and Yates from the last element down, as numpy's: element i changes place with one of [0, i]. Counts
+  // elements.
   template <typename T>
-  void shuffle(T* values, std::int64_t size) {
+  void shuffle(T* values, std::int64_t size, Progress* progress) {
     std::array<std::int64_t, kBlock> targets;
     for (std::int64_t last = size - 1; last >= 1;) {
       const std::int64_t count = std::min<std::int64_t>(last, kBlock);
@@ -35,6 +38,7 @@ class LegacyRandom {
       for (std::int64_t k = 0; k < count; ++k) __builtin_prefetch(values + targets[k], 1);
       for (std::int64_t k = 0; k < count; ++k) std::swap(values[last - k], values[targets[k]]);
       last -= count;
+      add_to(progress, count);
     }
   }
 

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import difflib
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ def _partition(text: str) -> tuple[int, int]:
 
 def _key(text: str) -> str:
     """A JSON key becomes part of a file's name."""
-    if not text or re.search(r"[/\0]", text):
+    if not text or re.search(r"[/\0\ud800-\udfff]", text):  # the last stand for bytes that are not UTF-8
         raise argparse.ArgumentTypeError(f"{text!r} cannot be part of a file's name")
     return text
 
@@ -217,6 +218,7 @@ def main(arguments: list[str]) -> int:
         print("interrupted: the same command with --resume goes on", file=sys.stderr)
         return 130
     bar.end()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all is done: `| head` ends the program without a word
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
     if summary.was_complete:
         print(f"{outputs}: complete already")

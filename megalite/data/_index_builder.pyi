@@ -10,10 +10,12 @@ def build_sample_index(
     seq_length: int,
     num_samples: int,
     wide: bool = False,
+    progress: Progress | None = None,
 ) -> npt.NDArray[Any]: ...
 def build_blend_index(
-    weights: Sequence[float], num_samples: int
+    weights: Sequence[float], num_samples: int, progress: Progress | None = None
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...
+def empty_bytes(size: int) -> npt.NDArray[np.uint8]: ...
 def gather_samples(
     tokens: npt.NDArray[Any],
     sequence_offsets: npt.NDArray[Any],
@@ -24,6 +26,12 @@ def gather_samples(
     out: npt.NDArray[np.int64],
 ) -> tuple[int, int]: ...
 
+class Progress:
+    @property
+    def done(self) -> int: ...
+
 class LegacyRandom:
     def __init__(self, seed: int) -> None: ...
-    def fill_shuffled(self, out: npt.NDArray[Any], start: int, stop: int) -> None: ...
+    def fill_shuffled(
+        self, out: npt.NDArray[Any], start: int, stop: int, progress: Progress | None = None
+    ) -> None: ...

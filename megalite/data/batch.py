@@ -20,11 +20,17 @@ class Microbatch:
         tokens: int64 [b, s], the inputs.
         labels: int64 [b, s], the token that follows each input.
         sample_numbers: int64 [b], the samples' numbers in the whole run: dropout is keyed by them.
+        position_ids: int64 [b, s], positions in the documents; None for those in the sample.
+        document_ids: int64 [b, s], equal in one document; None where attention knows no documents.
+        loss_mask: bool [b, s], False for inputs whose loss does not count; None where all do.
     """
 
     tokens: Tensor
     labels: Tensor
     sample_numbers: Tensor
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+    loss_mask: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
+from megalite.data.build_progress import told
 from megalite.data.gpt import Dataset, gather
 from megalite.data.index_cache import Arrays, CacheKey, IndexCache
 from megalite.errors import UserError
@@ -79,6 +80,7 @@ class BlendedDataset:
     """Draws each sample from the dataset that is furthest behind its share; no randomness.
 
     Attributes:
+        datasets: what is blended.
         dataset_index: int16 [n], the dataset that a sample comes from.
         dataset_sample_index: int64 [n], its number there.
     """
@@ -102,10 +104,11 @@ class BlendedDataset:
             prefix: of the first corpus, beside which the default cache stands.
             split_name: for the names of files in the cache.
         """
-        self._datasets = tuple(datasets)
+        self.datasets = tuple(datasets)
 
         def build() -> Arrays:
-            chosen, numbers = _index_builder.build_blend_index(normalized(weights), num_samples)
+            with told(f"the order of the {split_name} blend", "samples", num_samples) as progress:
+                chosen, numbers = _index_builder.build_blend_index(normalized(weights), num_samples, progress)
             taken = np.bincount(chosen, minlength=len(datasets))
             assert all(n <= len(d) for n, d in zip(taken, datasets, strict=True)), "a dataset is too small"
             return {"dataset_index": chosen, "dataset_sample_index": numbers}
@@ -127,7 +130,7 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
-        dataset = self._datasets[int(self.dataset_index[index])]
+        dataset = self.datasets[int(self.dataset_index[index])]
         return dataset[int(self.dataset_sample_index[index])]
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -137,7 +140,7 @@ class BlendedDataset:
                 raise IndexError(f"sample {sample} of a blend of {len(self)}")
         datasets, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
         parts = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
-        texts = {d: gather(self._datasets[d], numbers[where]) for d, where in parts.items()}
+        texts = {d: gather(self.datasets[d], numbers[where]) for d, where in parts.items()}
         width = next(iter(texts.values())).shape[1]
         result = np.empty((len(samples), width), np.int64)
         for d, where in parts.items():

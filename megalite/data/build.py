@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
 from megalite.data.coverage import Coverage, log_coverage
+from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.gpt import Dataset, GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed import IndexedDataset
@@ -37,12 +38,14 @@ class DatasetSplits:
 
     Attributes:
         named: datasets to evaluate on that have names of their own, beside `valid` and `test`.
+        ends: what happens at the ends of documents in all of them; None where samples are taken whole.
     """
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
     named: tuple[NamedDataset, ...] = ()
+    ends: DocumentEnds | None = None
 
     def evaluated(self, split: str) -> list[tuple[str, Dataset]]:
         """The names and datasets that a split is evaluated on; the name is empty for the split's own."""
@@ -69,6 +72,7 @@ class BuildOptions(NamedTuple):
         blend_by: what datasets without weights are weighed by: "tokens", in whole samples, or "documents".
         cache: of the orders of samples; without one they are built in memory.
         batch_size: samples of a batch; training on a corpus that has fewer in all is refused.
+        ends: what happens at the ends of documents; corpora that do not mark them are refused then.
     """
 
     seq_length: int
@@ -77,6 +81,7 @@ class BuildOptions(NamedTuple):
     blend_by: str = "tokens"
     cache: IndexCache | None = None
     batch_size: int = 1
+    ends: DocumentEnds | None = None
 
 
 def num_samples_per_split(
@@ -97,14 +102,19 @@ def num_samples_per_split(
 
 
 def build_mock_datasets(
-    seq_length: int, num_samples: tuple[int, int, int], seed: int, vocab_size: int
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    vocab_size: int,
+    ends: DocumentEnds | None = None,
 ) -> DatasetSplits:
-    """As `build_datasets`, of random tokens and without any file."""
+    """As `build_datasets`, of random tokens and without any file; of documents where `ends` is given."""
+    eod = None if ends is None else ends.eod
     train, valid, test = (
-        MockDataset(number, seq_length, vocab_size, seed, i) if number > 0 else None
+        MockDataset(number, seq_length, vocab_size, seed, i, eod) if number > 0 else None
         for i, number in enumerate(num_samples)
     )
-    return DatasetSplits(train, valid, test)
+    return DatasetSplits(train, valid, test, ends=ends)
 
 
 def build_datasets(
@@ -143,10 +153,13 @@ def build_from_sources(
         options: what is the same for all.
 
     Raises:
-        UserError: a file is missing or damaged, a split is too small for one sample, or there is nothing to
-            train on.
+        UserError: a file is missing or damaged, a split is too small for one sample, there is nothing to
+            train on, or no end of a document where it is to be found.
     """
     opened = _open(sources)
+    if options.ends is not None:
+        for corpus in opened.values():
+            check_ends(corpus, options.ends.eod)
     asked = dict(zip(SPLIT_NAMES, num_samples, strict=True))
     _warn_of_overlap(sources, {split for split in SPLIT_NAMES if asked[split]})
     own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
@@ -160,7 +173,7 @@ def build_from_sources(
                 named.append(NamedDataset(split, blend.name, dataset))
     if own["train"] is None and asked["train"] > 0:
         raise UserError(_nothing_to_train_on(sources["train"]))
-    return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named))
+    return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named), options.ends)
 
 
 def _open(sources: Sources) -> dict[str, IndexedDataset]:

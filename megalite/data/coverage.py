@@ -61,7 +61,8 @@ class Coverage:
             f"{self.epochs:.3g} epochs of its {self.num_tokens:,} tokens"
         )
         if self.unseen >= 0.0005:
-            return f"{text}, {100 * self.unseen:.3g}% of which are never seen"
+            share = 1 if self.unseen == 1 else min(self.unseen, 0.9999)
+            return f"{text}, {100 * share:.4g}% of which are never seen"
         return f"{text}, each seen about {self.epochs:.1f} times" if self.epochs >= 1.05 else text
 
 

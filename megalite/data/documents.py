@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from megalite.data._json_reader import json_texts
 from megalite.data.parquet_reader import read_rows
 from megalite.data.zstandard_reader import open_zstandard
 from megalite.errors import UserError
@@ -154,16 +155,34 @@ def open_with_raw(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def parse_record(record: Record, json_keys: Sequence[str]) -> list[str]:
-    """The texts of a record, one a key.
+def parse_records(records: Sequence[Record], json_keys: Sequence[str]) -> list[list[bytes] | RecordError]:
+    """The texts of records in UTF-8, one a key; or why there are none.
+
+    JSON that is plain, as nearly all of a corpus is, is read in C++; all else by Python's json module.
+    """
+    lines = [record.data for record in records if record.kind == "json"]
+    plain = iter(json_texts(lines, json_keys))
+    found = (next(plain) if record.kind == "json" else None for record in records)
+    return [texts or _try_to_parse(record, json_keys) for record, texts in zip(records, found, strict=True)]
+
+
+def _try_to_parse(record: Record, json_keys: Sequence[str]) -> list[bytes] | RecordError:
+    try:
+        return parse_record(record, json_keys)
+    except RecordError as error:
+        return error
+
+
+def parse_record(record: Record, json_keys: Sequence[str]) -> list[bytes]:
+    """The texts of a record in UTF-8, one a key.
 
     Raises:
         RecordError: it is not valid, or lacks a key, or a value is not text.
     """
-    return [_without_surrogates(text) for text in _PARSERS[record.kind](record.data, json_keys)]
+    return _PARSERS[record.kind](record.data, json_keys)
 
 
-def _parse_json(data: bytes, keys: Sequence[str]) -> list[str]:
+def _parse_json(data: bytes, keys: Sequence[str]) -> list[bytes]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -173,8 +192,8 @@ def _parse_json(data: bytes, keys: Sequence[str]) -> list[str]:
     return _parse_row(value, keys)
 
 
-def _parse_row(row: dict[str, Any], keys: Sequence[str]) -> list[str]:
-    return [_text_at(row, key) for key in keys]
+def _parse_row(row: dict[str, Any], keys: Sequence[str]) -> list[bytes]:
+    return [_encode(_text_at(row, key)) for key in keys]
 
 
 def _text_at(row: dict[str, Any], key: str) -> str:
@@ -189,29 +208,27 @@ def _text_at(row: dict[str, Any], key: str) -> str:
     return value
 
 
-def _parse_bad(why: str, keys: Sequence[str]) -> list[str]:
+def _parse_bad(why: str, keys: Sequence[str]) -> list[bytes]:
     raise RecordError(why)
 
 
-def _parse_text(data: bytes, keys: Sequence[str]) -> list[str]:
+def _parse_text(data: bytes, keys: Sequence[str]) -> list[bytes]:
     try:
-        return [data.decode()]
+        data.decode()
     except UnicodeDecodeError as error:
         raise RecordError(f"not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+    return [data]
 
 
-def _without_surrogates(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate, which JSON allows and no tokenizer takes."""
-    if text.isascii():
-        return text
+def _encode(text: str) -> bytes:
+    """The text in UTF-8, with U+FFFD for each lone surrogate, which JSON allows and no tokenizer takes."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 
-_PARSERS: dict[str, Callable[[Any, Sequence[str]], list[str]]] = {
+_PARSERS: dict[str, Callable[[Any, Sequence[str]], list[bytes]]] = {
     "json": _parse_json,
     "row": _parse_row,
     "text": _parse_text,

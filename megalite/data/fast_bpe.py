@@ -8,7 +8,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
+import numpy as np
+
+from megalite.data.id_array import IdArray, id_arrays
+
+EncodeArrays = Callable[[Sequence[bytes]], list[IdArray]]
+"""Of texts in UTF-8."""
 
 SAMPLE = (
     "",
@@ -32,7 +37,7 @@ SAMPLE = (
 _NUM_VOCABULARY_TEXTS = 2000
 
 
-def fast_engine(reference: Any) -> EncodeBatch | None:
+def fast_engine(reference: Any) -> EncodeArrays | None:
     """The fast engine for a byte-level BPE of the `tokenizers` library; None where there is none.
 
     It is compared with the library on texts in which pretokenizers differ and on pieces of the vocabulary,
@@ -50,26 +55,32 @@ def fast_engine(reference: Any) -> EncodeBatch | None:
         return None
     description["post_processor"] = None  # it adds special tokens
     try:
-        engine = gigatoken.Tokenizer.from_json(json.dumps(description))
-        sample = [*SAMPLE, *_vocabulary_texts(reference)]
-        same = engine.encode_batch_list(sample) == reference_engine(reference)(sample)
+        encode = gigatoken.Tokenizer.from_json(json.dumps(description)).encode
+
+        def encode_arrays(texts: Sequence[bytes]) -> list[IdArray]:
+            # One by one: a batch would come as lists, or as an array of a library that takes long to import.
+            return [encode(text) for text in texts]
+
+        sample = [text.encode() for text in (*SAMPLE, *_vocabulary_texts(reference))]
+        same = all(map(np.array_equal, encode_arrays(sample), reference_engine(reference)(sample)))
     except (KeyboardInterrupt, SystemExit):
         raise
     except (
         BaseException
     ):  # whatever it says of a tokenizer that it does not know; Rust's panics are no Exception
         return None
-    return (lambda texts: engine.encode_batch_list(list(texts))) if same else None
+    return encode_arrays if same else None
 
 
-def reference_engine(reference: Any) -> EncodeBatch:
+def reference_engine(reference: Any) -> EncodeArrays:
     """The library's own encoding of many texts, without the offsets that nothing here needs."""
     encode = getattr(reference, "encode_batch_fast", reference.encode_batch)  # tokenizers before 0.20
 
-    def encode_batch(texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in encode(list(texts), add_special_tokens=False)]
+    def encode_arrays(texts: Sequence[bytes]) -> list[IdArray]:
+        decoded = [text.decode() for text in texts]
+        return id_arrays(encoding.ids for encoding in encode(decoded, add_special_tokens=False))
 
-    return encode_batch
+    return encode_arrays
 
 
 def _is_byte_level_bpe(description: dict[str, Any]) -> bool:

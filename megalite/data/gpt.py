@@ -42,6 +42,7 @@ class GPTDataset:
     """The samples of one split of one dataset.
 
     Attributes:
+        indexed: the corpus.
         index: the document, sample and shuffle index.
 
     Raises:
@@ -71,7 +72,7 @@ class GPTDataset:
             split_name: for messages, and the names of files in the cache.
             cache: if given, where the index is mapped from and kept.
         """
-        self._indexed = indexed
+        self.indexed = indexed
         self._seq_length = seq_length
         self._vocab_size = vocab_size
         lengths = indexed.sequence_lengths
@@ -84,7 +85,7 @@ class GPTDataset:
             )
         asked = (lengths, sequences, num_samples, seq_length, seed)
         if cache is None:
-            self.index = build_gpt_index(*asked)
+            self.index = build_gpt_index(*asked, f"the order of the {split_name} split of {indexed.prefix}")
         else:
             self.index = cached_gpt_index(cache, indexed.prefix, split_name, *asked)
 
@@ -104,14 +105,14 @@ class GPTDataset:
         """The samples of these numbers in the shuffled order, int64 [b, S + 1], read without the GIL.
 
         Raises:
-            UserError: a token id is outside the vocabulary.
+            UserError: a token id is outside the vocabulary, or the index that the cache keeps is damaged.
             IndexError: there is no such sample.
         """
         for sample in samples.tolist():
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         rows = self.index.shuffle_index[samples].astype(np.int64)
-        if self._indexed.is_remote:
+        if self.indexed.is_remote:
             text = np.stack([self._read_in_sequences(row) for row in rows.tolist()])
             smallest, largest = int(text.min()), int(text.max())
         else:
@@ -123,21 +124,27 @@ class GPTDataset:
     def _read_mapped(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int, int]:
         """The samples of these rows, and their smallest and largest token."""
         text = np.empty((len(rows), self._seq_length + 1), np.int64)
-        smallest, largest = _index_builder.gather_samples(
-            self._indexed.tokens,
-            self._indexed.sequence_offsets,
-            self._indexed.sequence_lengths,
-            self.index.document_index,
-            self.index.sample_index.reshape(-1),
-            rows,
-            text,
-        )
+        try:
+            smallest, largest = _index_builder.gather_samples(
+                self.indexed.tokens,
+                self.indexed.sequence_offsets,
+                self.indexed.sequence_lengths,
+                self.index.document_index,
+                self.index.sample_index.reshape(-1),
+                rows,
+                text,
+            )
+        except IndexError as error:  # the corpus was checked on opening; a kept index is mapped as it is
+            raise UserError(
+                f"the index of {self.indexed.prefix} that is kept in --data-cache-path, by default "
+                f"{self.indexed.prefix}/cache, is damaged ({error}): delete it, to have it built again"
+            ) from None
         return text, smallest, largest
 
     def _read_in_sequences(self, row: int) -> npt.NDArray[np.int64]:
         """One sample, of no more than the sequences that it lies in: what else there is may be far away."""
         (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
-        parts = [self._indexed[i] for i in self.index.document_index[first : last + 1].tolist()]
+        parts = [self.indexed[i] for i in self.index.document_index[first : last + 1].tolist()]
         parts[-1] = parts[-1][: end + 1]
         parts[0] = parts[0][begin:]
         return np.concatenate(parts).astype(np.int64)
@@ -147,11 +154,11 @@ class GPTDataset:
         for row in rows.tolist():
             first, last = self.index.sample_index[row : row + 2, 0].tolist()
             for sequence in self.index.document_index[first : last + 1].tolist():
-                tokens = self._indexed[sequence]
+                tokens = self.indexed[sequence]
                 wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
                 if len(wrong):
                     raise UserError(
-                        f"document {self._indexed.document_of(sequence)} of {self._indexed.prefix} has token "
+                        f"document {self.indexed.document_of(sequence)} of {self.indexed.prefix} has token "
                         f"id {wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the "
                         "tokenizer of this model, or raise the vocabulary's size"
                     )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
+from megalite.data.build_progress import told
 from megalite.data.index_cache import CacheKey, IndexCache, digest_of
 from megalite.errors import UserError
 
@@ -84,6 +85,7 @@ def build_gpt_index(
     num_samples: int | None,
     seq_length: int,
     seed: int,
+    name: str = "the order of samples",
 ) -> GPTIndex:
     """Builds the three arrays for the given consecutive sequences of a dataset.
 
@@ -93,12 +95,13 @@ def build_gpt_index(
         num_samples: at least so many samples, from as many epochs as it takes; None for those of one epoch.
         seq_length: S; a sample holds S + 1 tokens.
         seed: of the shuffles; every dataset and split starts afresh from it.
+        name: what a long build calls itself while it tells its progress.
 
     Raises:
         UserError: the sequences hold no token.
     """
     plan = plan_epochs(_num_tokens(sequence_lengths, sequences), num_samples, seq_length)
-    return _build(sequence_lengths, sequences, plan, seq_length, seed)
+    return _build(sequence_lengths, sequences, plan, seq_length, seed, name)
 
 
 def cached_gpt_index(
@@ -129,9 +132,10 @@ def cached_gpt_index(
     num_entries = plan.num_epochs * len(sequences) + 3 * plan.num_samples
     key = CacheKey("GPTDataset", split_name, values, num_entries, prefix)
     names = [field.name for field in fields(GPTIndex)]
+    name = f"the order of the {split_name} split of {prefix}"
 
     def build() -> dict[str, npt.NDArray[Any]]:
-        index = _build(sequence_lengths, sequences, plan, seq_length, seed)
+        index = _build(sequence_lengths, sequences, plan, seq_length, seed, name)
         return {name: getattr(index, name) for name in names}
 
     return GPTIndex(**cache.get(key, names, build))
@@ -142,35 +146,56 @@ def _num_tokens(sequence_lengths: npt.NDArray[np.int32], sequences: range) -> in
 
 
 def _build(
-    sequence_lengths: npt.NDArray[np.int32], sequences: range, plan: EpochPlan, seq_length: int, seed: int
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: range,
+    plan: EpochPlan,
+    seq_length: int,
+    seed: int,
+    name: str,
 ) -> GPTIndex:
     """Shuffles the documents, then cuts the samples while they are shuffled in another thread."""
     random = _index_builder.LegacyRandom(seed)
-    documents = _document_index(sequences, plan, random)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        shuffle = pool.submit(_shuffle_index, plan, random)
+    num_documents = plan.num_epochs * len(sequences)
+    with (
+        told(name, "documents and samples", 2 * num_documents + plan.num_samples) as progress,
+        ThreadPoolExecutor(max_workers=1) as pool,
+    ):
+        documents = _document_index(sequences, plan, random, progress)
+        shuffle = pool.submit(_shuffle_index, plan, random, progress)
         samples = _index_builder.build_sample_index(
-            sequence_lengths, documents, seq_length, plan.num_samples, wide=len(documents) > _INT32_MAX
+            sequence_lengths, documents, seq_length, plan.num_samples, num_documents > _INT32_MAX, progress
         )
         return GPTIndex(documents, samples, shuffle.result())
 
 
 def _document_index(
-    sequences: range, plan: EpochPlan, random: _index_builder.LegacyRandom
+    sequences: range,
+    plan: EpochPlan,
+    random: _index_builder.LegacyRandom,
+    progress: _index_builder.Progress,
 ) -> npt.NDArray[Any]:
     """The sequences of all epochs, shuffled together, but for a last epoch that is shuffled apart."""
     dtype = np.int32 if sequences.stop <= _INT32_MAX else np.int64
-    index = np.empty(plan.num_epochs * len(sequences), dtype)
+    index = _empty(plan.num_epochs * len(sequences), dtype)
     together = len(index) if plan.num_samples_before_last is None else len(index) - len(sequences)
     for part in (index[:together], index[together:]):
-        random.fill_shuffled(part, sequences.start, sequences.stop)
+        random.fill_shuffled(part, sequences.start, sequences.stop, progress)
     return index
 
 
-def _shuffle_index(plan: EpochPlan, random: _index_builder.LegacyRandom) -> npt.NDArray[Any]:
+def _shuffle_index(
+    plan: EpochPlan, random: _index_builder.LegacyRandom, progress: _index_builder.Progress
+) -> npt.NDArray[Any]:
     """The samples' numbers, those before a last epoch apart from those in it."""
-    index = np.empty(plan.num_samples, np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)
+    index = _empty(plan.num_samples, np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)
     boundary = plan.num_samples if plan.num_samples_before_last is None else plan.num_samples_before_last
-    random.fill_shuffled(index[:boundary], 0, boundary)
-    random.fill_shuffled(index[boundary:], boundary, plan.num_samples)
+    random.fill_shuffled(index[:boundary], 0, boundary, progress)
+    random.fill_shuffled(index[boundary:], boundary, plan.num_samples, progress)
     return index
+
+
+def _empty(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """As `np.empty`, but quicker to fill: most of the time of a small index would go into page faults."""
+    dtype = np.dtype(dtype)
+    array: npt.NDArray[Any] = _index_builder.empty_bytes(size * dtype.itemsize).view(dtype)
+    return array

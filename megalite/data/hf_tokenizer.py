@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.data.fast_bpe import EncodeBatch, fast_engine, reference_engine
+from megalite.data.fast_bpe import EncodeArrays, fast_engine, reference_engine
+from megalite.data.id_array import IdArray
 from megalite.errors import UserError
 
 _EOD_NAMES = (
@@ -38,7 +39,7 @@ class HuggingFaceTokenizer:
         library.no_truncation()
         library.no_padding()
         self._library = library
-        self._engine: EncodeBatch | None = None
+        self._engine: EncodeArrays | None = None
         self._source = source
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if not vocab:
@@ -73,7 +74,10 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode` of each, in the fastest engine that gives the same, with the GIL released."""
+        """As `encode` of each, in the fastest engine that gives the same."""
+        return [ids.tolist() for ids in self.encode_arrays([text.encode() for text in texts])]
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
         if self._engine is None:
             self._engine = fast_engine(self._library) or reference_engine(self._library)
         return self._engine(texts)

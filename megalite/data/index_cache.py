@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.log import log
+from megalite.data.storage import is_remote
+from megalite.log import THIS_RANK, log
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -79,9 +80,9 @@ class IndexCache:
         """
         folder = self._folder
         if folder is None:
-            if key.num_entries < MIN_ENTRIES or "://" in key.prefix:
+            if key.num_entries < MIN_ENTRIES or is_remote(key.prefix):
                 return build()
-            folder = Path(key.prefix) / "cache" / f"{key.kind}_indices"
+            folder = Path(key.prefix.removeprefix("file://")) / "cache" / f"{key.kind}_indices"
         entry = _Entry(folder, key, names)
         arrays = entry.load()
         return _build_once(entry, build) if arrays is None else arrays
@@ -147,14 +148,16 @@ def _build_once(entry: _Entry, build: Callable[[], Arrays]) -> Arrays:
 
 def _build_and_save(entry: _Entry, build: Callable[[], Arrays]) -> Arrays:
     key, start = entry.key, time.monotonic()
-    log.info("building the %s index of the %s split of %s", key.kind, key.split, key.prefix)
+    log.info(  # one rank a file system builds, whichever it is, and tells
+        "building the %s index of the %s split of %s", *(key.kind, key.split, key.prefix), extra=THIS_RANK
+    )
     arrays = build()
     try:
         entry.save(arrays)
     except OSError as error:
         _warn_not_kept(entry, error)
         return arrays
-    log.info("built in %.1f s and kept in %s", time.monotonic() - start, entry.folder)
+    log.info("built in %.1f s and kept in %s", *(time.monotonic() - start, entry.folder), extra=THIS_RANK)
     entry.lock.unlink(missing_ok=True)  # who holds this file by now finds the entry whole
     return entry.load() or arrays
 

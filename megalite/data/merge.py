@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, IndexedDataset
-from megalite.data.tokenizer_digest import digest_path, read_tokenizer_digest
+from megalite.data.storage import require_local
+from megalite.data.tokenizer_digest import copy_tokenizer_digest, digest_path, read_tokenizer_digest
 from megalite.errors import UserError
 
 _BLOCK = 1 << 20
@@ -63,9 +62,10 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     names until both files are whole, and the .idx is put in place last.
 
     Raises:
-        UserError: an input is damaged, the token types differ, the output exists or is an input, or the disk
-            is full.
+        UserError: an input is damaged, the token types differ, the output exists, is an input or a URL, or
+            the disk is full.
     """
+    require_local("--output-prefix", output_prefix)
     paths = [f"{output_prefix}{ending}" for ending in (".bin", ".idx")]
     inputs = {os.path.realpath(f"{prefix}.bin") for prefix in prefixes}
     if os.path.realpath(paths[0]) in inputs:
@@ -82,12 +82,12 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
         _write(temporary[1], lambda stream: _join_indices(sources, stream))
         if os.path.exists(paths[1]):
             os.remove(paths[1])  # a new .bin must never be read through an old .idx
-        for source, target in zip(temporary, paths, strict=True):
-            os.replace(source, target)
         if of_tokenizer is None:
             digest_path(output_prefix).unlink(missing_ok=True)  # of what stood here before
         else:
-            shutil.copyfile(of_tokenizer, digest_path(output_prefix))
+            copy_tokenizer_digest(of_tokenizer, output_prefix)
+        for source, target in zip(temporary, paths, strict=True):
+            os.replace(source, target)
     except OSError as error:
         raise UserError(f"cannot write {output_prefix}.bin and .idx: {error.strerror or error}") from None
     finally:
@@ -118,8 +118,8 @@ def _check_types(sources: Sequence[IndexedDataset]) -> None:
             )
 
 
-def _shared_digest(prefixes: Sequence[str]) -> Path | None:
-    """The file that says which tokenizer made all of them; None where one of them has none.
+def _shared_digest(prefixes: Sequence[str]) -> str | None:
+    """The prefix of one whose tokenizer made all of them; None where one of them does not say.
 
     Raises:
         UserError: two of them were made with different tokenizers.
@@ -129,7 +129,7 @@ def _shared_digest(prefixes: Sequence[str]) -> Path | None:
     for prefix, digest in known.items():
         if digest != known[first := next(iter(known))]:
             raise UserError(f"{first} and {prefix} were made with different tokenizers: preprocess one again")
-    return digest_path(prefixes[0]) if len(known) == len(prefixes) else None
+    return prefixes[0] if len(known) == len(prefixes) else None
 
 
 def _write(path: str, fill: Callable[[BinaryIO], None]) -> None:

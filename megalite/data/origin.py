@@ -35,8 +35,6 @@ class Origin:
 def origins_of(dataset: Dataset, index: int) -> list[Origin]:
     """The pieces that make up a sample, in their order; their tokens joined are the sample's.
 
-    For fill-in-the-middle they are those of the sample before its documents are turned.
-
     With fill-in-the-middle they are those of the sample before its documents are cut.
 
     Raises:
@@ -47,9 +45,7 @@ def origins_of(dataset: Dataset, index: int) -> list[Origin]:
         return origins_of(dataset.plain, index)
     if isinstance(dataset, BlendedDataset):
         number = int(dataset.dataset_index[index])
-        return origins_of(dataset._datasets[number], int(dataset.dataset_sample_index[index]))
-    if isinstance(dataset, FillInMiddleDataset):
-        return origins_of(dataset.plain, index)
+        return origins_of(dataset.datasets[number], int(dataset.dataset_sample_index[index]))
     if isinstance(dataset, GPTDataset):
         return _gpt_origins(dataset, index)
     raise UserError("these samples come from no corpus: their tokens are random (--mock-data)")
@@ -58,7 +54,7 @@ def origins_of(dataset: Dataset, index: int) -> list[Origin]:
 def _gpt_origins(dataset: GPTDataset, index: int) -> list[Origin]:
     if not 0 <= index < len(dataset):
         raise IndexError(f"sample {index} of a dataset of {len(dataset)}")
-    indexed = dataset._indexed
+    indexed = dataset.indexed
     row = int(dataset.index.shuffle_index[index])
     (first, begin), (last, end) = dataset.index.sample_index[row : row + 2].tolist()
     origins = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.data.documents import find_inputs, is_compressed
 from megalite.data.indexed_writer import token_dtype
-from megalite.data.preprocessing.encoder import MAX_MESSAGES, PieceResult
+from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult
 from megalite.data.preprocessing.job import PreprocessJob
 from megalite.data.preprocessing.join import join
 from megalite.data.preprocessing.ledger import Ledger
@@ -21,6 +21,7 @@ from megalite.data.preprocessing.pool import EncoderPool
 from megalite.data.preprocessing.report import DatasetReport, digests, name_histogram, read_report
 from megalite.data.preprocessing.sentences import sentence_splitter
 from megalite.data.preprocessing.totals import ColumnTotal, Progress
+from megalite.data.storage import require_local
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_digest import write_tokenizer_digest
 from megalite.errors import UserError
@@ -54,8 +55,8 @@ def num_cores() -> int:
 def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Summary:
     """Tokenizes all documents; each output appears under its name once it is whole.
 
-    A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` goes on; one that
-    fails leaves nothing.
+    A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` goes on. One that
+    fails leaves nothing; if it has gone on from an earlier run, it leaves what is done to be gone on with.
 
     Args:
         job: what to do.
@@ -66,6 +67,7 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Sum
             is bad (unless these are skipped), there is no document at all, or what is to be resumed is
             another job.
     """
+    require_local("--output-prefix", job.output_prefix)
     tokenizer = job.build_tokenizer()
     if job.append_eod:
         _ = tokenizer.eod  # a vocabulary without one is told before any work
@@ -87,8 +89,11 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Sum
         else:
             header = {"identity": identity, "stream_compressed": plan.stream_compressed}
             ledger.start(header)
-        run.encode(ledger, pieces)
-        reports = run.write(ledger.folder, tokenizer, identity)
+        try:
+            run.encode(ledger, pieces)
+            reports = run.write(ledger.folder, tokenizer, identity)
+        except CannotWrite as error:
+            raise UserError(f"{error}; {ledger.fate}") from None
     return Summary(run.progress, tuple(reports))
 
 
@@ -176,8 +181,11 @@ class _Run:
         """Joins the shards, and puts all datasets in place, each .idx last."""
         for key, total in zip(self._job.json_keys, self._totals, strict=True):
             if total.num_documents == 0:
+                index, count = self._job.partition
+                part = f"part {index}/{count} of the input" if count > 1 else "the input"
+                hint = " (fewer parts have more each)" if count > 1 else ""
                 raise UserError(
-                    f"the input has no document with text under the key {key!r}: nothing is written"
+                    f"{part} has no document with text under the key {key!r}: nothing is written{hint}"
                 )
         try:
             reports = [
@@ -187,9 +195,7 @@ class _Run:
             for k, report in enumerate(reports):
                 _put_in_place(Path(folder, str(k)), report.prefix, tokenizer)
         except OSError as error:
-            raise UserError(
-                f"cannot write {self._job.stem}: {error.strerror}; what was unfinished is removed"
-            ) from None
+            raise CannotWrite(f"cannot write {self._job.stem}: {error.strerror}") from None
         self.progress.seconds = time.monotonic() - self._started
         return reports
 
@@ -198,7 +204,7 @@ class _Run:
     ) -> DatasetReport:
         total, dtype = self._totals[k], token_dtype(tokenizer.vocab_size)
         join(str(path.parent), total.extents, dtype, f"{path}.bin", f"{path}.idx")
-        unknown = getattr(tokenizer, "unk", None)
+        unknown = tokenizer.unk
         report = DatasetReport(
             prefix=self._job.prefix(self._job.json_keys[k]),
             num_documents=total.num_documents,

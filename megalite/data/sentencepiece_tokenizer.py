@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.data.id_array import IdArray, id_arrays
 from megalite.errors import UserError
 
 _EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
@@ -53,6 +54,9 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._library.encode(list(texts), out_type=int, add_bos=self._begins_texts)
         return ids
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        return id_arrays(self.encode_batch([text.decode() for text in texts]))
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode(list(ids))

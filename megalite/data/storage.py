@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,16 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
+def require_local(flag: str, path: str) -> None:
+    """Refuses a URL where files are written: it would name a folder of this machine.
+
+    Raises:
+        UserError: it is one.
+    """
+    if "://" in path:
+        raise UserError(f"{flag} {path} is a URL: write to this machine, and copy the files to the store")
+
+
 def open_bytes(path: str) -> MappedBytes:
     """Opens a file of this machine, or of any store that fsspec knows.
 
@@ -33,6 +46,20 @@ def open_bytes(path: str) -> MappedBytes:
         UserError: it cannot be read.
     """
     return CachedBytes(path) if is_remote(path) else MappedBytes(path.removeprefix("file://"))
+
+
+def read_small(path: str) -> bytes:
+    """A small file as it is now, kept nowhere.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it is on this machine, and cannot be read.
+        UserError: it is in a store, and cannot be read.
+    """
+    if not is_remote(path):
+        return Path(path.removeprefix("file://")).read_bytes()
+    files, inner = _file_system(path)
+    return bytes(_ask(path, files.cat_file, inner, start=None, end=None))
 
 
 class MappedBytes:
@@ -64,6 +91,10 @@ class CachedBytes(MappedBytes):
     it; a byte for each block, in a second one, says which are there. A block is marked after its bytes are on
     disk: whatever kills a process or the machine, a marked block is whole. The files' name is a digest of the
     URL and of the store's mark of this version, so that a changed object is read anew.
+
+    The files outlive the run, for the next one. Those that no process has open are removed, unused longest
+    first, while all of them take more than half of what the disk has for them (theirs and free space). What a
+    run has open is never removed: it needs room for all that it reads.
     """
 
     def __init__(self, url: str, folder: Path | None = None) -> None:
@@ -75,17 +106,19 @@ class CachedBytes(MappedBytes):
         """
         self._url = url
         self._files, self._path = _file_system(url)
-        info = self._ask(self._files.info, self._path)
+        info = _ask(url, self._files.info, self._path)
         if info.get("size") is None or info.get("type", "file") != "file":
             raise UserError(f"cannot read {url}: it is no file of known size")
         num_bytes = int(info["size"])
         folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
-        mark = f"{url}\n{num_bytes}\n{self._ask(self._files.ukey, self._path)}"
+        mark = f"{url}\n{num_bytes}\n{_ask(url, self._files.ukey, self._path)}"
         name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():  # whoever owns it could change the tokens
                 raise PermissionError(errno.EPERM, "the folder belongs to another user")
+            self._in_use = _held(Path(f"{name}.marks"))
+            _make_room(folder)
             self._bytes = _sized(f"{name}.bytes", num_bytes)
             marks = _sized(f"{name}.marks", -(-num_bytes // BLOCK_BYTES))
             self.array = _map(f"{name}.bytes", num_bytes, "r")
@@ -103,7 +136,7 @@ class CachedBytes(MappedBytes):
             return
         for first, last in self._missing(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(self.array))
-            data = self._ask(self._files.cat_file, self._path, start=start, end=stop)
+            data = _ask(self._url, self._files.cat_file, self._path, start=start, end=stop)
             if len(data) != stop - start:
                 raise UserError(f"cannot read {self._url}: {len(data)} bytes came, not {stop - start}")
             try:
@@ -120,14 +153,16 @@ class CachedBytes(MappedBytes):
                 part = run[i : i + _MAX_REQUEST_BLOCKS]
                 yield int(part[0]), int(part[-1]) + 1
 
-    def _ask(self, call: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return call(*args, **options)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # each store's library has exceptions of its own
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise UserError(f"cannot read {self._url}: {reason}") from None
+
+def _ask(url: str, call: Any, *args: Any, **options: Any) -> Any:
+    """What a store answers."""
+    try:
+        return call(*args, **options)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each store's library has exceptions of its own
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot read {url}: {reason}") from None
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -141,6 +176,44 @@ def _file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:  # a store's own package is missing, or no store is called so
         raise UserError(f"cannot read {url}: {error}") from None
     return files, path
+
+
+def _held(path: Path) -> BinaryIO:
+    """Opens a file, new or old, so that `_make_room` leaves it alone until it is closed."""
+    while True:
+        file = path.open("ab")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                os.utime(path)
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()  # it was removed before it was held
+
+
+def _make_room(folder: Path) -> None:
+    """Removes objects that no process has open while the folder holds over half of what there is room for."""
+    entries = []
+    for marks in folder.glob("*.marks"):
+        with suppress(FileNotFoundError):  # another process makes room too, or has yet to write
+            num_bytes = marks.with_suffix(".bytes").stat().st_blocks * 512
+            entries.append((marks.stat().st_mtime, marks, num_bytes))
+    kept = sum(num_bytes for _, _, num_bytes in entries)
+    limit = (kept + shutil.disk_usage(folder).free) // 2
+    for _, marks, num_bytes in sorted(entries):
+        if kept > limit and _remove_unused(marks):
+            kept -= num_bytes
+
+
+def _remove_unused(marks: Path) -> bool:
+    """Removes an object's files, unless a process has them open."""
+    with suppress(FileNotFoundError, BlockingIOError), marks.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        marks.with_suffix(".bytes").unlink(missing_ok=True)
+        marks.unlink()
+        return True
+    return False
 
 
 def _sized(name: str, num_bytes: int) -> Path:

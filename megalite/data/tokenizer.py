@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from megalite.config import DataConfig
 from megalite.data.hf_tokenizer import HuggingFaceTokenizer, gpt2_bpe_tokenizer
+from megalite.data.id_array import IdArray, id_arrays
 from megalite.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megalite.errors import UserError
 
@@ -19,6 +23,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: one more than the largest id.
         eod: id of the token that ends a document. A UserError where the vocabulary has none.
+        unk: id of the token for what the vocabulary has no piece for; None where there is none.
     """
 
     @property
@@ -27,9 +32,19 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int: ...
 
+    @property
+    def unk(self) -> int | None: ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        """As `encode_batch`, from UTF-8 to arrays: for much text, as nothing here is a Python object a token.
+
+        Texts that are not valid UTF-8 are the caller's mistake, which need not be noticed.
+        """
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -54,12 +69,16 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    unk = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; the end-of-document token has none, and broken UTF-8 becomes U+FFFD."""
@@ -74,6 +93,8 @@ class NullTokenizer:
 
     The vocabulary of the given size is followed by an end-of-document token.
     """
+
+    unk = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
@@ -96,6 +117,9 @@ class NullTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        return id_arrays(self.encode(text.decode()) for text in texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
@@ -136,6 +160,22 @@ def build_tokenizer(
         hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(_BUILDERS)}"
         raise UserError(f"--tokenizer-type {kind} is unknown: {hint}")
     return _BUILDERS[kind](kind, files)
+
+
+def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer that a config names.
+
+    Raises:
+        UserError: as `build_tokenizer`.
+    """
+    return build_tokenizer(
+        data.resolved_tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        name_or_path=data.tokenizer_name_or_path,
+        vocab_size=vocab_size,
+    )
 
 
 def _type_for(files: TokenizerFiles) -> str:

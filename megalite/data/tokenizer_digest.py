@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from megalite.config import DataConfig
 from megalite.data.fast_bpe import SAMPLE
-from megalite.data.tokenizer import NullTokenizer, Tokenizer
+from megalite.data.storage import read_small
+from megalite.data.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.errors import UserError
 
 _NUM_PROBES = 2000
@@ -31,9 +34,21 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     if not isinstance(tokenizer, NullTokenizer):  # whose text is ids already
         step = max(1, size // _NUM_PROBES)
         texts = [*SAMPLE, *(tokenizer.decode([i]) for i in range(0, size, step) if i != eod)]
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            digest.update(json.dumps([text, ids]).encode())
+        for text in texts:  # one by one: no fast engine is worth its start here
+            digest.update(json.dumps([text, tokenizer.encode(text)]).encode())
     return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def digest_of(data: DataConfig, vocab_size: int | None) -> str | None:
+    """The digest of the tokenizer that a config names, None where it names none; taken once a run.
+
+    Raises:
+        UserError: the tokenizer cannot be read.
+    """
+    if data.resolved_tokenizer_type is None:
+        return None
+    return tokenizer_digest(configured_tokenizer(data, vocab_size))
 
 
 def write_tokenizer_digest(prefix: str, tokenizer: Tokenizer) -> None:
@@ -47,10 +62,23 @@ def write_tokenizer_digest(prefix: str, tokenizer: Tokenizer) -> None:
         "vocab_size": tokenizer.vocab_size,
         "eod": _eod(tokenizer),
     }
+    _write(prefix, f"{json.dumps(record, indent=1)}\n".encode())
+
+
+def copy_tokenizer_digest(source: str, prefix: str) -> None:
+    """Gives the corpus of this prefix the digest of another one, which may be in a store.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    _write(prefix, read_small(_digest_name(source)))
+
+
+def _write(prefix: str, data: bytes) -> None:
     path = digest_path(prefix)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.write_bytes(data)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
@@ -63,12 +91,14 @@ def read_tokenizer_digest(prefix: str) -> str | None:
     Raises:
         UserError: the file is there, and is not one of these.
     """
-    path = digest_path(prefix)
+    path = _digest_name(prefix)
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_small(path))
         digest = record["digest"]
     except FileNotFoundError:
         return None
+    except UserError:  # of a store
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"cannot read {path} ({type(error).__name__}): delete it, or preprocess the corpus again"
@@ -91,13 +121,17 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise UserError(
             f"{', '.join(wrong[:5])}{more}: made with another tokenizer than the given one, so that ids mean "
-            f"other text: give the same one, or delete {digest_path(wrong[0])} if they are known to be equal"
+            f"other text: give the same one, or delete {_digest_name(wrong[0])} if they are known to be equal"
         )
 
 
 def digest_path(prefix: str) -> Path:
     """The file beside a corpus that says which tokenizer made it."""
-    return Path(f"{prefix}.tokenizer.json")
+    return Path(_digest_name(prefix))
+
+
+def _digest_name(prefix: str) -> str:
+    return f"{prefix}.tokenizer.json"  # of a URL too, which a Path is not
 
 
 def _eod(tokenizer: Tokenizer) -> int | None:

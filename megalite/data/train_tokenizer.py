@@ -31,7 +31,7 @@ def read_texts(inputs: Sequence[str], json_key: str, max_documents: int | None =
             if num_read == max_documents:
                 return
             try:
-                yield from parse_record(record, [json_key])
+                yield from (text.decode() for text in parse_record(record, [json_key]))
             except RecordError as error:
                 raise UserError(f"{record.source}:{record.number}: {error}") from None
             num_read += 1

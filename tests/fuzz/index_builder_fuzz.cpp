@@ -57,8 +57,8 @@ py::array array_of(std::int64_t count, std::size_t shift, Fill fill) {
                    owner);
 }
 
-py::array integers(Input& input, std::int64_t limit, std::uint8_t mask = 0xff) {
-  const std::uint8_t kind = input.byte() & mask;
+py::array integers(Input& input, std::int64_t limit) {
+  const std::uint8_t kind = input.byte();
   const auto fill = [&input] { return input.number(); };
   const std::int64_t count = input.count(limit);
   return kind & 1 ? array_of<std::int64_t>(count, kind & 2, fill) : array_of<std::int32_t>(count, kind & 2, fill);
@@ -77,8 +77,8 @@ std::int64_t num_samples(Input& input) {
 void sample_index(Input& input) {
   const py::array lengths = integers(input, 12), documents = integers(input, 24);
   const bool wide = input.byte() & 1;
-  const std::int64_t seq_length = input.number();
-  const py::array rows = build_sample_index(lengths, documents, seq_length, num_samples(input), wide);
+  const std::int64_t seq_length = input.number(), n = num_samples(input);
+  const py::array rows = build_sample_index(lengths, documents, seq_length, n, wide, nullptr);
   const IntegerView length(lengths, "lengths"), document(documents, "documents");
   const IntegerView row(py::array(rows.attr("reshape")(-1)), "rows");
   for (std::int64_t k = 2; k < row.size(); k += 2) {
@@ -86,6 +86,20 @@ void sample_index(Input& input) {
     require(row[k + 1] >= 0 && row[k + 1] < length[document[row[k]]]);
     require(row[k] > row[k - 2] || (row[k] == row[k - 2] && row[k + 1] > row[k - 1]));
   }
+  // So few documents are one thread's; several must give the same.
+  std::vector<std::int64_t> again(static_cast<std::size_t>(row.size()));
+  SampleIndex(length, document, seq_length, n, again.data(), nullptr).fill(2 + input.byte() % 2);
+  for (std::int64_t i = 0; i < row.size(); ++i) require(again[static_cast<std::size_t>(i)] == row[i]);
+}
+
+// Hostile documents for several threads, which are checked before they are walked.
+void sample_index_by_threads(Input& input) {
+  const py::array lengths = integers(input, 12), documents = integers(input, 24);
+  const IntegerView length(lengths, "lengths"), document(documents, "documents");
+  const std::int64_t seq_length = std::max<std::int64_t>(input.number() & 0x7fffffff, 1), n = input.count(64);
+  std::vector<std::int32_t> rows(2 * static_cast<std::size_t>(n) + 2);
+  Progress progress;
+  SampleIndex(length, document, seq_length, n, rows.data(), &progress).fill(2 + input.byte() % 2);
 }
 
 template <typename Token>
@@ -98,25 +112,34 @@ void gather(Input& input) {
 }
 
 void blend(Input& input) {
-  std::vector<double> weights(static_cast<std::size_t>(input.count(8)));
+  std::vector<double> weights(static_cast<std::size_t>(input.count(40)));
   for (double& weight : weights) {
     const std::int64_t bits = input.number();
-    std::memcpy(&weight, &bits, sizeof weight);  // also infinite, or no number
+    if (input.byte() % 16 == 0)
+      std::memcpy(&weight, &bits, sizeof weight);  // also infinite, or no number
+    else
+      weight = static_cast<double>(bits & 15) / 16;
   }
   const std::size_t size = weights.size();
-  const auto [datasets, samples] = build_blend_index(weights, num_samples(input));
+  const auto [datasets, samples] = build_blend_index(weights, num_samples(input), nullptr);
+  std::vector<double> taken(size, 0.0);
   for (py::ssize_t i = 0; i < datasets.size(); ++i) {
     const auto dataset = *static_cast<const std::int16_t*>(datasets.data(i));
     require(dataset >= 0 && static_cast<std::size_t>(dataset) < size);
-    require(*static_cast<const std::int64_t*>(samples.data(i)) <= i);
+    const double position = static_cast<double>(std::max<py::ssize_t>(i, 1));
+    const auto behind = [&](std::size_t d) { return weights[d] * position - taken[d]; };
+    const auto chosen = static_cast<std::size_t>(dataset);
+    for (std::size_t d = 0; d < size; ++d) require(d < chosen ? behind(d) < behind(chosen) : behind(d) <= behind(chosen));
+    require(static_cast<double>(*static_cast<const std::int64_t*>(samples.data(i))) == taken[chosen]);
+    taken[chosen] += 1.0;
   }
 }
 
 void shuffle(Input& input) {
   LegacyRandom random(input.number());
-  py::array out = integers(input, 64, 1);  // aligned: no file gives this one
+  py::array out = integers(input, 64);  // an array off its alignment is refused
   const std::int64_t start = input.number(), stop = input.number();
-  fill_shuffled(random, out, start, stop);
+  fill_shuffled(random, out, start, stop, nullptr);
   const IntegerView value(out, "out");
   for (std::int64_t i = 0; i < value.size(); ++i) require(value[i] >= start && value[i] < stop);
 }
@@ -131,13 +154,14 @@ extern "C" int LLVMFuzzerInitialize(int*, char***) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   Input input(data, size);
   try {
-    switch (input.byte() % 6) {
+    switch (input.byte() % 7) {
       case 0: sample_index(input); break;
       case 1: gather<std::uint16_t>(input); break;
       case 2: gather<std::int64_t>(input); break;
       case 3: gather<std::int8_t>(input); break;
       case 4: blend(input); break;
       case 5: shuffle(input); break;
+      case 6: sample_index_by_threads(input); break;
     }
   } catch (const std::exception&) {  // refused by name, or out of memory
   }

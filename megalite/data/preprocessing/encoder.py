@@ -9,24 +9,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megalite.data.documents import Record, RecordError, parse_record
+from megalite.data.documents import Record, RecordError, parse_records
 from megalite.data.indexed_writer import token_dtype
 from megalite.data.preprocessing.job import PreprocessJob
+from megalite.data.preprocessing.pack import Documents, empty_column, pack
 from megalite.data.preprocessing.pieces import Piece, locate
 from megalite.data.preprocessing.sentences import sentence_splitter
-from megalite.data.preprocessing.shard import COUNTS, Column, Extent, ShardWriter, join_extents
+from megalite.data.preprocessing.shard import Column, Extent, ShardWriter, join_extents
 from megalite.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096
 MAX_MESSAGES = 10
 """Skipped documents that are named one by one; all are counted."""
-_MAX_LENGTH = 2**31 - 1
+
+
+class CannotWrite(UserError):
+    """The disk is full, or takes nothing for another reason."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Encoder:
         self._tokenizer = job.build_tokenizer()
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._eod = self._tokenizer.eod if job.append_eod else None
-        self._unknown: int | None = getattr(self._tokenizer, "unk", None)
+        self._unknown: int | None = self._tokenizer.unk
         self._split: Callable[[str], list[str]] | None = (
             sentence_splitter(job.sentence_language) if job.sentence_language else None
         )
@@ -90,13 +92,12 @@ class Encoder:
             UserError: its files cannot be read or the shards not written, or a record is bad and none are
                 skipped.
         """
-        columns = [ColumnResult(self._append(k, _empty(self._dtype))) for k in range(len(self._shards))]
+        columns = [ColumnResult(self._append(k, empty_column(self._dtype))) for k in range(len(self._shards))]
         result = PieceResult(columns, 0, 0, [], piece.num_input_bytes, piece.checksum)
-        for batch in _batches(piece.records(self._job)):
-            result.num_bytes += sum(record.num_bytes for record in batch)
-            rows = self._encode_batch(piece, batch, result)
-            for k, column in enumerate(columns):
-                self._add(column, k, [ids[k] for ids in rows])
+        for batch, num_bytes in _batches(piece.records(self._job)):
+            result.num_bytes += num_bytes
+            for k, documents in enumerate(self._encode_batch(piece, batch, result)):
+                self._add(columns[k], k, documents)
         try:
             for shard in self._shards:
                 shard.flush()
@@ -104,45 +105,51 @@ class Encoder:
             raise self._cannot_write(error) from None
         return result
 
-    def _encode_batch(
-        self, piece: Piece, batch: list[Record], result: PieceResult
-    ) -> list[list[list[list[int]]]]:
-        """Ids by record, key and sequence; bad records are left out, and counted."""
+    def _encode_batch(self, piece: Piece, batch: list[Record], result: PieceResult) -> list[Documents]:
+        """The documents by key; bad records are left out, and counted."""
         good: list[Record] = []
-        texts: list[list[list[str]]] = []
-        for record in batch:
-            try:
-                row = parse_record(record, self._job.json_keys)
-            except RecordError as error:
-                self._skip_or_fail(piece, record, error, result)
+        rows: list[list[bytes]] = []
+        for record, row in zip(batch, parse_records(batch, self._job.json_keys), strict=True):
+            if isinstance(row, RecordError):
+                self._skip_or_fail(piece, record, row, result)
                 continue
             good.append(record)
-            texts.append([self._split(text) if self._split else [text] for text in row])
+            rows.append(row)
         try:
-            rows = self._encode_texts(texts)
+            return self._encode_rows(rows)
         except UserError:  # some text is nothing for this tokenizer: find out which
-            rows, known = [], texts
-            texts = []
-            for record, row_texts in zip(good, known, strict=True):
-                try:
-                    rows += self._encode_texts([row_texts])
-                    texts.append(row_texts)
-                except UserError as error:
-                    self._skip_or_fail(piece, record, error, result)
-        for row_texts in texts:
-            for column, sequences in zip(result.columns, row_texts, strict=True):
-                column.num_text_bytes += sum(map(_num_bytes, sequences))
-        return rows
+            return self._encode_rows(
+                [
+                    row
+                    for record, row in zip(good, rows, strict=True)
+                    if self._is_encodable(piece, record, row, result)
+                ]
+            )
 
-    def _encode_texts(self, texts: list[list[list[str]]]) -> list[list[list[list[int]]]]:
-        flat = [text for row in texts for sequences in row for text in sequences]
-        ids = iter(self._tokenizer.encode_batch(flat))
-        return [[[next(ids) for _ in sequences] for sequences in row] for row in texts]
+    def _is_encodable(self, piece: Piece, record: Record, row: list[bytes], result: PieceResult) -> bool:
+        try:
+            self._encode_rows([row])
+        except UserError as error:
+            self._skip_or_fail(piece, record, error, result)
+            return False
+        return True
 
-    def _add(self, column: ColumnResult, k: int, documents: list[list[list[int]]]) -> None:
-        packed = _pack(documents, self._dtype, self._eod)
+    def _encode_rows(self, rows: list[list[bytes]]) -> list[Documents]:
+        return [self._encode_texts([row[k] for row in rows]) for k in range(len(self._shards))]
+
+    def _encode_texts(self, texts: list[bytes]) -> Documents:
+        if self._split is None:
+            return Documents(self._tokenizer.encode_arrays(texts), None, sum(map(len, texts)))
+        split = [self._split(text.decode()) for text in texts]
+        sequences = [sentence.encode() for sentence in itertools.chain.from_iterable(split)]
+        arrays = self._tokenizer.encode_arrays(sequences)
+        return Documents(arrays, list(map(len, split)), sum(map(len, sequences)))
+
+    def _add(self, column: ColumnResult, k: int, documents: Documents) -> None:
+        packed = pack(documents, self._dtype, self._eod)
         if self._unknown is not None:
             column.num_unknown += int((packed.tokens == self._unknown).sum())
+        column.num_text_bytes += documents.num_text_bytes
         column.histogram = _add_counts(column.histogram, _histogram(packed))
         column.extent = join_extents(column.extent, self._append(k, packed))
 
@@ -152,8 +159,8 @@ class Encoder:
         except OSError as error:
             raise self._cannot_write(error) from None
 
-    def _cannot_write(self, error: OSError) -> UserError:
-        return UserError(f"cannot write {self._job.stem}: {error.strerror}; what was unfinished is removed")
+    def _cannot_write(self, error: OSError) -> CannotWrite:
+        return CannotWrite(f"cannot write {self._job.stem}: {error.strerror}")
 
     def _skip_or_fail(self, piece: Piece, record: Record, error: Exception, result: PieceResult) -> None:
         what = "row" if record.kind == "row" else "line"
@@ -171,48 +178,18 @@ def encode_in_one_thread() -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+def _batches(records: Iterable[Record]) -> Iterator[tuple[list[Record], int]]:
+    """Some records at a time, and their bytes."""
     batch: list[Record] = []
     num_bytes = 0
     for record in records:
         batch.append(record)
         num_bytes += record.num_bytes
         if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
-            yield batch
+            yield batch, num_bytes
             batch, num_bytes = [], 0
     if batch:
-        yield batch
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def _empty(dtype: np.dtype[Any]) -> Column:
-    return Column(np.empty(0, dtype), np.empty(0, COUNTS), np.empty(0, COUNTS))
-
-
-def _pack(documents: list[list[list[int]]], dtype: np.dtype[Any], eod: int | None) -> Column:
-    """The tokens back to back; sequences and documents without tokens are left out, also with an eod.
-
-    The ids' lists are this function's to lengthen.
-    """
-    full = [sequences for sequences in ([ids for ids in d if len(ids)] for d in documents) if sequences]
-    if eod is not None:
-        for sequences in full:
-            sequences[-1].append(eod)
-    flat = list(itertools.chain.from_iterable(full))
-    lengths = np.fromiter(map(len, flat), np.int64, len(flat))
-    if lengths.size and int(lengths.max()) > _MAX_LENGTH:
-        raise UserError(f"a sequence of {int(lengths.max())} tokens is too long: at most {_MAX_LENGTH}")
-    try:
-        tokens: npt.NDArray[Any] = np.fromiter(itertools.chain.from_iterable(flat), dtype, int(lengths.sum()))
-    except OverflowError:
-        largest = max(max(ids) for ids in flat)
-        raise UserError(
-            f"token id {largest} does not fit into {dtype.name}, the type of the output"
-        ) from None
-    return Column(tokens, lengths.astype(COUNTS), np.fromiter(map(len, full), COUNTS, len(full)))
+        yield batch, num_bytes
 
 
 def _histogram(column: Column) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megalite.data.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT
@@ -57,15 +57,7 @@ class PreprocessJob:
         return f"{self.stem}_{json_key}_{level}"
 
     def build_tokenizer(self) -> Tokenizer:
-        files = self.tokenizer_files
-        return build_tokenizer(
-            self.tokenizer_type,
-            tokenizer_model=files.tokenizer_model,
-            vocab_file=files.vocab_file,
-            merge_file=files.merge_file,
-            name_or_path=files.name_or_path,
-            vocab_size=files.vocab_size,
-        )
+        return build_tokenizer(self.tokenizer_type, **asdict(self.tokenizer_files))
 
     def identity(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
         """All that the output depends on, by the names of flags; an interrupted run's must be the same."""

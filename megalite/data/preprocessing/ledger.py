@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megalite.data.preprocessing.encoder import ColumnResult, PieceResult
+from megalite.data.preprocessing.encoder import CannotWrite, ColumnResult, PieceResult
 from megalite.data.preprocessing.pool import WorkerDied
 from megalite.data.preprocessing.shard import Extent
 from megalite.errors import UserError
@@ -23,7 +23,8 @@ class Ledger:
 
     Lines stand in the pieces' order, so that what is done is always a first part of the input. A line is
     written after its shards are on disk; one that a kill has cut off does not count. A context manager, which
-    holds a lock that ends with the process, and removes the folder on a UserError but that of a dead worker.
+    holds a lock that ends with the process, and removes the folder on a UserError but that of a dead worker,
+    unless an earlier run's work is in it.
 
     Attributes:
         folder: for the shards.
@@ -37,6 +38,7 @@ class Ledger:
         self._header_path = Path(self.folder, "run")
         self._lines_path = Path(self.folder, "done")
         self.header: dict[str, Any] = {}
+        self._has_earlier_work = False
         self._lock: Any = None
         self._lines: Any = None
 
@@ -52,6 +54,7 @@ class Ledger:
             raise UserError(f"cannot write {self.folder}: {error.strerror}") from None
         if self._header_path.exists():
             self.header = json.loads(self._header_path.read_text())
+            self._has_earlier_work = True
         return self
 
     def __exit__(
@@ -60,18 +63,23 @@ class Ledger:
         if self._lines:
             self._lines.close()
         refused = kind is not None and issubclass(kind, UserError) and not issubclass(kind, WorkerDied)
-        untouched = (
-            self._lines is None and self.header
-        )  # an interrupted run's, which this one did not take up
-        if kind is None or (refused and not untouched):
+        if kind is None or (refused and not self._has_earlier_work):
             self._remove()
         self._lock.close()
+
+    @property
+    def fate(self) -> str:
+        """What becomes of unfinished work when this run cannot go on, in words."""
+        if self._has_earlier_work:
+            return "what is done is kept, and --resume goes on"
+        return "what was unfinished is removed"
 
     def start(self, header: dict[str, Any]) -> None:
         """Begins anew; what an earlier run has left is removed."""
         for path in Path(self.folder).iterdir():
             if path.name != "lock":
                 path.unlink()
+        self._has_earlier_work = False
         self.header = header
         self._lines = open(self._lines_path, "wb", buffering=0)
         temporary = self._header_path.with_suffix(".tmp")
@@ -95,7 +103,7 @@ class Ledger:
         try:
             self._lines.write(json.dumps(asdict(result)).encode() + b"\n")
         except OSError as error:
-            raise UserError(f"cannot write {self.folder}: {error.strerror}") from None
+            raise CannotWrite(f"cannot write {self.folder}: {error.strerror}") from None
 
     def _remove(self) -> None:
         """The header first: without it nothing of the rest can be taken for a run to go on with."""

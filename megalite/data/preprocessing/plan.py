@@ -87,6 +87,8 @@ class Plan:
         for path, size in zip(self.files, self._sizes, strict=True):
             kind = input_kind(path, self._job.text_documents)
             streamed = path == STANDARD_INPUT or (is_compressed(path) and self.stream_compressed)
+            # paragraphs have no ends that could be found from inside a large file
+            streamed |= kind == "paragraph" and not is_compressed(path) and size > self._piece_bytes
             if kind == "rows":
                 yield from self._row_groups(path, begin, size)
             elif kind in ("json", "line") and not is_compressed(path) and path != STANDARD_INPUT:

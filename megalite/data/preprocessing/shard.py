@@ -58,7 +58,7 @@ class ShardWriter:
         """Writes a column, and tells where."""
         spans = []
         for i, (file, values) in enumerate(zip(self._files, column, strict=True)):
-            rest = memoryview(values.tobytes())
+            rest = values.view(np.uint8).data
             while rest:
                 rest = rest[file.write(rest) :]
             spans.append((self._ends[i], values.size))

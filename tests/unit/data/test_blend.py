@@ -23,8 +23,31 @@ def test_hostile_arguments() -> None:
     for weights, n in (([], 3), ([1.0] * 32768, 3), ([1.0], -1), ([1.0], 2**62)):
         with pytest.raises(ValueError, match=r"blend takes|out of range"):
             _index_builder.build_blend_index(weights, n)
-    datasets, _ = _index_builder.build_blend_index([float("nan"), float("nan")], 3)
-    assert datasets.tolist() == [0, 0, 0]
+    for weight in (float("nan"), float("inf"), -0.1):
+        with pytest.raises(ValueError, match="a weight must be finite"):
+            _index_builder.build_blend_index([1.0, weight], 3)
+
+
+@pytest.mark.parametrize("num_datasets", [16, 17, 40, 256, 257, 700])
+def test_order_of_many_is_that_of_a_look_at_all(num_datasets: int) -> None:
+    """Weights of all sizes, of few sizes that tie, all equal, and with zeros."""
+    rng = np.random.default_rng(num_datasets)
+    equal = np.ones(num_datasets)
+    for raw in (
+        rng.lognormal(0, 1.5, num_datasets),
+        rng.lognormal(0, 5, num_datasets),
+        rng.integers(0, 3, num_datasets),
+        np.where(np.arange(num_datasets) == 3, 1e9, 1),
+        equal,
+    ):
+        weights, taken = np.array(normalized(raw.tolist())), np.zeros(num_datasets)
+        progress = _index_builder.Progress()
+        datasets, samples = _index_builder.build_blend_index(weights.tolist(), 3000, progress)
+        assert progress.done == 3000
+        for i in range(3000):
+            furthest = int(np.argmax(weights * max(i, 1) - taken))
+            assert (datasets[i], samples[i]) == (furthest, taken[furthest])
+            taken[furthest] += 1
 
 
 class Numbers:

@@ -78,9 +78,8 @@ def test_blend_by_size_repeats_only_when_all_are_used_up(write_dataset: Any) -> 
 
 
 def test_blend_goes_without_a_dataset_only_where_nothing_trains_on_it(
-    write_dataset: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    write_dataset: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("megalite"), "propagate", True)
     large, small = write_dataset([20] * 100, "large"), write_dataset([20] * 3, "small")
     splits = build_datasets(["1", large, "1", small], "90,10,0", 8, (50, 5, 0), seed=3)
     assert splits.valid is not None and len(splits.valid) == 5
@@ -100,8 +99,7 @@ def test_vocabulary_is_checked_in_a_blend(write_dataset: Any) -> None:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("megalite"), "propagate", True)
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, logger="megalite")
     return caplog
 
@@ -162,6 +160,11 @@ def test_coverage_of_each_corpus_is_logged(write_dataset: Any, logged: pytest.Lo
         f"training takes 50 samples of {b}: 9.76 epochs of its 41 tokens, each seen about 9.8 times",
         f"training takes 50 samples of {a}: 0.5 epochs of its 800 tokens, 50% of which are never seen",
     ]
+
+
+def test_a_corpus_that_is_seen_is_not_said_to_be_unseen() -> None:
+    assert "99.99% of which" in Coverage.of("a", 10**9, 8, 5, 5).line()
+    assert "100% of which" in Coverage.of("a", 10**9, 8, 0, 5).line()
 
 
 @pytest.mark.parametrize("num_samples", [3, 12, 13, 25, 38])

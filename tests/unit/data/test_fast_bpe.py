@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.fast_bpe import SAMPLE, fast_engine, reference_engine
+from megalite.data.fast_bpe import SAMPLE, EncodeArrays, fast_engine, reference_engine
 from megalite.data.hf_tokenizer import HuggingFaceTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
-Encode = Callable[[Sequence[str]], list[list[int]]]
+Encode = Callable[[bytes], npt.NDArray[np.uint32]]
 
 
 def train() -> Any:
@@ -23,6 +25,10 @@ def train() -> Any:
     texts = [*SAMPLE, "In the beginning was the word, and the word was with the light."] * 20
     model.train_from_iterator(texts, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
     return tokenizers.Tokenizer.from_str(model.to_str())
+
+
+def encode_alone(library: Any, text: bytes) -> npt.NDArray[np.uint32]:
+    return np.array(library.encode(text.decode(), add_special_tokens=False).ids, np.uint32)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Encode], list[str]]:
 
         def from_json(text: str) -> object:
             made.append(text)
-            return SimpleNamespace(encode_batch_list=encode)
+            return SimpleNamespace(encode=encode)
 
         module = SimpleNamespace(Tokenizer=SimpleNamespace(from_json=from_json))
         monkeypatch.setitem(sys.modules, "gigatoken", module)  # type: ignore[arg-type]
@@ -51,26 +57,25 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Encode], list[str]]:
 def test_one_that_agrees_is_taken(library: Any, install: Any) -> None:
     calls = []
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        calls.append(list(texts))
-        return reference_engine(library)(texts)
+    def encode(text: bytes) -> npt.NDArray[np.uint32]:
+        calls.append(text)
+        return encode_alone(library, text)
 
     install(encode)
     tokenizer = HuggingFaceTokenizer(library, "x")
     assert tokenizer.encode_batch(["the word"]) == [tokenizer.encode("the word")]
     assert tokenizer.encode_batch(("the",)) == [tokenizer.encode("the")]
-    assert calls[1:] == [["the word"], ["the"]]  # the first one is the comparison
-    assert "some<|endoftext|> text <|endoftext|><|endoftext|>\n" in calls[0]
+    assert calls[-2:] == [b"the word", b"the"]  # after the comparison
+    assert b"some<|endoftext|> text <|endoftext|><|endoftext|>\n" in calls[:-2]
 
 
 @pytest.mark.parametrize("where", [3, -1])
 def test_one_that_differs_anywhere_is_left_out(library: Any, install: Any, where: int) -> None:
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        found = reference_engine(library)(texts)
-        found[where] = found[where][::-1]
-        return found
-
-    install(encode)
+    texts: list[bytes] = []
+    install(lambda text: [texts.append(text), encode_alone(library, text)][1])
+    assert fast_engine(library) is not None
+    different = texts[where]
+    install(lambda text: encode_alone(library, text)[:: -1 if text == different else 1])
     assert fast_engine(library) is None
     assert HuggingFaceTokenizer(library, "x").encode_batch(["a b"]) == [library.encode("a b").ids]
 
@@ -79,7 +84,7 @@ def test_one_that_does_not_know_the_tokenizer_is_left_out(library: Any, install:
     class Panic(BaseException):
         """As Rust's come through."""
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
+    def encode(text: bytes) -> npt.NDArray[np.uint32]:
         raise Panic
 
     install(encode)
@@ -87,7 +92,7 @@ def test_one_that_does_not_know_the_tokenizer_is_left_out(library: Any, install:
 
 
 def test_only_byte_level_bpe_without_dropout_is_tried(install: Any) -> None:
-    made = install(lambda texts: [])
+    made = install(lambda text: np.zeros(0, np.uint32))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     random = train()
     random.model.dropout = 0.1
@@ -105,7 +110,7 @@ def test_without_the_package_the_library_serves(library: Any, monkeypatch: pytes
 
 
 @pytest.fixture(scope="module")
-def gigatoken_engine(library: Any) -> Encode:
+def gigatoken_engine(library: Any) -> EncodeArrays:
     pytest.importorskip("gigatoken")
     engine = fast_engine(library)
     assert engine is not None
@@ -115,6 +120,8 @@ def gigatoken_engine(library: Any) -> Encode:
 @given(texts=st.lists(st.text(), max_size=8))
 @settings(max_examples=100, deadline=None)
 def test_the_real_one_gives_what_the_library_gives(
-    library: Any, gigatoken_engine: Encode, texts: list[str]
+    library: Any, gigatoken_engine: EncodeArrays, texts: list[str]
 ) -> None:
-    assert gigatoken_engine(texts) == reference_engine(library)(texts)
+    encoded = [text.encode() for text in texts]
+    found = gigatoken_engine(encoded)
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in reference_engine(library)(encoded)]

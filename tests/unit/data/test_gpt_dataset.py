@@ -60,6 +60,30 @@ def test_sample_index_is_the_walk(data: st.DataObject, s: int, wide: bool) -> No
     assert index.tolist() == walk(lengths, documents, s, n)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_sample_index_of_several_threads_is_the_closed_form(dtype: type) -> None:
+    """Enough documents for threads; many empty ones, and some of many samples."""
+    rng = np.random.default_rng(1)
+    lengths = np.where(rng.random(1000) < 0.3, 0, rng.lognormal(1, 1.5, 1000)).astype(np.int32)
+    documents = rng.integers(0, 1000, 700_000).astype(dtype)
+    for s in (3, 50):
+        ends = np.cumsum(lengths[documents], dtype=np.int64)
+        n = int(ends[-1] - 1) // s
+        progress = _index_builder.Progress()
+        index = _index_builder.build_sample_index(lengths, documents, s, n, progress=progress)
+        assert 0 < progress.done <= len(documents)
+        starts = np.arange(1, n + 1, dtype=np.int64) * s
+        positions = np.searchsorted(ends, starts, side="right")
+        offsets = starts - (ends - lengths[documents])[positions]
+        assert index[0].tolist() == [0, 0]
+        np.testing.assert_array_equal(index[1:], np.stack([positions, offsets], axis=1))
+    with pytest.raises(IndexError, match="too few tokens"):
+        _index_builder.build_sample_index(lengths, documents, s, n + 1)
+    documents[600_000] = 1000
+    with pytest.raises(IndexError, match="outside the array of lengths"):
+        _index_builder.build_sample_index(lengths, documents, s, n)
+
+
 def test_sample_index_of_unaligned_and_strided_arrays() -> None:
     raw = b"\0" + np.array([5, 3, 7], np.int32).tobytes()
     lengths = np.frombuffer(raw, np.int32, 3, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -18,15 +17,10 @@ from megalite.data.blend import BlendedDataset
 from megalite.data.gpt import GPTDataset
 from megalite.data.index_cache import Arrays, CacheKey, IndexCache
 from megalite.data.indexed import IndexedDataset
+from megalite.errors import UserError
 
 KEY = CacheKey("GPTDataset", "train", {"seed": 1}, 3, "corpus")
 FORKED = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("megalite"), "propagate", True)
-    return caplog
 
 
 def three() -> Arrays:
@@ -52,10 +46,12 @@ def test_second_time_maps_what_the_first_built(tmp_path: Path) -> None:
 
 
 def test_default_folder_is_beside_large_corpora_alone(tmp_path: Path) -> None:
-    key = KEY._replace(prefix=str(tmp_path / "corpus"))
+    key = KEY._replace(prefix=f"file://{tmp_path}/corpus")
     IndexCache().get(key, ["numbers"], three)
+    large = key._replace(num_entries=index_cache.MIN_ENTRIES)
+    IndexCache().get(large._replace(prefix="s3://bucket/corpus"), ["numbers"], three)
     assert not list(tmp_path.iterdir())
-    IndexCache().get(key._replace(num_entries=index_cache.MIN_ENTRIES), ["numbers"], three)
+    IndexCache().get(large, ["numbers"], three)
     assert len(list((tmp_path / "corpus/cache/GPTDataset_indices").glob("*.npy"))) == 1
 
 
@@ -165,8 +161,20 @@ def test_what_is_not_whole_is_built_again(tmp_path: Path, damage: str) -> None:
     assert get(tmp_path, refuse) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("damage", ["altered", "shorter"])
+def test_a_damaged_index_is_named(tmp_path: Path, write_dataset: Any, damage: str) -> None:
+    source, cache = IndexedDataset(write_dataset([9, 0, 7, 6, 5])), IndexCache(tmp_path / "cache")
+    GPTDataset(source, range(5), 30, 4, 3, cache=cache)
+    (path,) = (tmp_path / "cache").glob("*-sample_index.npy")
+    rows = np.load(path)
+    np.save(path, rows + 1000 if damage == "altered" else rows[:1])
+    dataset = GPTDataset(source, range(5), 30, 4, 3, cache=cache)
+    with pytest.raises(UserError, match=r"index of .*corpus .*--data-cache-path.* is damaged .*delete it"):
+        dataset.gather(np.arange(30))
+
+
 def test_a_failed_write_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(file: Any, array: Any) -> None:
         file.write(b"a part")
@@ -175,15 +183,15 @@ def test_a_failed_write_leaves_nothing_behind(
     monkeypatch.setattr(np, "save", full)
     assert get(tmp_path) == [0, 1, 2]
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    assert "No space left on device" in warnings.text and "--data-cache-path" in warnings.text
+    assert "No space left on device" in caplog.text and "--data-cache-path" in caplog.text
     monkeypatch.undo()
     assert get(tmp_path) == [0, 1, 2]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert get(tmp_path / "file" / "cache") == [0, 1, 2]
-    assert "cannot be kept in" in warnings.text and "Not a directory" in warnings.text
+    assert "cannot be kept in" in caplog.text and "Not a directory" in caplog.text
 
 
 def test_an_error_of_the_build_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:

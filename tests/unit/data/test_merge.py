@@ -63,6 +63,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, write_dataset: Callabl
         merge_datasets([small], f"{tmp_path}/./small", overwrite=True)
     with pytest.raises(UserError, match=r"wide\.bin exists.*--overwrite"):
         merge_datasets([small], wide)
+    with pytest.raises(UserError, match=r"--output-prefix memory://out is a URL: write to this machine"):
+        merge_datasets([small], "memory://out")
     Path(f"{wide}.bin").write_bytes(b"x" * 11)
     with pytest.raises(UserError, match=r"wide\.bin has 11 bytes"):
         merge_datasets([small, wide], str(tmp_path / "out"))
@@ -116,6 +118,8 @@ def test_the_tokenizer_goes_with_the_tokens(tmp_path: Path, write_dataset: Calla
     write_tokenizer_digest(b, ByteTokenizer())
     merge_datasets([a, b], out, overwrite=True)
     assert read_tokenizer_digest(out) == read_tokenizer_digest(a) is not None
+    merge_datasets([f"file://{a}", b], out, overwrite=True)
+    assert read_tokenizer_digest(out) == read_tokenizer_digest(a), "of a URL too"
     write_tokenizer_digest(b, NullTokenizer(300))
     with pytest.raises(UserError, match=r"/a and .*/b were made with different tokenizers"):
         merge_datasets([a, b], out, overwrite=True)

@@ -43,7 +43,10 @@ def records_of(plan: Plan, job: PreprocessJob) -> list[Record]:
     size=st.integers(1, 90),
     limit=st.sampled_from([15, 1000]),
 )
-@pytest.mark.parametrize(("name", "how"), [("a.txt", "line"), ("a.jsonl", "file"), ("a.txt.gz", "paragraph")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("a.txt", "line"), ("a.jsonl", "file"), ("a.txt", "paragraph"), ("a.txt.gz", "paragraph")],
+)
 def test_pieces_are_the_whole(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
@@ -97,6 +100,18 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path) -> None:
     preprocess(job)
     dataset = IndexedDataset(tmp_path / "o_meta.title_document")
     assert [bytes(dataset[i].tolist()).decode() for i in range(10)] == [f"m{i}" for i in range(10)]
+
+
+def test_a_large_file_of_paragraphs_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "_MIN_PIECE_BYTES", 10)
+    path = tmp_path / "a.txt"
+    path.write_text("one\nmore\n\ntwo\n\nthree is long\n\nfour\n")
+    job = PreprocessJob((), "", "byte", text_documents="paragraph")
+    plan = Plan(job, [str(path)], stream_compressed=False)
+    assert len(list(plan.pieces())) == 3
+    assert [(record.number, record.data) for record in records_of(plan, job)] == [
+        (1, b"one\nmore"), (4, b"two"), (6, b"three is long"), (8, b"four")
+    ]  # fmt: skip
 
 
 def test_small_files_share_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -188,3 +189,36 @@ def test_the_cache_is_the_users_own(
     monkeypatch.setattr(storage.os, "getuid", lambda: another)
     with pytest.raises(UserError, match="belongs to another user"):
         IndexedDataset(url)
+
+
+def test_room_is_made_among_what_no_process_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "blocks"
+
+    def opened(name: str) -> storage.CachedBytes:
+        file = storage.CachedBytes(f"memory://bucket/{name}", folder)
+        file.fetch(0, 5000)
+        assert file.array.tolist() == list(contents[name])
+        return file
+
+    contents = {name: os.urandom(5000) for name in ("old", "older", "held", "new")}
+    for name, content in contents.items():
+        MemoryFileSystem().pipe_file(f"/bucket/{name}", content)
+    for age, name in enumerate(("old", "older")):
+        before = set(folder.glob("*"))
+        opened(name)
+        for path in set(folder.glob("*")) - before:
+            os.utime(path, (10 - age, 10 - age))
+    held = opened("held")
+    assert len(list(folder.glob("*.bytes"))) == 3  # there is room enough
+    num_bytes = max(path.stat().st_blocks * 512 for path in folder.glob("*.bytes"))
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=num_bytes))
+    new = opened("new")  # three of the four that there was room for are kept, and one goes
+    assert {path.stat().st_mtime for path in folder.glob("*.marks")} >= {10} and len(
+        list(folder.glob("*"))
+    ) == 6
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    opened("new")  # only what is open is left, though it is over half
+    assert len(list(folder.glob("*.bytes"))) == 2
+    for file, name in ((held, "held"), (new, "new")):
+        assert file.array.tolist() == list(contents[name])

@@ -85,3 +85,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*: No such file"):
         write_tokenizer_digest(str(tmp_path / "none" / "corpus"), ByteTokenizer())
+
+
+def test_the_digest_of_a_corpus_in_a_store_is_read(tmp_path: Path) -> None:
+    memory = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem()
+    tokenizer = ByteTokenizer()
+    write_tokenizer_digest(str(tmp_path / "corpus"), tokenizer)
+    memory.pipe_file("/digests/corpus.tokenizer.json", digest_path(str(tmp_path / "corpus")).read_bytes())
+    check_tokenizer(["memory://digests/corpus", "memory://digests/other"], tokenizer)
+    assert read_tokenizer_digest("memory://digests/other") is None
+    assert read_tokenizer_digest(f"file://{tmp_path}/corpus") == tokenizer_digest(tokenizer)
+    with pytest.raises(UserError, match=r"memory://digests/corpus: made with another tokenizer"):
+        check_tokenizer(["memory://digests/corpus"], Swapped())
+    memory.pipe_file("/digests/corpus.tokenizer.json", b"{")
+    with pytest.raises(UserError, match=r"cannot read memory://digests/corpus.tokenizer.json"):
+        check_tokenizer(["memory://digests/corpus"], tokenizer)

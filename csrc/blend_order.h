@@ -1,0 +1,111 @@
+// The order of a blend: sample i comes from the dataset that is furthest behind its share, the first one on a tie.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "progress.h"
+
+// Chooses as a loop over all datasets does, to the bit, and looks at few of them.
+//
+// How far a dataset is behind, weight * i - taken, grows with i until it is chosen, in floating point too, as
+// rounding keeps order. So the datasets that stay below some bound to the end of a block of samples are known at
+// its start. As long as the one chosen of the others is not below that bound, it is the one of all; where it is,
+// the block ends early, and the next one begins there with a lower bound.
+//
+// Built without fused multiply-subtract, which would round once instead of twice, and break ties otherwise.
+class BlendOrder {
+ public:
+  // Takes one weight or more, finite and not negative.
+  explicit BlendOrder(const std::vector<double>& weights)
+      : weights_(weights),
+        taken_(weights.size(), 0.0),
+        near_weights_(weights.size()),
+        near_taken_(weights.size()),
+        near_(weights.size()),
+        reaches_(weights.size()) {}
+
+  // Gives each sample its dataset and its number there.
+  void fill(std::int64_t num_samples, std::int16_t* datasets, std::int64_t* samples, Progress* progress) {
+    const std::size_t size = weights_.size();
+    const std::int64_t block = size <= kFew ? kWholeBlock : size <= kMany ? kShortBlock : kLongBlock;
+    for (std::int64_t i = 0; i < num_samples;) {
+      const std::int64_t stop = std::min(num_samples, i + block);
+      gather(stop - 1);
+      const std::int64_t filled = fill_block(i, stop, datasets, samples);
+      add_to(progress, filled - i);
+      i = filled;
+      for (std::size_t j = 0; j < num_near_; ++j) taken_[near_[j]] = near_taken_[j];
+    }
+  }
+
+ private:
+  static constexpr std::size_t kFew = 16, kMany = 256;  // datasets; to pick among few costs less than to leave some out
+  static constexpr std::int64_t kShortBlock = 16, kLongBlock = 32, kWholeBlock = 1 << 16;
+  static constexpr double kMinSlack = 1e-3;
+
+  static double position(std::int64_t i) { return static_cast<double>(std::max<std::int64_t>(i, 1)); }
+
+  // Copies the datasets that reach the bound by sample `last`, in their order.
+  void gather(std::int64_t last) {
+    const double end = position(last), bound = bound_;
+    const std::size_t size = weights_.size();
+    const double *weights = weights_.data(), *taken = taken_.data();
+    std::uint8_t* reaches = reaches_.data();
+    for (std::size_t d = 0; d < size; ++d) reaches[d] = weights[d] * end - taken[d] >= bound;
+    std::uint16_t* near = near_.data();
+    std::size_t count = 0;
+    for (std::size_t d = 0; d < size; ++d) {
+      near[count] = static_cast<std::uint16_t>(d);
+      count += reaches[d];
+    }
+    num_near_ = count;
+    for (std::size_t j = 0; j < count; ++j) {
+      near_weights_[j] = weights[near[j]];
+      near_taken_[j] = taken[near[j]];
+    }
+  }
+
+  // Fills samples i to stop, or up to one that a dataset which was left out may have; returns the first not filled.
+  std::int64_t fill_block(std::int64_t i, std::int64_t stop, std::int16_t* datasets, std::int64_t* samples) {
+    const double* weights = near_weights_.data();
+    double* taken = near_taken_.data();
+    double lowest = std::numeric_limits<double>::infinity();
+    for (; i < stop; ++i) {
+      const double at = position(i);
+      double largest = -std::numeric_limits<double>::infinity();
+      std::size_t furthest = 0;
+      for (std::size_t j = 0; j < num_near_; ++j) {
+        const double behind = weights[j] * at - taken[j];
+        if (behind > largest) {
+          largest = behind;
+          furthest = j;
+        }
+      }
+      if (largest < bound_ || num_near_ == 0) {
+        slack_ *= 2;
+        bound_ = largest - slack_;
+        return i;
+      }
+      lowest = std::min(lowest, largest);
+      datasets[i] = static_cast<std::int16_t>(near_[furthest]);
+      samples[i] = static_cast<std::int64_t>(taken[furthest]);
+      taken[furthest] += 1.0;
+    }
+    slack_ = std::max(slack_ * 0.9, kMinSlack);
+    bound_ = weights_.size() <= kFew ? -std::numeric_limits<double>::infinity() : lowest - slack_;
+    return i;
+  }
+
+  std::vector<double> weights_, taken_;  // whole numbers below 2**53, exact in a double
+  std::vector<double> near_weights_, near_taken_;
+  std::vector<std::uint16_t> near_;
+  std::vector<std::uint8_t> reaches_;
+  std::size_t num_near_ = 0;
+  double bound_ = -std::numeric_limits<double>::infinity();
+  double slack_ = 0.01;  // how far the next bound stays below the last block: as large as keeps blocks whole mostly
+};

@@ -1,0 +1,32 @@
+// New numpy arrays in memory that is quick to touch for the first time.
+
+#pragma once
+
+#include <pybind11/numpy.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+// An array of no particular values. To fill one costs as much in page faults as in work, unless its pages are huge:
+// numpy asks for these from 4 MiB on, and its arrays do not start where such a page does.
+template <typename T>
+pybind11::array_t<T> new_array(const std::vector<pybind11::ssize_t>& shape) {
+  constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  std::size_t bytes = sizeof(T);
+  for (const pybind11::ssize_t size : shape) bytes *= static_cast<std::size_t>(size);
+  if (bytes < kHugePage / 2) return pybind11::array_t<T>(shape);
+  const std::size_t whole = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  void* memory = std::aligned_alloc(kHugePage, whole);
+  if (memory == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+  madvise(memory, whole, MADV_HUGEPAGE);  // where the system has none, small ones serve
+#endif
+  const pybind11::capsule owner(memory, [](void* pointer) { std::free(pointer); });
+  return pybind11::array_t<T>(shape, static_cast<T*>(memory), owner);
+}

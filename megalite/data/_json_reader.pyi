@@ -1,0 +1,3 @@
+from collections.abc import Sequence
+
+def json_texts(lines: list[bytes], keys: Sequence[str]) -> list[list[bytes] | None]: ...

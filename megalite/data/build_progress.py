@@ -1,0 +1,49 @@
+"""What a long build in C++ says while it runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megalite.data import _index_builder
+from megalite.log import THIS_RANK, log
+
+INTERVAL_SECONDS = 10.0
+"""Between two lines; a build that takes less says nothing."""
+
+
+@contextmanager
+def told(what: str, unit: str, total: int) -> Iterator[_index_builder.Progress]:
+    """Logs how far the build of this block is, from a thread; whichever rank builds is the one that tells.
+
+    Args:
+        what: is built.
+        unit: of what is counted, in the plural.
+        total: of them in the end.
+    """
+    progress, done = _index_builder.Progress(), threading.Event()
+
+    def tell() -> None:
+        start, last_count = time.monotonic(), 0
+        while not done.wait(INTERVAL_SECONDS):
+            count = progress.done
+            rate = (count - last_count) / INTERVAL_SECONDS
+            mean = count / (time.monotonic() - start)
+            left = f", about {(total - count) / mean:.0f} s left" if mean > 0 else ""
+            log.info(
+                "building %s: %s of %s %s (%.0f%%), %s million/s%s",
+                *(what, f"{count:,}", f"{total:,}", unit, 100 * count / max(1, total)),
+                *(f"{rate / 1e6:.1f}", left),
+                extra=THIS_RANK,
+            )
+            last_count = count
+
+    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,54 @@
+"""Memory that tensors hold, counted on any device from the tensors themselves."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Storages that operators in this block made: autograd's saved tensors are among them, parameters not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata not in given:  # neither a view nor in place
+                self.storages[storage._cdata] = weakref.ref(storage)
+        return out
+
+    def settled_count(self) -> int:
+        """The same once it is at rest: gloo's threads let go of a finished collective's tensors late."""
+        count, num_equal = self.count(), 0
+        while num_equal < 3:
+            time.sleep(0.005)
+            again = self.count()
+            num_equal = num_equal + 1 if again == count else 0
+            count = again
+        return count
+
+    def count(self) -> int:
+        """Bytes of those that something still holds."""
+        alive = (reference() for reference in self.storages.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
