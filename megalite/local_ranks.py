@@ -20,7 +20,7 @@ from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from megalite.topology import Launch, Topology
 
-_PRELOADED = ["torch", "torch.distributed", "megalite.topology"]
+_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "megalite.topology"]
 
 
 class RankError(RuntimeError):

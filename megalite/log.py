@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 log = logging.getLogger("megalite")
 
@@ -30,9 +31,12 @@ class _Formatter(logging.Formatter):
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
-def configure_logging(rank: int, level: int = logging.INFO) -> None:
-    """Sends megalite's messages to standard output; call it once a process, before the first message."""
-    handler = logging.StreamHandler(sys.stdout)
+def configure_logging(rank: int, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Sends megalite's messages to standard output, or another stream.
+
+    Call it once a process, before the first message.
+    """
+    handler = logging.StreamHandler(stream or sys.stdout)
     handler.setFormatter(_Formatter())
     handler.addFilter(_RankFilter(rank))
     log.handlers[:] = [handler]

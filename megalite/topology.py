@@ -15,12 +15,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from megalite.host import keep_freed_memory, limit_threads
+from megalite.meeting import at_work, name_of_start, wait_for_all
 
 AXES = ("pp", "dp", "tp")
 """Mesh axes, outermost first. A further axis is an entry here and a size in `_axis_sizes`."""
@@ -54,24 +57,32 @@ class Axis:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process: torchrun, or a plain python with the same variables set."""
+    """What the launcher says of this process: torchrun, or a plain python with the same variables set.
+
+    Attributes:
+        restarts: how often torchrun started the ranks anew, or Slurm the job.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    restarts: int = 0
 
     @staticmethod
     def from_environment() -> Launch:
         """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; with none of them set there is one rank.
+
+        A restart is told by TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT.
 
         Raises:
             UserError: some of the variables that ``env://`` needs are set and others not, or are no numbers.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         given = [name for name in needed if name in os.environ]
+        restarts = sum(map(_environment_int, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
         if not {"RANK", "WORLD_SIZE"} & set(given):
-            return Launch(0, 1, 0, 1)
+            return Launch(0, 1, 0, 1, restarts)
         if missing := [name for name in needed if name not in os.environ]:
             raise UserError(
                 f"{', '.join(given)} set but not {', '.join(missing)}: set all four, or use torchrun"
@@ -83,9 +94,8 @@ class Launch:
                 f"RANK={rank}, WORLD_SIZE={world_size} and LOCAL_WORLD_SIZE={local_world_size} name no rank: "
                 "ranks count from 0, below the world's size"
             )
-        return Launch(
-            rank, world_size, _environment_int("LOCAL_RANK", rank % local_world_size), local_world_size
-        )
+        local_rank = _environment_int("LOCAL_RANK", rank % local_world_size)
+        return Launch(rank, world_size, local_rank, local_world_size, restarts)
 
 
 def _environment_int(name: str, default: int = 0) -> int:
@@ -158,13 +168,17 @@ class Topology:
     def agreed(self) -> Iterator[None]:
         """Makes a user's mistake that some ranks meet in this block an error of all of them.
 
-        Without it the ranks that met none would wait in the next collective. The block holds no collective.
+        Without it the ranks that met none would wait in the next collective. The block holds no collective,
+        and may take longer on some ranks than a collective's time-out.
         """
         mistake: str | None = None
+        store = _get_default_store()
         try:
-            yield
+            with at_work(store):
+                yield
         except UserError as error:
             mistake = str(error)
+        wait_for_all(store, self.world_size)
         mistakes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(mistakes, mistake)
         if first := next((text for text in mistakes if text), None):
@@ -198,23 +212,34 @@ def _pick_device(backend: str, local_rank: int) -> torch.device:
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, init_file: Path | None) -> None:
     """Starts the process group of all ranks."""
-    alone = launch.world_size == 1 and init_file is None
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=None if alone else f"file://{init_file}" if init_file else "env://",
-            store=dist.HashStore() if alone else None,  # type: ignore[attr-defined]
+            init_method=f"file://{init_file}" if init_file else None,
+            store=None if init_file else _store_of_start(launch, timeout),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"no rendezvous at MASTER_ADDR:MASTER_PORT {where} ({str(error).splitlines()[0]}): "
             "every rank must name rank 0's host and a free port of it"
         ) from None
+
+
+def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
+    """The store in which the ranks find each other; none of an earlier start's words are in it."""
+    if launch.world_size == 1:
+        return HashStore()
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives its ranks
+        name = name_of_start(store, launch.rank, launch.world_size, timeout.total_seconds())
+        return PrefixStore(name, store)
+    return store
 
 
 def _from_mesh(

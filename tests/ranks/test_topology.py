@@ -1,5 +1,8 @@
 """What several ranks do together before anything is computed."""
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
@@ -42,6 +45,22 @@ def test_one_ranks_mistake_is_everybodys():
         [(True, None), (True, "mistake of 1"), (False, "mistake of 0")],
         [(True, None), (False, "mistake of 1"), (False, "mistake of 0")],
     ]
+
+
+def _agree_after(topology: Topology, seconds: float) -> tuple[bool, float]:
+    start = time.monotonic()
+    with topology.agreed():
+        if topology.rank == 0:
+            time.sleep(seconds)
+    with topology.agreed():  # and the next meeting is another one
+        pass
+    return topology.rank == 0, time.monotonic() - start
+
+
+def test_who_waits_for_one_at_work_does_not_time_out() -> None:
+    timeout_minutes: Any = 1 / 60
+    parallel = ParallelConfig(distributed_timeout_minutes=timeout_minutes)
+    assert all(took >= 4 for _, took in run_ranks(_agree_after, parallel, 3, 4.0))
 
 
 def test_places_of_real_ranks():
