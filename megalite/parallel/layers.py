@@ -10,7 +10,8 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import copy_to, reduce_from
+from megalite.parallel.collectives import reduce_from, scatter_sum
+from megalite.parallel.linear import column_product, row_product
 from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
 
 
@@ -33,7 +34,7 @@ class ColumnParallelLinear(nn.Module):
         std: float,
     ) -> None:
         super().__init__()
-        self.tp = place.tp
+        self.product = column_product(place)
         shard = Shard("tp", len(out_shape) - 1)
         weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
         self.weight = new_parameter(weight, place)  # [..., out/t, in]
@@ -42,10 +43,8 @@ class ColumnParallelLinear(nn.Module):
         )  # [..., out/t]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, in]`` (whole) -> ``[s, b, prod(out_shape)/t]``."""
-        weight = self.weight.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.flatten()
-        return F.linear(copy_to(x, self.tp), weight, bias)
+        """``[s, b, in]``, or ``[s/t, b, in]`` if sequence parallel -> ``[s, b, prod(out_shape)/t]``."""
+        return self.product(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -61,7 +60,7 @@ class RowParallelLinear(nn.Module):
         std: float,
     ) -> None:
         super().__init__()
-        self.tp = place.tp
+        self.product = row_product(place)
         weight = ParameterSpec((out_features, in_features), Shard("tp", 1), std=std)
         self.weight = new_parameter(weight, place)  # [out, in/t]
         self.bias = (
@@ -69,32 +68,35 @@ class RowParallelLinear(nn.Module):
         )  # [out], whole on every rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, in/t]`` -> ``[s, b, out]`` (whole)."""
-        if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from(F.linear(x, self.weight), self.tp)
-        return y if self.bias is None else y + self.bias
+        """``[s, b, in/t]`` -> ``[s, b, out]``, or ``[s/t, b, out]`` if sequence parallel."""
+        return self.product(x, self.weight, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The word table cut by rows: each rank looks up the tokens of its own range, the sum has them all."""
+    """The word table cut by rows: each rank looks up the tokens of its own range, the sum has them all.
 
-    def __init__(self, num_rows: int, hidden_size: int, place: Placement, *, std: float) -> None:
+    Args:
+        num_padding: rows at the end that stand for no token.
+    """
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, place: Placement, *, std: float, num_padding: int = 0
+    ) -> None:
         super().__init__()
         self.tp = place.tp
-        self.weight = new_parameter(
-            ParameterSpec((num_rows, hidden_size), Shard("tp", 0), std=std), place
-        )  # [rows/t, h]
+        self.leave = scatter_sum if place.sequence_parallel else reduce_from
+        spec = ParameterSpec((num_rows, hidden_size), Shard("tp", 0), std=std, num_padding=num_padding)
+        self.weight = new_parameter(spec, place)  # [rows/t, h]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[s, b]`` token ids -> ``[s, b, h]`` (whole)."""
+        """``[s, b]`` token ids -> ``[s, b, h]``, or ``[s/t, b, h]`` if sequence parallel."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
         num_rows = self.weight.shape[0]
         rows = tokens - self.tp.rank * num_rows
         foreign = (rows < 0) | (rows >= num_rows)
         found = F.embedding(rows.masked_fill(foreign, 0), self.weight).masked_fill(foreign[..., None], 0.0)
-        return reduce_from(found, self.tp)
+        return self.leave(found, self.tp)
 
 
 def depth_scaled_std(std: float, num_layers: int) -> float:

@@ -36,7 +36,9 @@ class _CrossEntropy(torch.autograd.Function):
         num_columns = logits.shape[-1]
         start = tp.rank * num_columns
         num_real = min(max(vocab_size - start, 0), num_columns)
-        largest = _largest(logits[..., :num_real], tp)
+        # In fp32 at the least, without a copy of the logits in it: they are promoted as they are read.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        largest = _largest(logits[..., :num_real], tp).to(dtype)
 
         exponentials = logits - largest[..., None]
         columns = targets - start

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels import dropout, fill_normal_, site_key
-from megalite.parallel.shard import axis_of, spec_of
+from megalite.parallel.shard import ParameterSpec, axis_of, spec_of
 from megalite.topology import Topology
 
 
@@ -24,23 +24,32 @@ def initialize(module: nn.Module, seed: int, topology: Topology) -> None:
         module: its parameters' names are global: they name the same weight in every layout.
     """
     for name, parameter in module.named_parameters():
-        spec = spec_of(parameter)
-        if spec.std == 0.0:
-            parameter.fill_(spec.mean)
-            continue
-        axis = axis_of(spec, topology)
-        dim = 0 if spec.shard is None else spec.shard.dim
-        run_length = math.prod(parameter.shape[dim:])  # elements in a row in the full tensor
-        run_stride = math.prod(spec.full_shape[dim:])
-        fill_normal_(
-            parameter,
-            site_key(seed, name),
-            std=spec.std,
-            mean=spec.mean,
-            base=0 if axis is None else axis.rank * run_length,
-            run_length=run_length,
-            run_stride=run_stride,
-        )
+        fill_initial(parameter, name, spec_of(parameter), seed, topology)
+
+
+@torch.no_grad()
+def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topology: Topology) -> None:
+    """Fills `out` with this rank's slice of a parameter's initial weights.
+
+    Args:
+        out: of the slice's shape, contiguous; in bf16 or fp16 it gets the fp32 weights rounded.
+        name: the parameter's global name.
+    """
+    if spec.std == 0.0:
+        out.fill_(spec.mean)
+        return
+    axis = axis_of(spec, topology)
+    dim = 0 if spec.shard is None else spec.shard.dim
+    run_length = math.prod(out.shape[dim:])  # elements in a row in the full tensor
+    fill_normal_(
+        out,
+        site_key(seed, name),
+        std=spec.std,
+        mean=spec.mean,
+        base=0 if axis is None else axis.rank * run_length,
+        run_length=run_length,
+        run_stride=math.prod(spec.full_shape[dim:]),
+    )
 
 
 class Dropout(nn.Module):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from megalite.parallel.deferred import WeightGradients
 from megalite.topology import Axis, Topology
 
 
@@ -27,6 +28,7 @@ class ParameterSpec:
         shard: how it is cut; None where each rank of every axis holds all of it.
         mean, std: of the normal distribution that it starts from (std 0: a constant).
         decay: whether weight decay applies (not to biases and norms).
+        num_padding: indices at the end of dim 0 that mean nothing, as many as the layout needs.
     """
 
     full_shape: tuple[int, ...]
@@ -34,6 +36,12 @@ class ParameterSpec:
     mean: float = 0.0
     std: float = 0.0
     decay: bool = True
+    num_padding: int = 0
+
+    @property
+    def used_shape(self) -> tuple[int, ...]:
+        """The full shape without padding: the same in every layout."""
+        return (self.full_shape[0] - self.num_padding, *self.full_shape[1:])
 
     def local_shape(self, axis_size: int) -> tuple[int, ...]:
         """Shape of one slice when the shard's axis has `axis_size` ranks."""
@@ -47,17 +55,34 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a layer's parameters are made, and as what."""
+    """Where a layer's parameters are made, and as what.
+
+    Attributes:
+        sequence_parallel: hidden states are cut over tp by the sequence, ``[s/t, b, h]``, wherever no weight
+            that is cut is at work (Korthikanti et al. 2022). A parameter that is whole on every rank then
+            gets the gradient of its rank's positions alone, to be summed over tp.
+        weight_gradients: takes the linear layers' weight gradients where the schedule computes them apart.
+        has_weights: parameters have memory; else they have a shape alone (device meta), and somebody else
+            puts others in their places.
+    """
 
     tp: Axis
     dtype: torch.dtype
     device: torch.device
+    sequence_parallel: bool = False
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    has_weights: bool = True
+
+    def first_position(self, num_positions: int) -> int:
+        """Position in the sample of the first of the `num_positions` that this rank's hidden states hold."""
+        return self.tp.rank * num_positions if self.sequence_parallel else 0
 
 
 def new_parameter(spec: ParameterSpec, place: Placement) -> nn.Parameter:
     """Makes this rank's slice, uninitialised (`parallel.rng.initialize` fills it), with its spec attached."""
     shape = spec.local_shape(place.tp.size if spec.shard else 1)
-    parameter = nn.Parameter(torch.empty(shape, dtype=place.dtype, device=place.device))
+    device = place.device if place.has_weights else "meta"
+    parameter = nn.Parameter(torch.empty(shape, dtype=place.dtype, device=device))
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
 

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.topology import Axis
 
 
-def sum_tied_gradient(weight: nn.Parameter | None, pp: Axis) -> None:
-    """Adds the gradients of the two copies of a tied weight, in place on both.
+class TiedWeight(NamedTuple):
+    """A word table that the pipeline's first and last stage use.
 
-    The two stages swap their gradients and each adds the other's: a sum of two is the same bits on both
-    sides, so the copies stay equal for ever. No group of their own is needed.
-
-    Args:
-        weight: this rank's copy; None on a stage that has none.
+    Attributes:
+        weight: this rank's; with one rank for both stages, they share it.
+        is_copied: whether the two stages are on two ranks, the first and the last of pp, each with a copy.
     """
-    if weight is None or pp.size == 1:
-        return
-    assert weight.grad is not None
+
+    weight: nn.Parameter
+    is_copied: bool
+
+
+def sum_over_edges(gradient: Tensor, pp: Axis) -> None:
+    """Adds the gradients of a tied weight's two copies, on the first and the last rank of pp, in place.
+
+    The two ranks swap their gradients and each adds the other's: a sum of two is the same bits on both
+    sides, so the copies stay equal for ever. No group of their own is needed.
+    """
+    assert pp.size > 1 and (pp.is_first or pp.is_last)
     other_rank = pp.ranks[0] if pp.is_last else pp.ranks[-1]
-    other = torch.empty_like(weight.grad)
+    other = torch.empty_like(gradient)
     messages = [
-        dist.P2POp(dist.isend, weight.grad, other_rank, pp.group),
+        dist.P2POp(dist.isend, gradient, other_rank, pp.group),
         dist.P2POp(dist.irecv, other, other_rank, pp.group),
     ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
-    weight.grad += other
+    gradient += other

@@ -1,17 +1,21 @@
 """A whole model has one set of weights, masks, losses and gradients, over however many ranks it is spread."""
 
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.local_ranks import run_ranks
+from megalite.model.documents import Documents
 from megalite.model.stage import GPTStage
 from megalite.parallel.shard import gather_full, spec_of
-from megalite.parallel.tied import sum_tied_gradient
+from megalite.parallel.tied import sum_over_edges
 from megalite.pipeline.partition import layers_of_stages
 
 SEED = 7
-NUM_SAMPLES, LENGTH = 3, 9
+NUM_SAMPLES, LENGTH = 3, 12
 GPT = ModelConfig(
     num_layers=3,
     hidden_size=32,
@@ -68,11 +72,29 @@ def batch(config):
     return ids[:, :-1], ids[:, 1:], torch.tensor([5, 2**40, 11])
 
 
-def build(topology, config, layers=None):
-    num_stages = topology.pp.size
-    return GPTStage(
-        config, topology, layers_of_stages(config.num_layers, num_stages, layers)[topology.pp.rank], SEED
+def packed():
+    """Samples of two documents each, whose positions start anew; some tokens have no loss."""
+    ends = torch.tensor([5, 1, 9])[:, None]
+    places = torch.arange(LENGTH).expand(NUM_SAMPLES, LENGTH)
+    second = places > ends
+    return Documents(
+        position_ids=torch.where(second, places - ends - 1, places),
+        document_ids=second.long(),
+        loss_mask=places != ends,
     )
+
+
+def build(topology, config, layers=None, **options):
+    counts = layers or [config.num_layers // topology.pp.size] * topology.pp.size
+    numbers = layers_of_stages(config.num_layers, counts)[topology.pp.rank]
+    return GPTStage(config, topology, numbers, SEED, **options)
+
+
+def sum_partial_gradients(stage, topology):
+    """Does what the optimizer does under sequence parallelism: a rank has the gradient of its positions."""
+    for parameter in stage.parameters():
+        if spec_of(parameter).shard is None:
+            dist.all_reduce(parameter.grad, group=topology.tp.group)
 
 
 def gather(stage, topology, gradients=False):
@@ -94,16 +116,19 @@ def shake(stage, topology):
         parameter.data += noise
 
 
-def loss_and_gradients(topology):
+def loss_and_gradients(topology, sequence_parallel=False):
     """Of each model without pipeline: the loss, the masks' effect in it, and every gradient in full."""
     results = {}
-    for name in CHANGES:
+    for name, documents in itertools.product(CHANGES, (None, packed())):
         config = config_of(name)
-        stage = build(topology, config)
+        stage = build(topology, config, sequence_parallel=sequence_parallel)
         shake(stage, topology)
-        loss = stage(*batch(config), None)
+        loss = stage(*batch(config), None, documents)
         loss.backward()
-        results[name] = {"loss": loss.detach(), **gather(stage, topology, gradients=True)}
+        if sequence_parallel:
+            sum_partial_gradients(stage, topology)
+        key = name if documents is None else f"{name}, packed"
+        results[key] = {"loss": loss.detach(), **gather(stage, topology, gradients=True)}
     return results
 
 
@@ -121,13 +146,13 @@ def tied_gradients(topology, layers):
     """A tied table's gradient before and after the stages have added theirs."""
     stage = build(topology, config_of("gpt"), layers)
     weight = stage.tied_weight
-    before = None
-    if weight is not None:
+    before = after = None
+    if weight is not None and topology.pp.size > 1:
         generator = torch.Generator().manual_seed(topology.rank)
-        weight.grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-        before = weight.grad.clone()
-    sum_tied_gradient(weight, topology.pp)
-    return topology.pp.rank, topology.tp.rank, before, None if weight is None else weight.grad
+        before = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        after = before.clone()
+        sum_over_edges(after, topology.pp)
+    return topology.pp.rank, topology.tp.rank, before, after
 
 
 def weights_and_tied_gradients(topology, layers):
@@ -139,9 +164,11 @@ def reference(one_rank):
     return loss_and_gradients(one_rank)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_tensor_parallel_ranks_agree_with_one(tp, reference):
-    results = run_ranks(loss_and_gradients, ParallelConfig(tensor_model_parallel_size=tp), tp)
+def test_tensor_parallel_ranks_agree_with_one(tp, sequence_parallel, reference):
+    parallel = ParallelConfig(tensor_model_parallel_size=tp)
+    results = run_ranks(loss_and_gradients, parallel, tp, sequence_parallel)
     for result in results:
         for model, expected in reference.items():
             assert set(result[model]) == set(expected)
@@ -176,10 +203,8 @@ def test_initial_weights_are_the_same_bits(layout, one_rank):
 def check_tied_gradients(results, pp):
     by_place = {(stage, slice_): (before, after) for stage, slice_, before, after in results}
     for (stage, slice_), (before, after) in by_place.items():
-        if stage not in (0, pp - 1):
+        if stage not in (0, pp - 1) or pp == 1:
             assert after is None
-        elif pp == 1:
-            assert torch.equal(after, before)
         else:
             other, _ = by_place[pp - 1 - stage, slice_]
             assert torch.equal(after, before + other)
