@@ -1,40 +1,37 @@
-"""Moves hidden states and their gradients between neighbouring stages, a batch of messages at a time."""
+"""Moves hidden states and their gradients between stages, a batch of messages at a time."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.pipeline.messages import Batch
+from megalite.pipeline.action import Action
+from megalite.pipeline.messages import MAX_OPEN_BATCHES, Batch
 from megalite.topology import Axis
 
-MAX_PENDING_SENDS = 2
-"""Sends that a rank may be ahead of its neighbours: room for jitter, a bound on the tensors they keep.
+Parcel = tuple[Tensor, int]
+"""A tensor to send or to fill, and the other rank's coordinate along the axis."""
 
-To wait for an older one before the next batch is safe: the simulator proves each schedule under that rule.
-"""
+Launched = tuple[list[dist.Work], "dist.Work | None"]
+"""The works of a batch's receives and of its send."""
 
 
 class Exchange:
-    """This rank's end of the messages of a pipeline.
-
-    Every batch goes through ``batch_isend_irecv``, one of a single message too: NCCL may run batches and lone
-    messages on different communicators, and a message that is alone on one side has company on the other.
-    """
+    """This rank's end of the messages of a pipeline."""
 
     def __init__(self, pp: Axis, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._pp = pp
         self._shape = shape
         self._dtype = dtype
         self._device = device
+        self._launch = _launch_together if dist.get_backend(pp.group) == "nccl" else _launch_each
         # Sends, oldest first, each with its tensor, which must live until it has left.
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._arriving: tuple[dist.Work, Tensor] | None = None
+        self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}  # by the action that reads it
 
     def start(self, batch: Batch, outgoing: Tensor | None) -> None:
         """Starts a batch without waiting for it.
@@ -43,26 +40,24 @@ class Exchange:
             batch: follows from the schedule, as the neighbours' matching ones do.
             outgoing: what `batch.send` carries, in the exchange's shape and dtype.
         """
-        self._wait_for_sends(MAX_PENDING_SENDS - 1)
-        operations = []
+        send: Parcel | None = None
         if batch.send:
+            self._wait_for_sends(MAX_OPEN_BATCHES - 1)
             assert outgoing is not None
-            operations.append(self._operation(dist.isend, self._checked(outgoing), batch.send.receiver))
-        if batch.receive:
-            incoming = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            operations.append(self._operation(dist.irecv, incoming, batch.receive.sender))
-        works = dist.batch_isend_irecv(operations)  # one for each message, or on NCCL one for the whole batch
-        if batch.send:
-            self._pending.append((works[0], operations[0].tensor))
-        if batch.receive:
-            self._arriving = works[-1], incoming
+            send = self._checked(outgoing), batch.send.receiver
+        receives = [
+            (torch.empty(self._shape, dtype=self._dtype, device=self._device), message.sender)
+            for message in batch.receives
+        ]
+        received, sent = self._launch(self._pp, receives, send)
+        for message, work, (tensor, _) in zip(batch.receives, received, receives, strict=True):
+            self._arriving[message.reader] = work, tensor
+        if send and sent:
+            self._pending.append((sent, send[0]))
 
-    def received(self) -> Tensor | None:
-        """Waits for what the last batch receives; None if that was taken or there was nothing to receive."""
-        if self._arriving is None:
-            return None
-        work, tensor = self._arriving
-        self._arriving = None
+    def received(self, reader: Action) -> Tensor:
+        """Waits for the input of `reader`, which a batch before it has started to receive."""
+        work, tensor = self._arriving.pop(reader)
         work.wait()
         return tensor
 
@@ -75,11 +70,30 @@ class Exchange:
             work, _ = self._pending.popleft()
             work.wait()
 
-    def _operation(self, operation: Callable[..., Any], tensor: Tensor, coordinate: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, self._pp.ranks[coordinate], self._pp.group)
-
     def _checked(self, outgoing: Tensor) -> Tensor:
         """The receiver takes bytes as they come: of another size they abort it."""
         assert outgoing.shape == self._shape, f"a stage gave {tuple(outgoing.shape)}, not {self._shape}"
         assert outgoing.dtype == self._dtype, f"a stage gave {outgoing.dtype}, not {self._dtype}"
         return outgoing.contiguous()
+
+
+def _launch_together(pp: Axis, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
+    """Starts messages as one operation of NCCL, which one work stands for.
+
+    One of a single message goes the same way: NCCL may run batches and lone messages on different
+    communicators, and a message that is alone on one side has company on the other.
+    """
+    operations = [dist.P2POp(dist.irecv, tensor, pp.ranks[peer], pp.group) for tensor, peer in receives]
+    if send:
+        operations.append(dist.P2POp(dist.isend, send[0], pp.ranks[send[1]], pp.group))
+    work = dist.batch_isend_irecv(operations)[-1]
+    return [work] * len(receives), work if send else None
+
+
+def _launch_each(pp: Axis, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
+    """Starts messages one by one, where the backend asks for no order between ranks.
+
+    The group's own methods: what torch checks in front of them takes longer than they do.
+    """
+    works = [pp.group.recv([tensor], peer, 0) for tensor, peer in receives]
+    return works, pp.group.send([send[0]], send[1], 0) if send else None

@@ -2,63 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megalite.parallel.deferred import WeightGradients
+from megalite.pipeline.action import Action
 from megalite.pipeline.exchange import Exchange
-from megalite.pipeline.messages import Batch, Step, steps_of
-from megalite.pipeline.schedule import SCHEDULES, Kind, Schedule, forward_only
+from megalite.pipeline.messages import Batch, Step, plan_rank
+from megalite.pipeline.schedule import SCHEDULES, Order
+from megalite.pipeline.work import Chunk, Work
 from megalite.topology import Axis
 
 M = TypeVar("M")
-M_contra = TypeVar("M_contra", contravariant=True)
 
 
-class Stage(Protocol[M_contra]):
-    """What a rank computes for one microbatch."""
+class Observer(Protocol):
+    """Somebody who wants to know what the pipeline computes, such as a trace."""
 
-    def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor:
-        """Computes hidden states for the next stage, or on the last one the loss, a scalar.
+    def begins(self, action: Action) -> None:
+        """The action is next; its input may still be on its way."""
 
-        `hidden` comes from the stage before; None on the first.
-        """
+    def ends(self, action: Action) -> None:
+        """The action has run, as far as the host knows."""
 
 
 class Pipeline(Generic[M]):
-    """Runs a schedule on this rank's stage, in exchange with the neighbouring ones.
+    """Runs a schedule on this rank's chunks, in exchange with the other ranks.
 
     Every rank of the axis must call the same method with the same number of microbatches. One rank alone runs
     the same code and has no messages.
+
+    Attributes:
+        stages: where the global stages are.
+        observers: told of each action, of training steps and of evaluations.
     """
 
     def __init__(
         self,
-        stage: Stage[M],
+        chunks: Sequence[Chunk[M]],
         pp: Axis,
         schedule: str,
         hidden_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        weight_gradients: WeightGradients | None = None,
     ) -> None:
         """Builds the pipeline; nothing is sent yet.
 
         Args:
-            stage: what this rank computes.
+            chunks: what this rank computes, as many as the schedule has; on every rank alike.
             pp: the axis that the stages lie along.
             schedule: a name of SCHEDULES.
             hidden_shape: of one microbatch's hidden states between two stages.
             dtype: of the hidden states.
             device: where they are.
+            weight_gradients: where the chunks' layers leave what a schedule that splits the backward pass
+                computes apart.
         """
-        self._stage = stage
+        self._chunks = chunks
         self._pp = pp
         self._schedule = SCHEDULES[schedule]
+        self.stages = self._schedule.stage_map(pp.size, len(chunks))
+        assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
+        self.observers: list[Observer] = []
         self._exchange = Exchange(pp, hidden_shape, dtype, device)
-        self._steps: dict[tuple[Schedule, int], list[Step]] = {}
+        self._weight_gradients = weight_gradients or WeightGradients(self._schedule.splits_backward)
+        self._steps: dict[tuple[Order, int], list[Step]] = {}
 
     def train_step(self, num_microbatches: int, load: Callable[[int], M]) -> list[Tensor]:
         """Runs forwards and backwards of all microbatches; gradients add up in the parameters' ``.grad``.
@@ -68,9 +80,9 @@ class Pipeline(Generic[M]):
             load: gives a microbatch by its number within the step; called once for each, before its forward.
 
         Returns:
-            Detached losses by microbatch on the last stage, nothing on the others.
+            Detached losses by microbatch on the rank of the last stage, nothing on the others.
         """
-        return self._run(self._schedule, num_microbatches, load)
+        return self._run(self._schedule.train, num_microbatches, load)
 
     @torch.no_grad()
     def evaluate(self, num_microbatches: int, load: Callable[[int], M]) -> list[Tensor]:
@@ -78,62 +90,26 @@ class Pipeline(Generic[M]):
 
         Arguments and result are those of `train_step`.
         """
-        return self._run(forward_only, num_microbatches, load)
+        return self._run(self._schedule.evaluate, num_microbatches, load)
 
-    def _run(self, schedule: Schedule, num_microbatches: int, load: Callable[[int], M]) -> list[Tensor]:
-        step = _Pass(self._stage, self._exchange, self._pp.is_last, load)
-        compute = {Kind.FORWARD: step.forward, Kind.BACKWARD: step.backward}
+    def _run(self, order: Order, num_microbatches: int, load: Callable[[int], M]) -> list[Tensor]:
+        work = Work(self._chunks, self.stages, self._pp.rank, self._exchange, load, self._weight_gradients)
         outgoing: Tensor | None = None
-        for todo in self._steps_of(schedule, num_microbatches):
-            if isinstance(todo, Batch):
-                self._exchange.start(todo, outgoing)
-            else:
-                outgoing = compute[todo.kind](todo.microbatch)
+        for step in self._steps_of(order, num_microbatches):
+            if isinstance(step, Batch):
+                self._exchange.start(step, outgoing)
+                continue
+            for observer in self.observers:
+                observer.begins(step)
+            outgoing = work(step)
+            for observer in self.observers:
+                observer.ends(step)
         self._exchange.finish()
-        return [step.losses[microbatch] for microbatch in sorted(step.losses)]
+        return [work.losses[microbatch] for microbatch in sorted(work.losses)]
 
-    def _steps_of(self, schedule: Schedule, num_microbatches: int) -> list[Step]:
-        key = schedule, num_microbatches
+    def _steps_of(self, order: Order, num_microbatches: int) -> list[Step]:
+        key = order, num_microbatches
         if key not in self._steps:
-            actions = schedule(self._pp.rank, self._pp.size, num_microbatches)
-            self._steps[key] = steps_of(actions, self._pp.rank, self._pp.size)
+            actions = [order(rank, self.stages, num_microbatches) for rank in range(self._pp.size)]
+            self._steps[key] = plan_rank(self._pp.rank, actions, self.stages)
         return self._steps[key]
-
-
-class _Pass(Generic[M]):
-    """One pass over a step's microbatches: what is in flight, and what is done.
-
-    Of an output that is sent, the place in the graph is kept and not the tensor: once it has left, its memory
-    is free unless the graph itself saved it.
-    """
-
-    def __init__(self, stage: Stage[M], exchange: Exchange, is_last: bool, load: Callable[[int], M]) -> None:
-        self.losses: dict[int, Tensor] = {}
-        self._stage = stage
-        self._exchange = exchange
-        self._is_last = is_last
-        self._load = load
-        # By microbatch: the input, which its gradient will be read from, and the end of the graph.
-        self._in_flight: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = {}
-
-    def forward(self, number: int) -> Tensor | None:
-        """Runs microbatch `number` forward; gives what the next stage is to get."""
-        microbatch = self._load(number)  # while the hidden states are on their way
-        hidden = self._exchange.received()
-        training = torch.is_grad_enabled()
-        if hidden is not None:
-            hidden.requires_grad_(training)
-        output = self._stage(microbatch, hidden)
-        if training:
-            self._in_flight[number] = hidden, output if self._is_last else get_gradient_edge(output)
-        if self._is_last:
-            self.losses[number] = output.detach()
-            return None
-        return output.detach()
-
-    def backward(self, number: int) -> Tensor | None:
-        """Runs microbatch `number` backward; gives what the stage before is to get, None on the first."""
-        hidden, end = self._in_flight.pop(number)
-        gradient = self._exchange.received()  # None on the last stage, where the graph ends in a scalar
-        torch.autograd.backward(end, gradient)
-        return None if hidden is None else hidden.grad

@@ -8,27 +8,52 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import RankError, run_ranks
-from megalite.pipeline.exchange import MAX_PENDING_SENDS
+from megalite.parallel.deferred import WeightGradients
+from megalite.pipeline.action import Kind
 from megalite.pipeline.executor import Pipeline
+from megalite.pipeline.messages import MAX_OPEN_BATCHES
 from megalite.pipeline.schedule import SCHEDULES
+from megalite.pipeline.simulate import peak_in_flight
 
 WIDTH = 8
 SHAPE = (3, WIDTH)
 NUM_MICROBATCHES = (1, 2, 5)
 
 
+class Product(torch.autograd.Function):
+    """x @ weight, whose weight gradient goes to the queue, as the model's linear layers have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, parameter, queue):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.queue = parameter, queue
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.queue.add(ctx.parameter, lambda: x.t() @ gradient)
+        return gradient @ weight.t(), None, None, None
+
+
 class Link(nn.Module):
     """One stage of a chain of linear layers; the last one ends in a loss."""
 
-    def __init__(self, number, num_stages):
+    def __init__(self, number, num_stages, queue=None):
         super().__init__()
         self.is_last = number == num_stages - 1
+        self.queue = queue or WeightGradients()
         generator = torch.Generator().manual_seed(number)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
     def forward(self, microbatch, hidden):
-        x = microbatch if hidden is None else hidden
-        x = torch.tanh(x @ self.weight) + x
+        x = (microbatch if hidden is None else hidden) * self.scale
+        if self.queue.are_deferred:
+            product = Product.apply(x, self.weight.detach(), self.weight, self.queue)
+        else:
+            product = x @ self.weight
+        x = torch.tanh(product) + x
         return (x - microbatch).square().mean() if self.is_last else x
 
 
@@ -37,7 +62,7 @@ def load(number):
 
 
 def reference(num_stages, num_microbatches):
-    """Losses and each stage's gradient of the composed model, by plain autograd on one rank."""
+    """Losses and each stage's gradients of the composed model, by plain autograd on one rank."""
     links = [Link(number, num_stages) for number in range(num_stages)]
     losses = []
     for number in range(num_microbatches):
@@ -46,49 +71,65 @@ def reference(num_stages, num_microbatches):
             hidden = link(load(number), hidden)
         hidden.backward()
         losses.append(hidden.detach())
-    return losses, [link.weight.grad for link in links]
+    return losses, [(link.weight.grad, link.scale.grad) for link in links]
 
 
-def pipeline_of(topology, schedule, link):
-    return Pipeline(link, topology.pp, schedule, SHAPE, torch.float64, topology.device)
+def stage_map(schedule, num_ranks):
+    return SCHEDULES[schedule].stage_map(num_ranks, 3)
+
+
+def pipeline_of(topology, schedule, chunks, queue=None):
+    return Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float64, topology.device, queue)
+
+
+def build(topology, schedule, make=Link):
+    """This rank's chunks of a chain, and the pipeline that runs them."""
+    stages = stage_map(schedule, topology.pp.size)
+    queue = WeightGradients(SCHEDULES[schedule].splits_backward)
+    chunks = [make(stage, stages.num_stages, queue) for stage in stages.stages_of(topology.pp.rank)]
+    return chunks, pipeline_of(topology, schedule, chunks, queue)
 
 
 def run_everything(topology):
-    """Losses, gradient and evaluation by schedule and number of microbatches, all by the same ranks."""
+    """Losses, gradients and evaluation by schedule and number of microbatches, all by the same ranks."""
     results = {}
     for schedule in SCHEDULES:
-        link = Link(topology.pp.rank, topology.pp.size)
-        pipeline = pipeline_of(topology, schedule, link)
+        links, pipeline = build(topology, schedule)
         for num_microbatches in NUM_MICROBATCHES:
             evaluated = pipeline.evaluate(num_microbatches, load)
-            assert link.weight.grad is None
+            assert all(link.weight.grad is None for link in links)
             losses = pipeline.train_step(num_microbatches, load)
             assert not any(loss.requires_grad for loss in losses + evaluated)
-            results[schedule, num_microbatches] = losses, link.weight.grad, evaluated
-            link.weight.grad = None
+            gradients = [(link.weight.grad, link.scale.grad) for link in links]
+            results[schedule, num_microbatches] = losses, gradients, evaluated
+            for link in links:
+                link.weight.grad = link.scale.grad = None
     return results
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_same_losses_and_gradients_as_one_rank(num_stages):
-    parallel = ParallelConfig(pipeline_model_parallel_size=num_stages)
-    by_rank = run_ranks(run_everything, parallel, num_stages)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_same_losses_and_gradients_as_one_rank(num_ranks):
+    parallel = ParallelConfig(pipeline_model_parallel_size=num_ranks)
+    by_rank = run_ranks(run_everything, parallel, num_ranks)
     for schedule in SCHEDULES:
+        stages = stage_map(schedule, num_ranks)
         for num_microbatches in NUM_MICROBATCHES:
-            expected_losses, expected_gradients = reference(num_stages, num_microbatches)
+            expected_losses, expected = reference(stages.num_stages, num_microbatches)
             for rank, results in enumerate(by_rank):
-                losses, gradient, evaluated = results[schedule, num_microbatches]
-                told = expected_losses if rank == num_stages - 1 else []
-                assert torch.equal(gradient, expected_gradients[rank])
-                assert [loss.item() for loss in losses] == [loss.item() for loss in told]
-                assert [loss.item() for loss in evaluated] == [loss.item() for loss in told]
+                losses, gradients, evaluated = results[schedule, num_microbatches]
+                holds_last = stages.num_stages - 1 in stages.stages_of(rank)
+                told = [loss.item() for loss in expected_losses] if holds_last else []
+                for stage, pair in zip(stages.stages_of(rank), gradients, strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(pair, expected[stage], strict=True))
+                assert [loss.item() for loss in losses] == told
+                assert [loss.item() for loss in evaluated] == told
 
 
 class Watched:
     """A stage that counts, at each forward, which hidden states live on: its outputs, the last's inputs."""
 
-    def __init__(self, number, num_stages):
-        self.link = Link(number, num_stages)
+    def __init__(self, number, num_stages, queue):
+        self.link = Link(number, num_stages, queue)
         self.seen = []
         self.most_alive = 0
 
@@ -103,21 +144,70 @@ class Watched:
         return sum(storage() is not None for storage in self.seen)
 
 
-def count_alive(topology, train):
-    stage = Watched(topology.pp.rank, topology.pp.size)
-    pipeline = pipeline_of(topology, "gpipe", stage)
+def count_alive(topology, schedule, train):
+    chunks, pipeline = build(topology, schedule, Watched)
     (pipeline.train_step if train else pipeline.evaluate)(30, load)
-    return stage.most_alive, stage.num_alive()
+    return [chunk.most_alive for chunk in chunks], sum(chunk.num_alive() for chunk in chunks)
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_what_was_sent_is_let_go(train):
     """Left are the new output, the one before it, and the sends that may be under way."""
-    counts = run_ranks(count_alive, ParallelConfig(pipeline_model_parallel_size=3), 3, train)
-    *senders, last = (most for most, _ in counts)
+    counts = run_ranks(count_alive, ParallelConfig(pipeline_model_parallel_size=3), 3, "gpipe", train)
+    *senders, (last,) = (most for most, _ in counts)
     assert [after for _, after in counts] == [0, 0, 0]
-    assert max(senders) <= 2 + MAX_PENDING_SENDS
-    assert last == 30 if train else last <= 2  # inputs: their gradients are owed until the backward
+    assert max(most for (most,) in senders) <= 2 + MAX_OPEN_BATCHES
+    # The last stage's inputs: their gradients are owed until the backward.
+    assert last == 30 if train else last <= 2 + MAX_OPEN_BATCHES
+
+
+class Holding(torch.autograd.Function):
+    """Counts the forwards whose backward, its weights' part too, is still to come."""
+
+    @staticmethod
+    def forward(ctx, x, link, tracker):
+        ctx.link, ctx.tracker = link, tracker
+        tracker.now += 1
+        tracker.most = max(tracker.most, tracker.now)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.link.queue.are_deferred:
+            ctx.link.queue.add(ctx.link.weight, lambda tracker=ctx.tracker, link=ctx.link: tracker.done(link))
+        else:
+            ctx.tracker.now -= 1
+        return gradient, None, None
+
+
+class Tracker:
+    now = most = 0
+
+    def done(self, link):
+        self.now -= 1
+        return torch.zeros_like(link.weight)
+
+
+def peak_of_rank(topology, schedule, num_microbatches):
+    tracker = Tracker()
+
+    class Tracked(Link):
+        def forward(self, microbatch, hidden):
+            if hidden is None:
+                hidden = microbatch.clone().requires_grad_()
+            return super().forward(microbatch, Holding.apply(hidden, self, tracker))
+
+    _, pipeline = build(topology, schedule, Tracked)
+    pipeline.train_step(num_microbatches, load)
+    assert tracker.now == 0
+    return tracker.most
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_activations_in_flight_are_the_simulators(schedule):
+    peaks = run_ranks(peak_of_rank, ParallelConfig(pipeline_model_parallel_size=2), 2, schedule, 7)
+    stages = stage_map(schedule, 2)
+    assert peaks == [peak_in_flight(SCHEDULES[schedule].train(rank, stages, 7)) for rank in range(2)]
 
 
 class Tail:
@@ -136,7 +226,7 @@ class Through:
 
 def run_empty_stages(topology):
     stage = (Link(0, 3), Through(), Tail())[topology.pp.rank]
-    losses = pipeline_of(topology, "1f1b", stage).train_step(2, load)
+    losses = pipeline_of(topology, "1f1b", [stage]).train_step(2, load)
     return losses or (stage.weight.grad if topology.pp.is_first else None)
 
 
@@ -150,11 +240,62 @@ def test_stages_without_layers():
     assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
 
 
+class Turning:
+    """A stage on either side of the turn; notes where the hidden states lie that it gives and gets."""
+
+    def __init__(self, addresses, link):
+        self.addresses, self.link = addresses, link
+
+    def __call__(self, microbatch, hidden):
+        if hidden is not None:
+            self.addresses.append(hidden.data_ptr())
+        output = self.link(microbatch, hidden)
+        self.addresses.append(output.data_ptr())
+        return output
+
+
+def test_what_stays_on_a_rank_is_not_copied(one_rank):
+    addresses = []
+    chunks = [Turning(addresses, Link(stage, 2)) for stage in range(2)]
+    pipeline_of(one_rank, "zb-v", chunks, WeightGradients()).evaluate(1, load)
+    given, taken, _ = addresses
+    assert given == taken
+
+
+class Notes:
+    def __init__(self):
+        self.begun, self.ended = [], []
+
+    def begins(self, action):
+        self.begun.append(action)
+
+    def ends(self, action):
+        self.ended.append(action)
+
+
+def observe(topology):
+    _, pipeline = build(topology, "zb-h1")
+    notes = Notes()
+    pipeline.observers.append(notes)
+    pipeline.evaluate(3, load)
+    pipeline.train_step(3, load)
+    return notes.begun, notes.ended
+
+
+def test_an_observer_sees_each_action_of_an_evaluation_and_of_a_training_step():
+    stages = stage_map("zb-h1", 2)
+    observed = run_ranks(observe, ParallelConfig(pipeline_model_parallel_size=2), 2)
+    for rank, (begun, ended) in enumerate(observed):
+        schedule = SCHEDULES["zb-h1"]
+        assert begun == ended == schedule.evaluate(rank, stages, 3) + schedule.train(rank, stages, 3)
+        assert {action.kind for action in begun} == set(Kind) - {Kind.BACKWARD}
+
+
 def give_a_wrong_shape(topology):
     def stage(microbatch, hidden):
         return microbatch[:, :1] if hidden is None else hidden
 
-    pipeline_of(topology, "1f1b", stage).evaluate(1, load)
+    pipeline_of(topology, "1f1b", [stage]).evaluate(1, load)
 
 
 def test_a_stage_that_gives_another_shape_is_named():

@@ -1,4 +1,11 @@
+import sys
+
+import pytest
+
+from megalite.errors import UserError
+from megalite.pipeline.action import Kind
 from megalite.pipeline.draw import draw
+from megalite.pipeline.picture import COLOURS, save_picture, shade
 
 
 def test_the_drawing_of_a_small_schedule():
@@ -10,8 +17,49 @@ def test_the_drawing_of_a_small_schedule():
     ]
 
 
+def test_weight_gradients_apart():
+    assert draw("zb-h1", 2, 2).splitlines()[1:] == [
+        "rank 0 |F0F1..B0W0B1W1|",
+        "rank 1 |..F0B0F1B1W0W1|",
+    ]
+
+
+def test_chunks_have_letters():
+    assert draw("interleaved", 2, 2, 2).splitlines() == [
+        "interleaved: 2 ranks of 2 chunks, 2 microbatches, bubble 20.0% of the time, "
+        "at most 4 microbatches of a chunk in flight (by rank: 4 3)",
+        "rank 0 |F0aF1aF0bF1b......B0b===...B1b===B0a===B1a===|",
+        "rank 1 |...F0aF1aF0bB0b===F1bB1b===B0a===B1a===......|",
+    ]
+
+
 def test_columns_stay_aligned_when_numbers_grow():
     rows = draw("gpipe", 11, 12).splitlines()[1:]
     assert len({len(row) for row in rows}) == 1
     assert rows[0].startswith("rank  0 |F0 F1 ")
     assert rows[10].startswith("rank 10 |")
+
+
+def test_a_picture_has_the_colours_of_what_runs(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    save_picture(tmp_path / "v.png", "zb-v", 3, 5)
+    with image.open(tmp_path / "v.png") as picture:
+        assert picture.format == "PNG"
+        seen = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24)}
+    for kind, colour in COLOURS.items():
+        shades = {shade(colour, chunk, 2) for chunk in range(2)}
+        assert shades & seen == (set() if kind is Kind.BACKWARD else shades)
+
+
+def test_a_picture_without_pillow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match="pip install pillow"):
+        save_picture(tmp_path / "v.png", "1f1b", 2, 2)
+
+
+def test_a_picture_that_nobody_could_open(tmp_path):
+    pytest.importorskip("PIL")
+    with pytest.raises(UserError, match="pixels wide, more than 16000: draw fewer microbatches"):
+        save_picture(tmp_path / "v.png", "1f1b", 2, 1000)
+    with pytest.raises(UserError, match="cannot be written"):
+        save_picture(tmp_path / "none" / "v.png", "1f1b", 2, 2)

@@ -1,54 +1,73 @@
-from megalite.pipeline.messages import Batch, Message, steps_of
-from megalite.pipeline.schedule import Action, Kind, gpipe, one_f_one_b
+import pytest
+
+from megalite.pipeline.action import Action, Kind
+from megalite.pipeline.messages import Batch, Message, plan_rank, plan_steps
+from megalite.pipeline.schedule import SCHEDULES
+from megalite.pipeline.stages import StageMap
 
 F0, F1 = (Action(Kind.FORWARD, number) for number in range(2))
 B0, B1 = (Action(Kind.BACKWARD, number) for number in range(2))
 
 
+def steps_of(schedule, num_ranks, num_microbatches, num_chunks=None):
+    stages = SCHEDULES[schedule].stage_map(num_ranks, num_chunks)
+    orders = [SCHEDULES[schedule].train(rank, stages, num_microbatches) for rank in range(num_ranks)]
+    return plan_steps(orders, stages)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rank_plans_for_itself_what_all_plan_together(schedule):
+    stages = SCHEDULES[schedule].stage_map(3)
+    orders = [SCHEDULES[schedule].train(rank, stages, 7) for rank in range(3)]
+    assert [plan_rank(rank, orders, stages) for rank in range(3)] == plan_steps(orders, stages)
+
+
 def test_one_rank_sends_nothing():
-    assert steps_of(one_f_one_b(0, 1, 2), 0, 1) == [F0, B0, F1, B1]
+    assert steps_of("1f1b", 1, 2) == [[F0, B0, F1, B1]]
 
 
 def test_both_directions_meet_in_one_batch():
-    assert steps_of(one_f_one_b(0, 2, 2), 0, 2) == [
+    first, second = steps_of("1f1b", 2, 3)
+    F2, B2 = Action(Kind.FORWARD, 2), Action(Kind.BACKWARD, 2)
+    assert first == [
         F0,
-        Batch(Message(0, 1, F0), None),
+        Batch(Message(0, 1, F0)),
         F1,
-        Batch(Message(0, 1, F1), Message(1, 0, B0)),
+        Batch(Message(0, 1, F1), (Message(1, 0, B0),)),
         B0,
-        Batch(None, Message(1, 0, B1)),
+        F2,
+        Batch(Message(0, 1, F2), (Message(1, 0, B1),)),
+        Batch(None, (Message(1, 0, B2),)),  # comes while the backward runs, which sends nothing
         B1,
+        B2,
     ]
-    assert steps_of(one_f_one_b(1, 2, 2), 1, 2) == [
-        Batch(None, Message(0, 1, F0)),
+    assert second == [
+        Batch(None, (Message(0, 1, F0),)),
+        Batch(None, (Message(0, 1, F1),)),
         F0,
         B0,
-        Batch(Message(1, 0, B0), Message(0, 1, F1)),
+        Batch(Message(1, 0, B0)),
         F1,
         B1,
-        Batch(Message(1, 0, B1), None),
-    ]
-
-
-def test_a_middle_rank_passes_on_what_it_gets():
-    assert steps_of(gpipe(1, 3, 2), 1, 3) == [
-        Batch(None, Message(0, 1, F0)),
-        F0,
-        Batch(Message(1, 2, F0), Message(0, 1, F1)),
-        F1,
-        Batch(Message(1, 2, F1), Message(2, 1, B0)),
-        B0,
-        Batch(Message(1, 0, B0), Message(2, 1, B1)),
-        B1,
-        Batch(Message(1, 0, B1), None),
+        Batch(Message(1, 0, B1), (Message(0, 1, F2),)),
+        F2,
+        B2,
+        Batch(Message(1, 0, B2)),
     ]
 
 
-def test_the_last_rank_hands_a_chunk_to_the_first_ones_next():
+def test_weight_gradients_run_under_messages():
+    """What the next forward reads is started before the weights' gradients in front of it."""
+    steps = steps_of("zb-h1", 2, 4)[0]
+    W0, F2 = Action(Kind.BACKWARD_WEIGHT, 0), Action(Kind.FORWARD, 2)
+    I0, I1 = (Action(Kind.BACKWARD_INPUT, number) for number in range(2))
+    start = steps.index(I0)
+    assert steps[start : start + 4] == [I0, Batch(None, (Message(1, 0, I1),)), W0, F2]
+
+
+def test_nothing_is_sent_where_the_pipeline_turns():
     first, second = (Action(Kind.FORWARD, 0, chunk) for chunk in range(2))
-    assert steps_of([first, second], 1, 2) == [
-        Batch(None, Message(0, 1, first)),
-        first,
-        Batch(Message(1, 0, second), Message(0, 1, second)),
-        second,
+    assert plan_steps([[first, second]] * 2, StageMap(2, 2, turns=True)) == [
+        [first, Batch(Message(0, 1, first), (Message(1, 0, second),)), second],
+        [Batch(None, (Message(0, 1, first),)), first, second, Batch(Message(1, 0, second))],
     ]

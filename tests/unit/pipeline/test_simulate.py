@@ -5,15 +5,20 @@ import sys
 
 import pytest
 
-from megalite.pipeline.schedule import Action, Kind, one_f_one_b
-from megalite.pipeline.simulate import ScheduleError, simulate
+from megalite.pipeline.action import Action, Kind
+from megalite.pipeline.messages import Batch, Message
+from megalite.pipeline.schedule import one_f_one_b
+from megalite.pipeline.simulate import ScheduleError, peak_in_flight, run_steps, simulate
+from megalite.pipeline.stages import StageMap
 
 F0, F1, F2 = (Action(Kind.FORWARD, number) for number in range(3))
 B0, B1 = (Action(Kind.BACKWARD, number) for number in range(2))
+I0, I1 = (Action(Kind.BACKWARD_INPUT, number) for number in range(2))
+W0, W1 = (Action(Kind.BACKWARD_WEIGHT, number) for number in range(2))
 
 
-def run(*actions):
-    return simulate(actions, lambda rank, action: 1)
+def run(*actions, duration=lambda rank, action: 1):
+    return simulate(actions, StageMap(len(actions)), duration)
 
 
 def starts(timeline):
@@ -29,29 +34,71 @@ def test_times_by_hand():
     assert timeline.peaks_in_flight == (2, 1)
 
 
-def test_a_send_without_a_receive_beside_it_does_not_stop_the_sender():
-    timeline = simulate([[F0, F1, F2], [F0, F1, F2]], lambda rank, action: 1 if rank == 0 else 10)
+def test_a_send_does_not_stop_the_sender_until_two_are_under_way():
+    timeline = run([F0, F1, F2], [F0, F1, F2], duration=lambda rank, action: 1 if rank == 0 else 10)
     assert starts(timeline) == [[0, 1, 2], [1, 11, 21]]
 
 
-def test_a_receive_waits_for_the_send_beside_it():
-    """As on NCCL, where a batch is one operation: rank 1 gets microbatch 2 once rank 2 takes microbatch 1."""
-    timeline = simulate([[F0, F1, F2]] * 3, lambda rank, action: 10 if rank == 2 else 1)
-    assert starts(timeline) == [[0, 1, 2], [1, 2, 12], [2, 12, 22]]
-
-
-def test_batches_to_different_ranks_keep_one_queue():
-    """Rank 0 sends rank 2, which is long busy, a gradient, then rank 1, which is free, hidden states."""
-    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
-    orders = [  # kind, microbatch, chunk
-        "F00 F01 F10 B01 F20 F11 B00 F21 B11 B21 B10 B20",
-        "F00 F01 F10 B01 F20 B00 F11 F21 B11 B21 B10 B20",
-        "F00 F01 B01 F10 B00 F20 F11 B11 F21 B21 B10 B20",
+def test_a_batch_is_over_when_all_of_it_has_moved():
+    """As on NCCL, where a batch is one operation: rank 1 gets microbatch 1 once rank 2 takes microbatch 0."""
+    first, second = Message(1, 2, F0), Message(0, 1, F1)
+    steps = [
+        [F0, Batch(Message(0, 1, F0)), F1, Batch(second)],
+        [Batch(None, (Message(0, 1, F0),)), F0, Batch(first, (second,)), F1],
+        [B0, Batch(None, (first,)), F0],
     ]
-    actions = [[Action(kinds[a[0]], int(a[1]), int(a[2])) for a in order.split()] for order in orders]
-    timeline = simulate(actions, lambda rank, action: 100 if (rank, action) == (2, F1) else 1)
-    when = [{slot.action: slot for slot in row} for row in timeline.slots]
-    assert when[0][F2].end < when[1][F2].start == when[2][F1].end
+    slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
+    assert [slot.start for slot in slots[1]] == [1, 10]
+
+
+def test_batches_keep_one_queue():
+    """Rank 0 sends rank 2, which is long busy, then rank 1, which is free and waits all the same."""
+    late, soon = Message(0, 2, F1), Message(0, 1, F0)
+    steps = [[F2, Batch(late), Batch(soon)], [Batch(None, (soon,)), F0], [B0, Batch(None, (late,)), F1]]
+    slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
+    assert slots[1][0].start == 10
+
+
+def test_a_rank_waits_for_the_second_to_last_batch():
+    """It computes its third action, but has to wait with the message behind that."""
+    messages = [Message(0, 1, action) for action in (F0, F1, F2)]
+    steps = [
+        [F0, Batch(messages[0]), F1, Batch(messages[1]), F2, Batch(messages[2]), B0],
+        [B1, *(step for m in messages for step in (Batch(None, (m,)), m.reader))],
+    ]
+    slots = run_steps(steps, lambda rank, action: 10 if action is B1 else 1)
+    assert [slot.start for slot in slots[0]] == [0, 1, 2, 10]
+
+
+def test_crossed_order():
+    steps = [
+        [F0, Batch(Message(0, 1, F0)), F1, Batch(Message(0, 1, F1))],
+        [Batch(None, (Message(0, 1, F1),)), F1, Batch(None, (Message(0, 1, F0),)), F0],
+    ]
+    with pytest.raises(
+        ScheduleError, match="sends rank 1 the input of forward 0, which expects that of forward 1"
+    ):
+        run_steps(steps, lambda rank, action: 1)
+
+
+def test_a_receive_in_front_of_a_send_on_both_sides():
+    steps = [
+        [Batch(None, (Message(1, 0, F0),)), F0, Batch(Message(0, 1, F1))],
+        [Batch(None, (Message(0, 1, F1),)), F1, Batch(Message(1, 0, F0))],
+    ]
+    with pytest.raises(ScheduleError) as error:
+        run_steps(steps, lambda rank, action: 1)
+    assert str(error.value) == (
+        "no rank can go on: rank 0 waits for rank 1 to give the input of forward 0; "
+        "rank 1 waits for rank 0 to give the input of forward 1"
+    )
+
+
+def test_a_message_that_nobody_takes():
+    with pytest.raises(
+        ScheduleError, match="rank 0 waits for rank 1 to take the input of forward 0; rank 1 is done"
+    ):
+        run_steps([[F0, Batch(Message(0, 1, F0))], []], lambda rank, action: 1)
 
 
 def test_backward_before_forward():
@@ -69,30 +116,36 @@ def test_a_lost_backward():
         run([F0, F1, B0])
 
 
-def test_crossed_order():
-    with pytest.raises(
-        ScheduleError, match="sends rank 1 the input of forward 0, which expects that of forward 1"
-    ):
-        run([F0, F1, B0, B1], [F1, F0, B0, B1])
+def test_a_lost_weight_gradient():
+    with pytest.raises(ScheduleError, match="rank 0 never runs backward weight 1"):
+        run([F0, F1, I0, W0, I1])
 
 
-def test_everyone_waits():
+def test_a_weight_gradient_before_its_input():
+    with pytest.raises(ScheduleError, match="rank 0 runs backward weight 0 before backward input 0"):
+        run([F0, W0, I0])
+
+
+def test_what_weights_need_is_kept():
+    assert peak_in_flight([F0, I0, F1, I1, W0, W1]) == 2
+    assert peak_in_flight([F0, I0, W0, F1, I1, W1]) == 1
+
+
+def test_an_order_that_another_rank_cannot_follow():
     """Rank 0 wants the gradient of microbatch 0 before it gives microbatch 1, which rank 1 wants first."""
     with pytest.raises(ScheduleError) as error:
         run([F0, B0, F1, B1], [F0, F1, B0, B1])
     assert str(error.value) == (
-        "no rank can go on: rank 0 waits for rank 1 to give the input of backward 0; "
-        "rank 1 waits for rank 0 to give the input of forward 1"
+        "inputs never come: rank 0 for the input of backward 0; rank 1 for the input of forward 1"
     )
 
 
 def test_a_rank_that_has_less_to_do():
-    with pytest.raises(
-        ScheduleError, match=r"rank 0 waits for rank 1 to take the input of forward 1.*rank 1 is done"
-    ):
-        run(one_f_one_b(0, 2, 2), one_f_one_b(1, 2, 1))
+    pair = StageMap(2)
+    with pytest.raises(ScheduleError, match="inputs never come: rank 0 for the input of backward 1"):
+        run(one_f_one_b(0, pair, 2), one_f_one_b(1, pair, 1))
 
 
 def test_nothing_here_needs_torch():
-    program = "import sys, megalite.pipeline.draw; sys.exit('torch' in sys.modules)"
+    program = "import sys, megalite.pipeline.picture; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
