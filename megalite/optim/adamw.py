@@ -1,12 +1,94 @@
-"""AdamW's state and update on one flat group."""
+"""AdamW's state and update on the elements that a rank owns of each bucket."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megalite.config import OptimizerConfig
-from megalite.optim.flat import FlatGroup
+from megalite.optim.flat import Bucket, Slot
+from megalite.optim.gradients import main_dtype
+from megalite.optim.part import Part
+
+
+class Owned(Protocol):
+    """Elements that this rank updates.
+
+    Attributes:
+        decay: whether weight decay applies.
+        main: weights in the precision that updates need.
+        moments: by torch's names, alike.
+    """
+
+    @property
+    def decay(self) -> bool: ...
+
+    @property
+    def main(self) -> Tensor: ...
+
+    @property
+    def moments(self) -> Mapping[str, Tensor]: ...
+
+    def publish(self) -> None:
+        """Gives the updated main weights to the model."""
+
+
+class BucketState:
+    """Main weights and moments of the elements that this rank owns of one bucket.
+
+    Attributes:
+        main: weights in the precision that updates need, ``[n]``: a view of the bucket's own where they have
+            it, else apart from them, and the bucket's are the main weights rounded.
+        moments: by torch's names, ``[n]``.
+    """
+
+    def __init__(self, bucket: Bucket, owned: slice) -> None:
+        self.bucket = bucket
+        self.owned = owned
+        self.main = bucket.weight[owned].to(main_dtype(bucket.weight.dtype))
+        self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
+
+    @property
+    def shard(self) -> Tensor:
+        """The main weights of this rank's shard: the ranks' shards make up the bucket."""
+        return self.main if self.owned == self.bucket.shard else self.main[self.bucket.shard]
+
+    @property
+    def has_own_main(self) -> bool:
+        """Whether the main weights are apart from the model's."""
+        return self.main.dtype != self.bucket.weight.dtype
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+        return self.bucket.decay
+
+    def publish(self) -> None:
+        """Gives the updated main weights to the model, rounded where they are apart from its own."""
+        if self.has_own_main:
+            self.bucket.weight[self.owned].copy_(self.main)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds of this state besides the model's weights, by name."""
+        if self.has_own_main:
+            yield "main", self.main
+        yield from self.moments.items()
+
+    def of_parameter(self, flat: Tensor, slot: Slot) -> Part:
+        """What one of `tensors` has of a parameter: all of it, or the part that this rank owns."""
+        start = min(max(slot.start, self.owned.start), slot.end)
+        end = max(min(slot.end, self.owned.stop), start)
+        return Part(
+            flat[start - self.owned.start : end - self.owned.start],
+            start - slot.start,
+            tuple(slot.parameter.shape),
+            slot.spec,
+            is_copied=self.owned.stop - self.owned.start == self.bucket.size,
+        )
 
 
 class AdamW:
@@ -16,32 +98,48 @@ class AdamW:
     start, for a compiler that is not used.
 
     Attributes:
-        moments: by torch's names, flat as the weights, ``[n]``.
         num_steps: updates so far, an fp32 scalar.
     """
 
-    def __init__(self, group: FlatGroup, weight_decay: float, config: OptimizerConfig) -> None:
-        self.group = group
-        self.weight_decay = weight_decay
+    def __init__(self, states: Sequence[Owned], config: OptimizerConfig, device: torch.device) -> None:
+        self.states = states
         self.config = config
-        self.moments = {moment: torch.zeros_like(group.weight) for moment in ("exp_avg", "exp_avg_sq")}
-        self.num_steps = torch.zeros((), dtype=torch.float32, device=group.weight.device)
+        self.num_steps = torch.zeros((), dtype=torch.float32, device=device)
 
-    def step(self, learning_rate: float) -> None:
-        """Updates the group's weights by its gradients."""
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], learning_rate: float, weight_decay: float) -> None:
+        """Updates the main weights, and with them the owned elements of the model's.
+
+        Args:
+            gradients: of the owned elements, for each of the states.
+        """
+        pairs = list(zip(self.states, gradients, strict=True))
+        for decay in (True, False):
+            members = [pair for pair in pairs if pair[0].decay is decay]
+            self._update(members, learning_rate, weight_decay if decay else 0.0)
+        self.num_steps += 1
+        for state in self.states:
+            state.publish()
+
+    def _update(
+        self, pairs: Sequence[tuple[Owned, Tensor]], learning_rate: float, weight_decay: float
+    ) -> None:
+        if not pairs:  # a stage without layers has none
+            return
+        states = [state for state, _ in pairs]
         adamw(
-            params=[self.group.weight],
-            grads=[self.group.grad],
-            exp_avgs=[self.moments["exp_avg"]],
-            exp_avg_sqs=[self.moments["exp_avg_sq"]],
+            params=[state.main for state in states],
+            grads=[gradient for _, gradient in pairs],
+            exp_avgs=[state.moments["exp_avg"] for state in states],
+            exp_avg_sqs=[state.moments["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
-            state_steps=[self.num_steps],
+            state_steps=[self.num_steps.clone() for _ in states],  # each is counted up
             fused=True,
             amsgrad=False,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
             lr=learning_rate,
-            weight_decay=self.weight_decay,
+            weight_decay=weight_decay,
             eps=self.config.adam_eps,
             maximize=False,
         )

@@ -1,10 +1,11 @@
-"""The learning rate's course over the iterations, with Megatron's formulas."""
+"""The learning rate's course over the run, with Megatron's formulas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from megalite.config import OptimizerConfig
 
@@ -20,49 +21,57 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Warm-up, then decay; a pure function of the iteration, so a resumed run needs no state.
+    """Warm-up, then decay; a pure function of the position in the run, so a resumed run needs no state.
 
-    Iteration i is updated with the rate that Megatron logs for it. Megatron itself updates with the one
-    before, so that its first update, at the start of warm-up, has rate 0.
+    The update that brings the run to a position has the rate that Megatron logs for it. Megatron itself
+    updates with the one before, so that its first update, at the start of warm-up, has rate 0.
 
     Args:
-        train_iters: iterations of the run, the decay's length where the config names none.
+        run_length: iterations or samples of the run, the decay's length where the config names none.
+        unit: that the run is counted in, here and in the config's fields.
     """
 
     config: OptimizerConfig
-    train_iters: int
+    run_length: int
+    unit: Literal["iters", "samples"] = "iters"
 
     @property
-    def decay_iters(self) -> int:
-        """Iteration at which the decay ends."""
-        return self.config.lr_decay_iters or self.train_iters
+    def decay_length(self) -> int:
+        """Position at which the decay ends."""
+        return self._given("lr_decay") or self.run_length
 
     @property
-    def warmup_iters(self) -> float:
-        """Iterations of linear warm-up; a fraction of the decay need not be a whole number."""
+    def warmup_length(self) -> float:
+        """Length of linear warm-up; a fraction of the decay need not be a whole number."""
         fraction = self.config.lr_warmup_fraction
-        return self.config.lr_warmup_iters if fraction is None else fraction * self.decay_iters
+        return self._given("lr_warmup") if fraction is None else fraction * self.decay_length
 
-    def __call__(self, iteration: int) -> float:
-        """The rate of iteration `iteration`, counted from 1."""
+    def __call__(self, position: int) -> float:
+        """The rate of the update that brings the run to `position`.
+
+        Args:
+            position: the iteration's number, from 1, or the samples consumed with its own.
+        """
         peak, least = self.config.lr, self.config.min_lr
-        if iteration <= self.warmup_iters:
-            return (
-                self.config.lr_warmup_init
-                + (peak - self.config.lr_warmup_init) * iteration / self.warmup_iters
-            )
+        if position <= self.warmup_length:
+            start = self.config.lr_warmup_init
+            return start + (peak - start) * position / self.warmup_length
         if self.config.lr_decay_style == "constant":
             return peak
-        if iteration > self.decay_iters:
+        if position > self.decay_length:
             return least
         if self.config.lr_decay_style == "inverse-square-root":
-            return max(least, peak * math.sqrt(max(self.warmup_iters, 1.0) / iteration))
-        return least + self._decay(iteration) * (peak - least)
+            return max(least, peak * math.sqrt(max(self.warmup_length, 1.0) / position))
+        return least + self._decay(position) * (peak - least)
 
-    def _decay(self, iteration: int) -> float:
+    def _decay(self, position: int) -> float:
         if self.config.lr_decay_style != "WSD":
-            progress = (iteration - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
+            progress = (position - self.warmup_length) / (self.decay_length - self.warmup_length)
             return DECAYS[self.config.lr_decay_style](progress)
-        length = self.config.lr_wsd_decay_iters or 0
-        since = iteration - (self.decay_iters - length)
+        length = self._given("lr_wsd_decay")
+        since = position - (self.decay_length - length)
         return 1.0 if since <= 0 else DECAYS[self.config.lr_wsd_decay_style](since / length)
+
+    def _given(self, name: str) -> int:
+        """The config's field of that name in the run's unit; 0 where it is not given."""
+        return getattr(self.config, f"{name}_{self.unit}") or 0

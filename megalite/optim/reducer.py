@@ -2,88 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.flat import FlatGroup, Slot
+from megalite.optim.flat import Slot
+from megalite.optim.gradients import Message, WholeGradients
 from megalite.topology import Axis
 
-
-@dataclass
-class Bucket:
-    """A stretch of a flat gradient that is reduced in one message.
-
-    Attributes:
-        pending: gradients still to come in this iteration, over its parameters and the microbatches.
-    """
-
-    grad: Tensor
-    slots: Sequence[Slot]
-    pending: int = 0
-    work: dist.Work | None = None
+MAX_IN_FLIGHT = 2
+"""Buckets on their way at a time where each has a buffer of its own: a bound on the memory they keep."""
 
 
 class GradReducer:
-    """Starts a bucket's all-reduce as soon as the last microbatch has filled it.
+    """Starts a bucket's reduction as soon as backward has filled it.
 
-    Each parameter's hook counts down its bucket. Buckets start in one fixed order on every rank, whatever the
-    order in which they fill: ranks that start collectives in different orders add up different buckets.
+    Each parameter's hook counts its bucket's gradients. Buckets start in one fixed order on every rank,
+    whatever the order in which they fill: ranks that start collectives in different orders add up different
+    buckets. A bucket leaves once an iteration, filled by the last microbatch, or, where gradients are kept
+    as shards, once a microbatch: then a gradient that comes early or late is in the one before or after,
+    which changes no sum.
 
     Args:
-        bucket_size: elements from which on a bucket is full.
+        gradients: of the buckets, in the order in which backward fills them.
+        overlap: reduce under backward; else after it.
+        last: gradients that leave after all others, however many passes they come from.
+        complete: called on those, ``[size]``, before they leave.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], dp: Axis, bucket_size: int) -> None:
+    def __init__(
+        self,
+        gradients: Sequence[WholeGradients],
+        dp: Axis,
+        overlap: bool,
+        last: WholeGradients | None = None,
+        complete: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.gradients = gradients
         self.dp = dp
-        self.buckets = (
-            [bucket for group in groups for bucket in _buckets(group, bucket_size)] if dp.size > 1 else []
-        )
-        self.num_started = 0
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(
-                    lambda _, bucket=bucket: self._count(bucket)
-                )
+        self.overlap = overlap
+        self.last = last
+        self.complete = complete
+        self.num_microbatches = 0
+        # What is still to leave: a bucket, and how many gradients it waits for.
+        self._waiting: deque[tuple[WholeGradients, int]] = deque()
+        self._in_flight: deque[Message] = deque()
+        for each in gradients:
+            if dp.size > 1 or not each.has_views:
+                for slot in each.bucket.slots:
+                    slot.parameter.register_post_accumulate_grad_hook(partial(self._take, each, slot))
+        if last is not None:
+            for slot in last.bucket.slots:
+                slot.parameter.register_post_accumulate_grad_hook(partial(_take_alone, last, slot))
 
     def begin(self, num_microbatches: int) -> None:
-        """Expects every parameter's gradient from each of `num_microbatches` backward passes."""
-        self.num_started = 0
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.slots) * num_microbatches
+        """Empties the gradients; expects each parameter's from each of `num_microbatches` backward passes."""
+        self.num_microbatches = num_microbatches
+        for each in self.gradients if self.last is None else (*self.gradients, self.last):
+            each.begin()
+        self._waiting.clear()
+        if self.dp.size > 1:
+            for number in range(1, num_microbatches + 1):
+                self._waiting.extend(
+                    (each, number * len(each.bucket.slots))
+                    for each in self.gradients
+                    if each.leaves_each_microbatch or number == num_microbatches
+                )
 
     def finish(self) -> None:
-        """Starts what has not started (parameters that had no gradient) and waits for all of it."""
-        self._start(self.buckets[self.num_started :])
-        for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
+        """Starts what has not started (parameters may have had no gradient) and waits for all of it."""
+        while self._waiting:
+            self._start_next()
+        if self.last is not None:
+            if self.complete is not None:
+                self.complete(self.last.whole)
+            if self.dp.size > 1:
+                self._in_flight.append(self.last.start())
+        self._wait(0)
 
-    def _count(self, bucket: Bucket) -> None:
-        assert bucket.pending > 0, "more backward passes than begin() was told: the bucket has already left"
-        bucket.pending -= 1
-        if bucket.pending == 0:
-            self._start(self._filled())
+    def _take(self, gradients: WholeGradients, slot: Slot, _: Tensor) -> None:
+        gradients.take(slot)
+        limit = len(gradients.bucket.slots) * self.num_microbatches
+        assert gradients.num_arrived <= limit, (
+            "more backward passes than begin() was told: the bucket has already left"
+        )
+        if self.overlap or gradients.leaves_each_microbatch:
+            while self._waiting and self._waiting[0][0].num_arrived >= self._waiting[0][1]:
+                self._start_next()
 
-    def _filled(self) -> list[Bucket]:
-        """Buckets that may start now: the next ones in order, up to one that still waits for gradients."""
-        waiting = self.buckets[self.num_started :]
-        count = next((i for i, bucket in enumerate(waiting) if bucket.pending > 0), len(waiting))
-        return waiting[:count]
+    def _start_next(self) -> None:
+        gradients, _ = self._waiting.popleft()
+        self._in_flight.append(gradients.start())
+        if gradients.leaves_each_microbatch:
+            self._wait(MAX_IN_FLIGHT if self.overlap else 0)
 
-    def _start(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            bucket.work = dist.all_reduce(bucket.grad, group=self.dp.group, async_op=True)
-            self.num_started += 1
+    def _wait(self, num_left: int) -> None:
+        while len(self._in_flight) > num_left:
+            self._in_flight.popleft().wait()
 
 
-def _buckets(group: FlatGroup, bucket_size: int) -> Iterator[Bucket]:
-    slots: list[Slot] = []
-    for slot in group.slots:
-        slots.append(slot)
-        if slot.end - slots[0].start >= bucket_size or slot is group.slots[-1]:
-            yield Bucket(group.grad[slots[0].start : slot.end], slots)
-            slots = []
+def _take_alone(gradients: WholeGradients, slot: Slot, _: Tensor) -> None:
+    gradients.take(slot)

@@ -10,14 +10,17 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import RankError, run_ranks
-from megalite.optim.flat import FlatGroup
-from megalite.optim.reducer import GradReducer
+from megalite.optim.flat import make_buckets
+from megalite.optim.gradients import GRADIENTS
+from megalite.optim.reducer import MAX_IN_FLIGHT, GradReducer
 from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
 
 NUM_LAYERS = 4
 WIDTH = 6
 NUM_MICROBATCHES = 3
-BUCKET_SIZES = (1, WIDTH * WIDTH + 1, 3 * WIDTH * WIDTH, 10**9)
+BUCKET_SIZES = (1, WIDTH * WIDTH + 1, 10**9)
+WAYS = [(0, True), (0, False), (1, True), (1, False), (2, True), (2, False)]
+"""ZeRO stage, and whether gradients are reduced under backward."""
 
 
 def parallel(dp: int) -> ParallelConfig:
@@ -54,15 +57,30 @@ class Chain(nn.Module):
         self(torch.randint(-2, 3, (5, WIDTH), generator=generator).double()).backward()
 
 
-def reduce(net, topology, bucket_size: int, num_microbatches: int) -> GradReducer:
+def reducer_of(net, topology, bucket_size: int, stage: int = 0, overlap: bool = True) -> GradReducer:
+    buckets = make_buckets(net.named_parameters(), topology.dp, bucket_size)
+    return GradReducer(
+        [GRADIENTS[stage](bucket, topology.dp, None) for bucket in buckets], topology.dp, overlap
+    )
+
+
+def gathered(reducer: GradReducer) -> dict[str, torch.Tensor]:
+    """Each parameter's complete gradient."""
+    return {
+        slot.name: each.bucket.view(each.gathered(), slot).clone()
+        for each in reducer.gradients
+        for slot in each.bucket.slots
+    }
+
+
+def reduce(net, topology, num_microbatches: int, *way) -> dict[str, torch.Tensor]:
     """Runs the microbatches of this rank, each from a seed of its own."""
-    group = FlatGroup(list(net.named_parameters()))
-    reducer = GradReducer([group], topology.dp, bucket_size)
+    reducer = reducer_of(net, topology, *way)
     reducer.begin(num_microbatches)
     for number in range(num_microbatches):
         net.backward(100 * topology.dp.rank + number)
     reducer.finish()
-    return reducer
+    return gathered(reducer)
 
 
 def plain_sum(topology, num_microbatches: int) -> list[torch.Tensor]:
@@ -82,12 +100,13 @@ def compare_sums(topology) -> None:
     for num_microbatches in (1, NUM_MICROBATCHES):
         expected = plain_sum(topology, num_microbatches)
         for bucket_size in BUCKET_SIZES:
-            net = Chain(topology)
-            reduce(net, topology, bucket_size, num_microbatches)
-            for weight, gradient in zip(net.parameters(), expected, strict=True):
-                assert torch.equal(weight.grad, gradient), (num_microbatches, bucket_size)
-            assert not net.unused.grad.any()
-            assert all(weight.grad.any() for weight in net.layers)
+            for way in WAYS:
+                net = Chain(topology)
+                sums = reduce(net, topology, num_microbatches, bucket_size, *way)
+                for (name, _), gradient in zip(net.named_parameters(), expected, strict=True):
+                    assert torch.equal(sums[name], gradient), (num_microbatches, bucket_size, way, name)
+                assert not sums["unused"].any()
+                assert all(sums[f"layers.{number}"].any() for number in range(NUM_LAYERS))
 
 
 @pytest.mark.parametrize("dp", [2, 4])
@@ -95,28 +114,13 @@ def test_sums_are_those_of_plain_all_reduces(dp):
     run_ranks(compare_sums, parallel(dp), dp, timeout=60.0)
 
 
-def bucket_sizes(topology) -> list[list[int]]:
-    net = Chain(topology)
-    group = FlatGroup(list(net.named_parameters()))
-    reducers = [GradReducer([group], topology.dp, size) for size in BUCKET_SIZES]
-    return [[bucket.grad.numel() for bucket in reducer.buckets] for reducer in reducers]
-
-
-def test_buckets_are_full_from_their_size_on():
-    one = WIDTH * WIDTH
-    expected = [[one] * 5, [2 * one, 2 * one, one], [3 * one, 2 * one], [5 * one]]
-    assert run_ranks(bucket_sizes, parallel(2), 2)[0] == expected
-    assert run_ranks(bucket_sizes, parallel(1), 1) == [[[]] * 4]  # one rank has nothing to sum
-
-
-def record_course(topology) -> list[str]:
+def record_course(topology, overlap: bool) -> list[str]:
     """An iteration in order: backward reaches a layer, a layer's bucket starts, backward ends."""
     events: list[str] = []
     net = Chain(topology, watch=lambda number: events.append(f"backward {number}"))
     del net.unused
-    group = FlatGroup(list(net.named_parameters()))
-    names = {group.view(group.grad, slot).data_ptr(): slot.name[-1] for slot in group.slots}
-    reducer = GradReducer([group], topology.dp, 1)
+    reducer = reducer_of(net, topology, 1, 0, overlap)
+    names = {each.whole.data_ptr(): each.bucket.slots[0].name[-1] for each in reducer.gradients}
     all_reduce = dist.all_reduce
 
     def recorded(tensor, **options):
@@ -140,8 +144,36 @@ def test_all_reduces_start_under_the_last_backward_alone():
     backward = [f"backward {number}" for number in reversed(range(NUM_LAYERS))]
     last = [f"{what} {number}" for number in reversed(range(NUM_LAYERS)) for what in ("backward", "reduce")]
     expected = [*backward, "end"] * (NUM_MICROBATCHES - 1) + [*last, "end"]
-    for events in run_ranks(record_course, parallel(2), 2):
+    for events in run_ranks(record_course, parallel(2), 2, True):
         assert events == expected
+
+
+def test_without_overlap_they_start_once_backward_has_ended():
+    backward = [f"backward {number}" for number in reversed(range(NUM_LAYERS))]
+    expected = [*backward, "end"] * NUM_MICROBATCHES
+    expected += [f"reduce {number}" for number in reversed(range(NUM_LAYERS))]
+    for events in run_ranks(record_course, parallel(2), 2, False):
+        assert events == expected
+
+
+def buffers_between_microbatches(topology) -> list[tuple[int, int]]:
+    """How many whole buffers there are after each microbatch at stage 2, and most messages in flight."""
+    net = Chain(topology)
+    del net.unused
+    reducer = reducer_of(net, topology, 1, 2)
+    reducer.begin(NUM_MICROBATCHES)
+    seen = []
+    for number in range(NUM_MICROBATCHES):
+        net.backward(number)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        seen.append((sum(each.buffer is not None for each in reducer.gradients), len(reducer._in_flight)))
+    reducer.finish()
+    return seen
+
+
+def test_at_stage_2_no_whole_gradient_outlives_its_microbatch():
+    expected = [(0, MAX_IN_FLIGHT)] * NUM_MICROBATCHES
+    assert run_ranks(buffers_between_microbatches, parallel(2), 2) == [expected] * 2
 
 
 class Branches(nn.Module):
@@ -163,9 +195,9 @@ class Branches(nn.Module):
         sum((self.get_parameter(name) * used[name] * (self.rank + 1)).sum() for name in order).backward()
 
 
-def reduce_branches(topology, skip_on_rank: int | None) -> tuple[list[str], list[float]]:
+def reduce_branches(topology, skip_on_rank: int | None, stage: int) -> tuple[list[str], list[float]]:
     net = Branches(topology, skip_on_rank)
-    reducer = GradReducer([FlatGroup(list(net.named_parameters()))], topology.dp, 1)
+    reducer = reducer_of(net, topology, 1, stage)
     order: list[str] = []
     for name, parameter in net.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
@@ -173,42 +205,45 @@ def reduce_branches(topology, skip_on_rank: int | None) -> tuple[list[str], list
     net.backward()
     net.backward()
     reducer.finish()
-    return order, [net.a.grad[0].item(), net.b.grad[0].item()]
+    return order, [sums[0].item() for _, sums in sorted(gathered(reducer).items())]
 
 
-def test_ranks_whose_gradients_come_in_other_orders_sum_the_right_ones():
-    first, second = run_ranks(reduce_branches, parallel(2), 2, None, timeout=30.0)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_whose_gradients_come_in_other_orders_sum_the_right_ones(stage):
+    first, second = run_ranks(reduce_branches, parallel(2), 2, None, stage, timeout=30.0)
     assert first[0] != second[0]
     assert first[1] == second[1] == [6.0, 60.0]
 
 
-def test_a_parameter_without_gradient_on_one_rank():
-    for _, sums in run_ranks(reduce_branches, parallel(2), 2, 1, timeout=30.0):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_without_gradient_on_one_rank(stage):
+    for _, sums in run_ranks(reduce_branches, parallel(2), 2, 1, stage, timeout=30.0):
         assert sums == [6.0, 20.0]
 
 
 def reduce_twice(topology) -> list[bool]:
-    """Two iterations of one reducer; the gradients of the first are zeroed before the second."""
-    net = Chain(topology)
-    group = FlatGroup(list(net.named_parameters()))
-    reducer = GradReducer([group], topology.dp, 1)
-    sums = []
-    for _ in range(2):
-        group.grad.zero_()
-        reducer.begin(1)
-        net.backward(topology.dp.rank)
-        reducer.finish()
-        sums.append(group.grad.clone())
-    return [torch.equal(*sums), bool(sums[0].any())]
+    """Two iterations of one reducer at each stage."""
+    same = []
+    for stage in (0, 1, 2):
+        net = Chain(topology)
+        reducer = reducer_of(net, topology, 1, stage)
+        sums = []
+        for _ in range(2):
+            reducer.begin(1)
+            net.backward(topology.dp.rank)
+            reducer.finish()
+            sums.append(torch.cat([tensor.flatten() for tensor in gathered(reducer).values()]))
+        same += [torch.equal(*sums), bool(sums[0].any())]
+    return same
 
 
 def test_starts_anew_with_each_iteration():
-    assert run_ranks(reduce_twice, parallel(2), 2) == [[True, True]] * 2
+    assert run_ranks(reduce_twice, parallel(2), 2) == [[True] * 6] * 2
 
 
 def backward_once_too_often(topology) -> None:
     net = Branches(topology, None)
-    reducer = GradReducer([FlatGroup(list(net.named_parameters()))], topology.dp, 1)
+    reducer = reducer_of(net, topology, 1)
     reducer.begin(1)
     net.backward()
     net.backward()

@@ -1,13 +1,15 @@
-"""Parameters and gradients live in the flat tensors, and autograd keeps them there."""
+"""Parameters live in flat tensors, aligned and padded to whole shards."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
-from megalite.optim.flat import FlatGroup
+from megalite.optim.flat import ALIGNMENT, Bucket, make_buckets, usual_bucket_size
 
-SHAPES = {"first": (2, 3), "second": (5,), "third": (4, 2)}
+SHAPES = {"first": (2, 3), "second": (5,), "third": (8, 10)}
 
 
 @pytest.fixture
@@ -15,42 +17,60 @@ def named(make_parameter):
     return [(name, make_parameter(*shape)) for name, shape in SHAPES.items()]
 
 
-def test_the_last_parameter_comes_first(named):
-    group = FlatGroup(named)
-    assert [(slot.name, slot.start, slot.end) for slot in group.slots] == [
-        ("third", 0, 8),
-        ("second", 8, 13),
-        ("first", 13, 19),
-    ]
-    assert group.weight.numel() == group.grad.numel() == 19
+def places(bucket: Bucket) -> list[tuple[str, int, int]]:
+    return [(slot.name, slot.start, slot.end) for slot in bucket.slots]
 
 
-def test_weights_keep_their_values_and_become_views(named):
+def test_the_last_parameter_comes_first_and_each_starts_aligned(named, topology):
+    (bucket,) = make_buckets(named, topology.dp, 10**6)
+    assert places(bucket) == [("third", 0, 80), ("second", 128, 133), ("first", 192, 198)]
+    assert bucket.size == bucket.weight.numel() == 256
+    assert bucket.shard == slice(0, 256)
+
+
+@pytest.mark.parametrize(("dp", "size"), [(1, 256), (2, 256), (3, 384), (4, 256), (8, 512)])
+def test_shards_are_aligned_and_make_up_the_bucket(named, topology, dp, size):
+    axes = [dataclasses.replace(topology.dp, size=dp, rank=rank) for rank in range(dp)]
+    buckets = [make_buckets(named, axis, 10**6)[0] for axis in axes]
+    assert {bucket.size for bucket in buckets} == {size}
+    bounds = [0, *(bucket.shard.stop for bucket in buckets)]
+    assert [bucket.shard.start for bucket in buckets] == bounds[:-1]
+    assert bounds[-1] == size
+    assert all(bound % ALIGNMENT == 0 for bound in bounds)
+    assert sum(bucket.num_elements(bucket.shard) for bucket in buckets) == 91  # none of the padding
+
+
+def test_weights_keep_their_values_and_become_views(named, topology):
     before = {name: parameter.detach().clone() for name, parameter in named}
-    group = FlatGroup(named)
+    (bucket,) = make_buckets(named, topology.dp, 10**6)
     for name, parameter in named:
         assert torch.equal(parameter, before[name])
+    assert bucket.weight.count_nonzero() == 91
     with torch.no_grad():
-        group.weight.copy_(torch.arange(19.0))
-    for slot in group.slots:
+        bucket.weight.copy_(torch.arange(256.0))
+    for slot in bucket.slots:
         assert torch.equal(slot.parameter.flatten(), torch.arange(float(slot.start), slot.end).double())
-        assert torch.equal(group.view(group.weight.detach(), slot), slot.parameter)
+        assert torch.equal(bucket.view(bucket.weight.detach(), slot), slot.parameter)
 
 
-def test_autograd_adds_to_the_views_over_several_backwards(named):
-    group = FlatGroup(named)
-    pointers = [parameter.grad.data_ptr() for _, parameter in named]
-    for number in (1.0, 2.0, 4.0):
-        sum((number * (parameter**2).sum() for _, parameter in named)).backward()
-    assert [parameter.grad.data_ptr() for _, parameter in named] == pointers
-    for slot in group.slots:
-        torch.testing.assert_close(group.view(group.grad, slot), 14.0 * slot.parameter.detach())
-    group.grad.zero_()
-    assert all(not parameter.grad.any() for _, parameter in named)
+def test_buckets_are_full_from_their_size_on_and_in_the_order_of_backward(make_parameter, topology):
+    """Weights and biases go apart; a bucket stands where backward comes to the last of its parameters."""
+    named = [
+        (f"{kind}.{layer}", make_parameter(4, decay=kind == "weight"))
+        for layer in range(3)
+        for kind in ("bias", "weight")
+    ]
+    buckets = make_buckets(named, topology.dp, 8)
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [
+        ["weight.2", "weight.1"],
+        ["bias.2", "bias.1"],
+        ["weight.0"],
+        ["bias.0"],
+    ]
+    assert [bucket.decay for bucket in buckets] == [True, False, True, False]
+    assert len(make_buckets(named, topology.dp, 1)) == 6
 
 
-def test_a_parameter_used_twice_gets_both_gradients(named):
-    group = FlatGroup(named)
-    table = named[0][1]  # [2, 3]
-    (table[0].sum() + 2.0 * table.sum()).backward()
-    assert group.grad.tolist() == [0.0] * 13 + [3.0] * 3 + [2.0] * 3
+def test_the_usual_bucket_leaves_most_gradients_to_go_under_backward() -> None:
+    sizes = [usual_bucket_size(num_elements) for num_elements in (10**5, 30 * 10**6, 10**9)]
+    assert sizes == [10**6, 5 * 10**6, 40 * 10**6]

@@ -107,7 +107,7 @@ def settings(draw):
 
 @given(settings())
 def test_up_to_the_peak_then_down_and_within_bounds(config):
-    rate = LearningRate(config, train_iters=1)
+    rate = LearningRate(config, run_length=1)
     course = [rate(iteration) for iteration in range(1, config.lr_decay_iters + 3)]
     rounding = 1e-15 * config.lr
     rise, fall = course[: config.lr_warmup_iters], course[config.lr_warmup_iters :]

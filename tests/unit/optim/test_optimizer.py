@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megalite.config import OptimizerConfig
+from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.part import Part
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.3, adam_beta2=0.95, clip_grad=1.0)
 NUM_MICROBATCHES = 3
@@ -43,8 +44,17 @@ def batches(iteration: int) -> list[torch.Tensor]:
     return [torch.randn(4, 8, generator=generator, dtype=torch.float64) for _ in range(NUM_MICROBATCHES)]
 
 
+def state_of(optimizer):
+    """The optimizer's state in the parameters' shapes: views."""
+    return {
+        name: part.tensor.view(part.shape) if isinstance(part, Part) else part
+        for name, part in optimizer.state().items()
+    }
+
+
 def optimizer_of(net, topology, config=CONFIG) -> Optimizer:
-    return Optimizer(net.named_parameters(), None, config, topology, bucket_size=50)
+    parallel = ParallelConfig(ddp_bucket_size=50)
+    return Optimizer(net.named_parameters(), None, config, parallel, topology, net.table.dtype)
 
 
 def train(net, optimizer: Optimizer, iterations: range, scale: float = 1.0) -> list[float]:
@@ -55,7 +65,7 @@ def train(net, optimizer: Optimizer, iterations: range, scale: float = 1.0) -> l
         for batch in batches(iteration):
             (scale * net(batch)).backward()
         norms.append(optimizer.finish_gradients())
-        optimizer.step(1e-2 / (1 + iteration), norms[-1])
+        optimizer.step(1e-2 / (1 + iteration), CONFIG.weight_decay, norms[-1])
     return norms
 
 
@@ -97,7 +107,9 @@ def test_biases_and_norms_do_not_decay(net, topology):
     before = copy.deepcopy(net)
     optimizer = optimizer_of(net, topology)
     optimizer.begin(1)
-    assert optimizer.step(0.1, optimizer.finish_gradients())  # no gradient: the decay is all that happens
+    assert optimizer.step(
+        0.1, CONFIG.weight_decay, optimizer.finish_gradients()
+    )  # no gradient: the decay is all that happens
     assert torch.equal(net.bias, before.bias)
     assert torch.equal(net.norm, before.norm)
     for name in ("table", "inner"):
@@ -110,13 +122,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(net, topology, bad):
     optimizer = optimizer_of(net, topology)
     train(net, optimizer, range(2))
     weights = copy.deepcopy(net)
-    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    state = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
     optimizer.begin(1)
     net(batches(2)[0]).backward()
     net.bias.grad[3] = bad
-    assert not optimizer.step(1e-2, optimizer.finish_gradients())
+    assert not optimizer.step(1e-2, CONFIG.weight_decay, optimizer.finish_gradients())
     assert all(torch.equal(weight, weights.get_parameter(name)) for name, weight in net.named_parameters())
-    assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.state().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in state_of(optimizer).items())
     train(net, optimizer, range(2, 3))
     assert all(weight.isfinite().all() for weight in net.parameters())
 
@@ -125,13 +137,13 @@ def test_resumes_bitwise_from_copies_of_its_state(make_parameter, topology):
     straight, resumed = Net(make_parameter), Net(make_parameter)
     optimizer = optimizer_of(straight, topology)
     train(straight, optimizer, range(4))
-    saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    saved = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
     saved_weights = {name: weight.detach().clone() for name, weight in straight.named_parameters()}
     train(straight, optimizer, range(4, 8))
 
     restarted = optimizer_of(resumed, topology)
     with torch.no_grad():
-        for name, tensor in restarted.state().items():
+        for name, tensor in state_of(restarted).items():
             tensor.copy_(saved[name])
         for name, weight in resumed.named_parameters():
             weight.copy_(saved_weights[name])
@@ -141,15 +153,15 @@ def test_resumes_bitwise_from_copies_of_its_state(make_parameter, topology):
 
 
 def test_state_has_each_parameters_shape(net, topology):
-    state = optimizer_of(net, topology).state()
+    state = state_of(optimizer_of(net, topology))
     for name, weight in net.named_parameters():
         assert state.pop(f"{name}.exp_avg").shape == state.pop(f"{name}.exp_avg_sq").shape == weight.shape
-    assert {name: tensor.shape for name, tensor in state.items()} == {"step.0": (), "step.1": ()}
+    assert {name: tensor.shape for name, tensor in state.items()} == {"num_steps": ()}
 
 
 def test_a_stage_without_parameters_takes_part(topology):
-    optimizer = Optimizer([], None, CONFIG, topology, bucket_size=50)
+    optimizer = Optimizer([], None, CONFIG, ParallelConfig(), topology, torch.float32)
     optimizer.begin(1)
     assert optimizer.finish_gradients() == 0.0
-    assert optimizer.step(1e-2, 3.0)
-    assert optimizer.state() == {}
+    assert optimizer.step(1e-2, 0.1, 3.0)
+    assert optimizer.state().keys() == {"num_steps"}

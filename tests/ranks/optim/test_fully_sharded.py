@@ -1,0 +1,189 @@
+"""Weights that are shared out: a rank's memory and traffic are the formulas', however the rows fall.
+
+Rajbhandari et al. 2020: of P parameters and d ranks, a rank keeps 16 P / d bytes (section 5.3, but that the
+weights to compute with are made from the main ones each time), and moves 3 P (d - 1) / d elements a
+microbatch (section 7.2.2): weights are gathered for forward and for backward, gradients scattered. What is in
+no layer stays whole from forward to backward, and is gathered once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.local_ranks import run_ranks
+from megalite.topology import Topology
+from megalite.train.prepare import build_data
+from megalite.train.timers import Timers
+from megalite.train.trainer import Trainer
+from megalite.verify.compare import TOLERANCES, compare
+from megalite.verify.record import record_run
+from tests.live_bytes import LiveBytes
+from tests.traffic import Traffic, ring_bytes
+
+LAYERS, H, VOCAB, S, MICROBATCHES = 3, 64, 512, 16, 2
+MODEL = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=H,
+    num_attention_heads=4,
+    seq_length=S,
+    vocab_size=VOCAB,
+    activation="swiglu",  # its weight's first dim is 2, which four ranks share none the less
+)
+
+
+def config_of(dp: int, model: ModelConfig = MODEL, batch: int | None = None, **parallel) -> Config:
+    return Config(
+        model=model,
+        parallel=ParallelConfig(data_parallel_size=dp, zero_stage=3, **parallel),
+        optimizer=OptimizerConfig(lr=1e-2),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(
+            micro_batch_size=1, global_batch_size=batch or dp * MICROBATCHES, train_iters=5, eval_iters=0
+        ),
+    )
+
+
+def trainer_of(topology: Topology, config: Config) -> Trainer:
+    config.validate(topology.world_size)
+    timers = Timers()
+    return Trainer(config, topology, build_data(config, topology, timers), timers)
+
+
+def num_parameters(trainer: Trainer) -> tuple[int, int]:
+    """Of a layer, and of all that is in none."""
+    (chunk,) = trainer.chunks
+    layer = sum(parameter.numel() for parameter in chunk.layers["0"].parameters())
+    return layer, sum(parameter.numel() for parameter in chunk.parameters()) - LAYERS * layer
+
+
+def memory(topology: Topology, config: Config) -> tuple[int, int, int, list[int]]:
+    """Bytes of all tensors before and after a step, parameters, and layers that are whole at a time."""
+    with LiveBytes() as live:
+        trainer = trainer_of(topology, config)
+        before = live.settled_count()
+        blocks = list(trainer.chunks[0].layers.values())
+        seen: list[int] = []
+
+        def look(*_: object) -> None:
+            seen.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
+
+        for block in blocks:
+            block.mlp.register_forward_hook(look)
+            block.mlp.register_full_backward_hook(look)
+        trainer.step()
+        after = live.settled_count()
+    layer, rest = num_parameters(trainer)
+    return before, after, LAYERS * layer + rest, seen
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_memory_is_what_the_formula_says(dp: int, dtype: str) -> None:
+    config = config_of(dp, replace(MODEL, params_dtype=dtype))
+    for before, after, num, seen in run_ranks(memory, config.parallel, dp, config):
+        assert before == pytest.approx(12 * num / dp, rel=0.01)  # no gradients yet
+        assert after == pytest.approx(16 * num / dp, rel=0.01)
+        assert seen == MICROBATCHES * 2 * LAYERS * [1]  # forward and backward have one layer's at a time
+
+
+def traffic(topology: Topology, config: Config) -> tuple[Counter, float, int, int]:
+    trainer = trainer_of(topology, config)
+    trainer.step()
+    with Traffic(topology) as counted:
+        trainer.step()
+    moved = ring_bytes(counted.calls, "dp", topology.dp.size)
+    return counted.calls, moved, *num_parameters(trainer)
+
+
+@pytest.mark.parametrize(
+    ("dp", "dtype", "messages", "weight", "gradient"),
+    [(2, "fp32", None, 4, 4), (2, "bf16", None, 2, 4), (2, "bf16", "bf16", 2, 2), (4, "fp32", "bf16", 4, 2)],
+)
+def test_traffic_is_what_the_formula_says(dp, dtype, messages, weight, gradient) -> None:
+    """In bytes of a weight and of a gradient on their way."""
+    config = config_of(dp, replace(MODEL, params_dtype=dtype), grad_communication_dtype=messages)
+    for calls, moved, layer, rest in run_ranks(traffic, config.parallel, dp, config):
+        del calls["world", "all-reduce", 8]  # the norm
+        of_loss = {call: count for call, count in calls.items() if call[1] == "all-reduce"}
+        assert set(of_loss) == {("dp", "all-reduce", 8)}
+        assert calls == {
+            ("dp", "all-gather", layer * weight): 2 * LAYERS * MICROBATCHES,
+            ("dp", "all-gather", rest * weight): MICROBATCHES,
+            ("dp", "reduce-scatter", layer * gradient): LAYERS * MICROBATCHES,
+            ("dp", "reduce-scatter", rest * gradient): MICROBATCHES,
+            **of_loss,
+        }
+        gathered = LAYERS * layer * 2 + rest
+        scattered = LAYERS * layer + rest
+        each = (gathered * weight + scattered * gradient) * (dp - 1) / dp
+        assert moved - ring_bytes(of_loss, "dp", dp) == MICROBATCHES * each
+
+
+@pytest.mark.parametrize("hidden_size", [20, 4], ids=["uneven rows", "a rank without rows"])
+def test_rows_need_not_divide(hidden_size: int) -> None:
+    """Three ranks have 7, 7 and 6 of 20 rows, and 2, 2 and none of 4."""
+    model = replace(MODEL, hidden_size=hidden_size, num_attention_heads=2, params_dtype="fp64")
+    run = record_run(config_of(3, model, batch=6), 3, 3)
+    one = config_of(1, model, batch=6)
+    reference = record_run(replace(one, training=replace(one.training, micro_batch_size=2)), 3, 1)
+    assert not compare(run, reference).excesses(TOLERANCES["fp64"])
+
+
+def figures(topology: Topology, config: Config) -> tuple[float, int, list[str]]:
+    """Norm and zeros of a step, and what is told of gradients that are spoilt on the last rank."""
+    trainer = trainer_of(topology, config)
+    trainer.step()
+    norm, zeros = trainer.optimizer.params_norm(), trainer.optimizer.num_zeros()
+    if topology.dp.is_last:
+        parameter: nn.Parameter = trainer.chunks[0].get_parameter("layers.1.mlp.up.weight")
+        (parameter.grad.to_local() if topology.dp.size > 1 else parameter.grad).view(-1)[0] = torch.nan
+    return norm, zeros, trainer.optimizer.bad_gradients()
+
+
+def test_figures_are_those_of_whole_weights() -> None:
+    model = replace(
+        MODEL, max_position_embeddings=24, hidden_size=20, add_bias_linear=False, params_dtype="fp64"
+    )
+    config = config_of(3, model, batch=6)
+    ((norm, zeros, bad),) = run_ranks(figures, ParallelConfig(), 1, config_of(1, model, batch=6))
+    assert zeros >= 8 * 20  # positions that no sample has
+    assert bad == ["layers.1.mlp.up.weight"]
+    told = run_ranks(figures, config.parallel, 3, config)
+    for rank_norm, rank_zeros, _ in told:
+        assert rank_norm == pytest.approx(norm, rel=1e-12)
+        assert rank_zeros == zeros
+    assert [names for *_, names in told] == [[], [], bad]
+
+
+def meet_overflow(topology: Topology, config: Config) -> list[tuple[bool, float]]:
+    """In fp16, one rank's loss is scaled beyond its range in the second of three iterations."""
+    trainer = trainer_of(topology, config)
+    told = []
+    for iteration in range(3):
+        trainer.optimizer.begin(1)
+        scale = trainer.optimizer.scaler.scale
+        if iteration == 1 and topology.dp.is_last:
+            scale *= 1e30
+        (model,) = trainer.chunks
+        tokens = torch.arange(S)[None]
+        before = trainer.optimizer.weight("layers.0.mlp.up.weight")
+        (model(tokens, tokens, torch.zeros(1, dtype=torch.int64), None) * scale).backward()
+        updated = trainer.optimizer.step(1e-2, 0.1, trainer.optimizer.finish_gradients())
+        assert torch.equal(before, trainer.optimizer.weight("layers.0.mlp.up.weight")) is not updated
+        told.append((updated, trainer.optimizer.scaler.scale))
+    return told
+
+
+def test_an_overflow_on_one_rank_brings_the_scale_down_on_all() -> None:
+    config = config_of(2, replace(MODEL, params_dtype="fp16"))
+    adam = OptimizerConfig(lr=1e-2, initial_loss_scale=64.0, hysteresis=1, min_loss_scale=1.0)
+    config = replace(config, optimizer=adam)
+    expected = [(True, 64.0), (False, 32.0), (True, 32.0)]
+    assert run_ranks(meet_overflow, config.parallel, 2, config) == [expected] * 2

@@ -1,0 +1,253 @@
+"""What data-parallel ranks share out: the same training, and the memory and traffic of the formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megalite.config import OptimizerConfig, ParallelConfig
+from megalite.local_ranks import run_ranks
+from megalite.optim.flat import ALIGNMENT
+from megalite.optim.gather import Unit
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel import collectives
+from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+NUM_LAYERS = 3
+NUM_MICROBATCHES = 3
+NUM_ITERATIONS = 4
+SHARED = {
+    "zero1": {"zero_stage": 1},
+    "zero1, reduced after backward": {"zero_stage": 1, "overlap_grad_reduce": False},
+    "zero1, gathered under forward": {"zero_stage": 1, "overlap_param_gather": True},
+    "reduced after backward": {"overlap_grad_reduce": False},
+}
+
+
+def parallel(dp: int, **changes) -> ParallelConfig:
+    return ParallelConfig(data_parallel_size=dp, distributed_backend="gloo", ddp_bucket_size=1000, **changes)
+
+
+class Layer(nn.Module):
+    def __init__(self, topology, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        place = Placement(topology.tp, dtype, topology.device)
+        self.weight = new_parameter(ParameterSpec((width, width)), place)
+        self.bias = new_parameter(ParameterSpec((width,), decay=False), place)
+
+    def forward(self, x):
+        return torch.tanh(F.linear(x, self.weight, self.bias))
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, with random weights."""
+
+    def __init__(self, topology, dtype: torch.dtype, width: int = 23) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(topology, width, dtype) for _ in range(NUM_LAYERS)])
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+    def forward(self, seed: int):
+        weight = self.layers[0].weight
+        x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(seed)).to(weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+    def units(self) -> list[Unit]:
+        return [Unit(layer, list(layer.parameters())) for layer in self.layers]
+
+
+def optimizer_of(net: Net, topology, config: ParallelConfig, adam: OptimizerConfig = CONFIG) -> Optimizer:
+    dtype = net.layers[0].weight.dtype
+    return Optimizer(net.named_parameters(), None, adam, config, topology, dtype, net.units())
+
+
+def iterate(net: Net, optimizer: Optimizer, rank: int, iteration: int) -> float:
+    optimizer.begin(NUM_MICROBATCHES)
+    for number in range(NUM_MICROBATCHES):
+        net(1000 * iteration + 10 * rank + number).backward()
+    norm = optimizer.finish_gradients()
+    optimizer.step(1e-2, CONFIG.weight_decay, norm)
+    return norm
+
+
+def train(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
+    """Norms, weights, and the last gradients after a few clipped iterations."""
+    net = Net(topology, dtype)
+    optimizer = optimizer_of(net, topology, config)
+    norms = [iterate(net, optimizer, topology.dp.rank, i) for i in range(NUM_ITERATIONS)]
+    optimizer.finish_weights()
+    tensors = [parameter.detach().clone() for parameter in net.parameters()]
+    return norms, tensors + [optimizer.gradient(name).clone() for name, _ in net.named_parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_sharing_out_the_state_changes_no_bit(dp, dtype):
+    norms, tensors = run_ranks(train, parallel(dp), dp, parallel(dp), dtype)[0]
+    assert min(norms) > 0.0
+    for way, changes in SHARED.items():
+        for other_norms, others in run_ranks(train, parallel(dp), dp, parallel(dp, **changes), dtype):
+            assert norms == other_norms, way
+            assert all(torch.equal(*pair) for pair in zip(tensors, others, strict=True)), way
+
+
+def test_stage_2_differs_by_rounding_alone():
+    norms, tensors = run_ranks(train, parallel(2), 2, parallel(2), torch.float64)[0]
+    for overlap in (True, False):
+        config = parallel(2, zero_stage=2, overlap_param_gather=overlap, overlap_grad_reduce=overlap)
+        for other_norms, others in run_ranks(train, parallel(2), 2, config, torch.float64):
+            assert other_norms == pytest.approx(norms, rel=1e-13)
+            for tensor, other in zip(tensors, others, strict=True):
+                torch.testing.assert_close(other, tensor, rtol=1e-9, atol=1e-12)
+
+
+def memory(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes of all tensors that stay between iterations, parameters, and elements of padding."""
+    net = Net(topology, dtype, width=200)
+    optimizer = optimizer_of(net, topology, dataclasses.replace(config, ddp_bucket_size=40000))
+    iterate(net, optimizer, topology.dp.rank, 0)
+    kept = [each.bucket.weight for each in optimizer.gradients]
+    kept += [each.sums if hasattr(each, "sums") else each.whole for each in optimizer.gradients]
+    kept += [tensor for state in optimizer.states for _, tensor in state.tensors()]
+    kept += [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    num_parameters = sum(parameter.numel() for parameter in net.parameters())
+    padding = sum(each.bucket.size for each in optimizer.gradients) - num_parameters
+    return sum(storages.values()), num_parameters, padding
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dp", "stage", "bytes_per_parameter"),
+    [
+        (torch.bfloat16, 1, 0, 18.0),
+        (torch.bfloat16, 2, 0, 18.0),
+        (torch.bfloat16, 2, 1, 6 + 12 / 2),
+        (torch.bfloat16, 4, 1, 6 + 12 / 4),
+        (torch.bfloat16, 4, 2, 2 + 16 / 4),
+        (torch.float32, 2, 0, 16.0),
+        (torch.float32, 4, 1, 8 + 8 / 4),
+    ],
+)
+def test_memory_is_what_the_formula_says(dtype, dp, stage, bytes_per_parameter):
+    """Weights, gradients, main weights, moments (Rajbhandari et al. 2020, section 3), read from tensors."""
+    for total, num, padding in run_ranks(memory, parallel(dp), dp, parallel(dp, zero_stage=stage), dtype):
+        assert total == pytest.approx(bytes_per_parameter * (num + padding), rel=1e-12)
+        assert padding < 0.01 * num + dp * ALIGNMENT * 2 * NUM_LAYERS
+
+
+def traffic(topology, config: ParallelConfig) -> tuple[list[tuple[str, int]], int, int]:
+    """The collectives of an iteration with their elements, the elements of all buckets, and their number."""
+    calls: list[tuple[str, int]] = []
+
+    def counted(module, name: str, tensor: int) -> None:
+        collective = getattr(module, name)
+
+        def call(*args, **options):
+            calls.append((name.strip("_"), args[tensor].numel()))
+            return collective(*args, **options)
+
+        setattr(module, name, call)
+
+    net = Net(topology, torch.float32)
+    optimizer = optimizer_of(net, topology, config)
+    counted(dist, "all_reduce", 0)
+    counted(collectives, "_reduce_scatter", 1)
+    counted(collectives, "_all_gather", 0)
+    iterate(net, optimizer, topology.dp.rank, 0)
+    optimizer.finish_weights()
+    return calls, sum(each.bucket.size for each in optimizer.gradients), len(optimizer.gradients)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_traffic_is_what_the_formula_says(dp):
+    """An all-reduce of n elements moves 2 n (d - 1) / d a rank, the other two n (d - 1) / d each."""
+    share = {"all_reduce": 2 * (dp - 1) / dp, "reduce_scatter": (dp - 1) / dp, "all_gather": (dp - 1) / dp}
+    for stage, num_rounds in ((0, 1), (1, 1), (2, NUM_MICROBATCHES)):
+        config = parallel(dp, zero_stage=stage, overlap_param_gather=stage > 0)
+        for calls, num_elements, num_buckets in run_ranks(traffic, parallel(dp), dp, config):
+            assert calls.count(("all_reduce", 1)) == 1  # the norm
+            calls.remove(("all_reduce", 1))
+            assert len(calls) == num_buckets * (num_rounds + (stage > 0))
+            moved = sum(share[name] * size for name, size in calls)
+            assert moved == pytest.approx((num_rounds + 1) * num_elements * (dp - 1) / dp, rel=1e-12)
+
+
+def wait_in_units(topology) -> list[tuple[int, int]]:
+    """Buckets still on their way as forward comes to each layer, before and after it has waited."""
+    net = Net(topology, torch.float32)
+    seen: list[int] = []
+    for layer in net.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(len(optimizer.gatherer._in_flight)))
+    optimizer = optimizer_of(net, topology, parallel(2, zero_stage=1, overlap_param_gather=True))
+    for layer in net.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(len(optimizer.gatherer._in_flight)))
+    iterate(net, optimizer, topology.dp.rank, 0)
+    seen.clear()
+    net(0)
+    first_use = [[slot.name for slot in bucket.slots][-1] for bucket in optimizer.gatherer.buckets]
+    assert first_use == sorted(first_use, key=lambda name: name.split(".")[1])
+    return list(zip(seen[::2], seen[1::2], strict=True))
+
+
+def test_forward_waits_for_what_it_uses_and_no_more():
+    """Three buckets: two of weights, of the layers 2 and 1 and of layer 0, and one of all biases."""
+    for seen in run_ranks(wait_in_units, parallel(2), 2):
+        assert seen == [(3, 1), (1, 0), (0, 0)]
+
+
+def meet_overflow(topology, stage: int) -> list[tuple[bool, float]]:
+    """In fp16, one rank's gradient overflows in the second iteration."""
+    net = Net(topology, torch.float16)
+    adam = OptimizerConfig(initial_loss_scale=1024.0, hysteresis=1, min_loss_scale=1.0)
+    optimizer = optimizer_of(net, topology, parallel(2, zero_stage=stage), adam)
+    told = []
+    for iteration in range(3):
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        optimizer.begin(1)
+        scale = optimizer.scaler.scale
+        if iteration == 1 and topology.dp.is_last:
+            scale *= 1e30
+        (net(iteration) * scale).backward()
+        norm = optimizer.finish_gradients()
+        updated = optimizer.step(1e-2, 0.1, norm)
+        unchanged = all(torch.equal(*pair) for pair in zip(before, net.parameters(), strict=True))
+        assert updated is not unchanged
+        told.append((updated, optimizer.scaler.scale))
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_overflow_on_one_rank_brings_the_scale_down_on_all(stage):
+    expected = [(True, 1024.0), (False, 512.0), (True, 512.0)]
+    assert run_ranks(meet_overflow, parallel(2), 2, stage) == [expected] * 2
+
+
+def send_rounded(topology, stage: int) -> list[torch.Tensor]:
+    net = Net(topology, torch.float32)
+    optimizer = optimizer_of(net, topology, parallel(2, zero_stage=stage, grad_communication_dtype="bf16"))
+    optimizer.begin(1)
+    net(topology.dp.rank).backward()
+    own = [parameter.grad.clone() for parameter in net.parameters()] if stage == 0 else []
+    optimizer.finish_gradients()
+    return [optimizer.gradient(name).clone() for name, _ in net.named_parameters()] + own
+
+
+def test_messages_can_be_rounded():
+    """The sum of two ranks is that of their rounded gradients, rounded."""
+    results = run_ranks(send_rounded, parallel(2), 2, 0)
+    num = len(results[0]) // 2
+    for first, second, total in zip(results[0][num:], results[1][num:], results[0][:num], strict=True):
+        assert torch.equal(total, (first.bfloat16() + second.bfloat16()).float())
+    for stage in (1, 2):
+        for sums in run_ranks(send_rounded, parallel(2), 2, stage):
+            assert all(torch.equal(*pair) for pair in zip(sums, results[0][:num], strict=True))

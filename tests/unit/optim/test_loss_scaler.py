@@ -1,0 +1,82 @@
+"""The loss scale's course is Megatron's, and gradients alone feel it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config import OptimizerConfig
+from megalite.optim.loss_scaler import LossScaler, build_loss_scaler, scale_gradient
+
+
+def course(scaler: LossScaler, overflows) -> list[float]:
+    scales = []
+    for overflowed in overflows:
+        scaler.update(overflowed)
+        scales.append(scaler.scale)
+    return scales
+
+
+def test_a_course_worked_out_by_hand():
+    config = OptimizerConfig(initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3, hysteresis=2)
+    scaler = build_loss_scaler(config, torch.float16)
+    outcomes = [True, True, True, True, False, True, False, False, False, True, True]
+    assert course(scaler, outcomes) == [8, 4, 2, 2, 2, 2, 2, 2, 4, 4, 2]
+
+
+def test_an_overflow_is_the_scales_doing_until_it_cannot_go_down():
+    config = OptimizerConfig(initial_loss_scale=8.0, min_loss_scale=4.0, hysteresis=1)
+    scaler = build_loss_scaler(config, torch.float16)
+    assert scaler.can_go_down
+    scaler.update(True)
+    assert not scaler.can_go_down
+    assert not LossScaler(8.0).can_go_down
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(1, 4))
+def test_as_megatron_moves_it(outcomes, window, hysteresis):
+    module = pytest.importorskip("megatron.core.optimizer.grad_scaler")
+    config = OptimizerConfig(
+        initial_loss_scale=2.0**10, min_loss_scale=4.0, loss_scale_window=window, hysteresis=hysteresis
+    )
+    with pytest.MonkeyPatch.context() as patch:  # Megatron's is made on a GPU
+        make = torch.tensor
+        patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
+        theirs = module.DynamicGradScaler(2.0**10, 4.0, 2.0, 0.5, window, hysteresis)
+    expected = []
+    for overflowed in outcomes:
+        theirs.update(overflowed)
+        expected.append(theirs.scale.item())
+    assert course(build_loss_scaler(config, torch.float16), outcomes) == expected
+
+
+def test_a_resumed_scaler_goes_on_where_it_was():
+    config = OptimizerConfig(initial_loss_scale=64.0, loss_scale_window=4, hysteresis=3)
+    outcomes = [False, True, True, False, False, True, False, False, False, False, True]
+    straight = build_loss_scaler(config, torch.float16)
+    scales = course(straight, outcomes)
+    for middle in range(len(outcomes)):
+        first, second = (build_loss_scaler(config, torch.float16) for _ in range(2))
+        course(first, outcomes[:middle])
+        for name, tensor in second.state().items():
+            tensor.copy_(first.state()[name])
+        assert course(second, outcomes[middle:]) == scales[middle:]
+
+
+def test_constant_scales():
+    config = OptimizerConfig(loss_scale=12.0)
+    assert course(build_loss_scaler(config, torch.float16), [True] * 5) == [12.0] * 5
+    assert course(build_loss_scaler(config, torch.bfloat16), [True, False]) == [1.0, 1.0]
+    assert build_loss_scaler(config, torch.float16).state() == {}
+
+
+def test_the_loss_stays_and_its_gradient_is_scaled():
+    x = torch.tensor(3.0, requires_grad=True)
+    loss = scale_gradient(x * x, 8.0)
+    assert loss.item() == 9.0
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 48.0
+    assert scale_gradient(x, 1.0) is x
