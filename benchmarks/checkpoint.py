@@ -1,0 +1,209 @@
+#!/usr/bin/env python
+"""Seconds that training stands still for a save, and a load takes, as ratios to torch.save and torch.load.
+
+python benchmarks/checkpoint.py --gigabytes 1 --folder /scratch
+
+One rank, which saves a state of weights and two moments in fp32. Each round does all of them in turns, on a
+disk that has nothing else to write, so that a busy neighbour slows them all; the ratios are of the medians.
+megalite's files are hashed and synced, and hashed again as they are loaded; torch.save leaves its file to the
+system's memory, unless synced. For a save in the background training stands still as the save begins, and
+before the next update for what is left of the copy: after a second of computing, and with nothing computed.
+A load is from the system's memory in both cases, and ends in the tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.save import Contents
+from megalite.checkpoint.saver import Saver
+from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.log import log
+from megalite.optim.part import Part
+from megalite.parallel.shard import ParameterSpec
+from megalite.topology import Launch, Topology
+
+NUM_LAYERS = 24
+
+
+def state_of(num_bytes: int) -> dict[str, Tensor | Part]:
+    """Weights and moments of square matrices, as the optimizer has them: views of three flat tensors."""
+    size = int((num_bytes / 4 / 3 / NUM_LAYERS) ** 0.5)
+    spec = ParameterSpec((size, size))
+    state: dict[str, Tensor | Part] = {"optimizer.num_steps": torch.tensor(3.0)}
+    for what in ("model.{}.weight", "optimizer.{}.weight.exp_avg", "optimizer.{}.weight.exp_avg_sq"):
+        flat = torch.randn(NUM_LAYERS * size * size)
+        for layer, elements in enumerate(flat.split(size * size)):
+            name = what.format(f"layers.{layer}.mlp")
+            state[name] = Part(elements, 0, (size, size), spec, is_copied=True)
+    return state
+
+
+def plain(state: dict[str, Tensor | Part]) -> dict[str, Tensor]:
+    """The same tensors, for torch.save."""
+    return {
+        name: each.tensor.view(each.shape) if isinstance(each, Part) else each for name, each in state.items()
+    }
+
+
+class Bench:
+    """The timed actions, on one state in one folder."""
+
+    def __init__(self, folder: Path, state: dict[str, Tensor | Part], topology: Topology) -> None:
+        self.file = folder / "state.pt"
+        self.state, self.topology = state, topology
+        self.plain = plain(state)
+        self.config = Config(
+            model=ModelConfig(vocab_size=50),
+            training=TrainingConfig(train_iters=10),
+            checkpoint=CheckpointConfig(save=str(folder / "run"), load=str(folder / "run")),
+        )
+        (folder / "run").mkdir()
+        self.iteration = 0
+        self.matrix, self.product = torch.randn(1024, 1024), torch.empty(1024, 1024)
+        self.num_products = 1
+        self.num_products = max(1, int(1 / min(seconds(self.compute) for _ in range(5))))
+        self.sync = Saver(self.config.checkpoint, topology)
+        self.background = Saver(dataclasses.replace(self.config.checkpoint, async_save=True), topology)
+
+    def torch_save(self) -> None:
+        torch.save(self.plain, self.file)
+
+    def torch_save_synced(self) -> None:
+        with self.file.open("wb") as stream:
+            torch.save(self.plain, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def torch_load(self) -> None:
+        for name, tensor in torch.load(self.file, weights_only=True).items():
+            self.plain[name].copy_(tensor)
+
+    def clear(self) -> None:
+        """Deletes what was written, for the next to have an empty disk."""
+        self.file.unlink(missing_ok=True)
+        for folder in self.file.parent.glob("run/iter_*"):
+            shutil.rmtree(folder)
+
+    def next(self) -> Contents:
+        """Of another iteration than before: nothing is replaced."""
+        self.iteration += 1
+        return Contents.of(Progress(self.iteration, 1), self.config, self.topology)
+
+    def save(self) -> None:
+        self.sync.save(self.next(), self.state)
+
+    def compute(self) -> None:
+        """As many products of matrices as take about a second, in one thread, as a rank's among others."""
+        for _ in range(self.num_products):
+            torch.mm(self.matrix, self.matrix, out=self.product)
+
+    def begin(self) -> None:
+        self.background.save(self.next(), self.state)
+
+    def before_update(self) -> None:
+        self.background.before_update()
+
+    def begin_and_wait(self) -> None:
+        """With nothing to compute the whole copy is waited for."""
+        self.begin()
+        self.before_update()
+
+    def finish(self) -> None:
+        self.background.finish()
+
+    def load(self) -> None:
+        folder = Path(self.config.checkpoint.load or "")
+        assert load_checkpoint(folder, self.state, self.config, self.topology)
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long it takes, once the disk is quiet."""
+    os.sync()
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(bench: Bench, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of each action in each round."""
+    times: dict[str, list[float]] = {}
+
+    def time_of(name: str, action: Callable[[], object]) -> None:
+        times.setdefault(name, []).append(seconds(action))
+
+    for _ in range(num_rounds):
+        for name, torch_save, save in (
+            ("torch.save", bench.torch_save, bench.save),
+            ("torch.save and fsync", bench.torch_save_synced, bench.save),
+        ):
+            bench.clear()
+            time_of(name, torch_save)
+            time_of("sync save", save)
+        begun = seconds(bench.begin)
+        bench.compute()
+        start = time.perf_counter()
+        bench.before_update()
+        times.setdefault("async: stands still", []).append(begun + time.perf_counter() - start)
+        bench.background.finish()
+        time_of("async: with nothing computed", bench.begin_and_wait)
+        time_of("async: then written in", bench.background.finish)
+        time_of("torch.load", bench.torch_load)
+        time_of("load", bench.load)
+    return times
+
+
+def report(times: dict[str, list[float]], num_bytes: int) -> None:
+    """Medians of rounds, and their ratios."""
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    print(f"{num_bytes / 1e9:.2f} GB, medians of {len(times['load'])} rounds:")
+    for name, each in times.items():
+        print(f"  {name:30s} {medians[name]:7.3f} s   (of {min(each):.3f} to {max(each):.3f})")
+    for name, ratio in (
+        ("sync save / torch.save", medians["sync save"] / medians["torch.save"]),
+        ("sync save / torch.save and fsync", medians["sync save"] / medians["torch.save and fsync"]),
+        ("async stand-still / sync save", medians["async: stands still"] / medians["sync save"]),
+        ("  with nothing to compute", medians["async: with nothing computed"] / medians["sync save"]),
+        ("load / torch.load", medians["load"] / medians["torch.load"]),
+    ):
+        print(f"{name:34s} {ratio:6.3f}")
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each is done (default 5)")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; by default the system's for temporary files"
+    )
+    arguments = parser.parse_args()
+    log.setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    state = state_of(int(arguments.gigabytes * 1e9))
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plain(state).values())
+    folder = Path(tempfile.mkdtemp(prefix="megalite-checkpoint-", dir=arguments.folder))
+    try:
+        with Topology.start(ParallelConfig(distributed_backend="gloo"), Launch(0, 1, 0, 1)) as topology:
+            times = measure(Bench(folder, state, topology), arguments.rounds)
+    finally:
+        shutil.rmtree(folder)
+    report(times, num_bytes)
+
+
+if __name__ == "__main__":
+    main()

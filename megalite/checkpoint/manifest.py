@@ -1,0 +1,357 @@
+"""What a checkpoint's folder says of itself: four text files, and whether the files are what they were.
+
+    run.json      format, versions, progress, model, run and layout: small, for people and for checks
+    config.yaml   the config of the run that saved it
+    index.json    of each tensor its pieces: which file holds which elements of it; and the files' names
+    SHA256SUMS    a line for every other file, as sha256sum writes it: `sha256sum -c` reads it
+
+Nothing here is run or imported, and no name leads out of the folder: a stranger's checkpoint is data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megalite
+from megalite.checkpoint.folder import NAME
+from megalite.checkpoint.place import Place
+from megalite.errors import UserError
+
+FORMAT = 3
+RUN, CONFIG, INDEX, SUMS = "run.json", "config.yaml", "index.json", "SHA256SUMS"
+TEXTS = (RUN, CONFIG, INDEX)
+"""The text files that have a digest."""
+
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+_CHUNK_BYTES = 1 << 20
+
+
+class DamagedCheckpoint(UserError):
+    """A folder that is no whole checkpoint.
+
+    Attributes:
+        folder: the checkpoint's.
+        problems: what is wrong, each naming the file.
+    """
+
+    def __init__(self, folder: Path, problems: Sequence[str]) -> None:
+        self.folder, self.problems = folder, tuple(problems)
+        super().__init__(
+            f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): load another, "
+            "or leave out --load"
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
+        """Travels from a rank as what it was made of, not as its message."""
+        return type(self), (self.folder, self.problems)
+
+
+class OtherFormat(DamagedCheckpoint):
+    """A checkpoint that another version of megalite wrote: and this one cannot read."""
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One piece of a tensor, as the index tells of it.
+
+    Attributes:
+        file: name of the file that holds it, under the tensor's own name.
+        dtype: torch's name of it, as in ``bfloat16``.
+        place: of its elements in the full tensor; None where the piece is the whole of a plain tensor.
+    """
+
+    file: str
+    dtype: str
+    place: Place | None
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> TensorRecord:
+        """The piece that `record` and JSON made this of.
+
+        Raises:
+            ValueError: its place is none.
+        """
+        place = record["place"]
+        return TensorRecord(
+            record["file"], record["dtype"], None if place is None else Place.from_record(place)
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The piece for JSON."""
+        return {"file": self.file, "dtype": self.dtype, "place": self.place and self.place.record()}
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a writer says of a file that it wrote.
+
+    Attributes:
+        sha256: hexadecimal digest of all the file's bytes.
+        tensors: what it holds, by the tensors' names.
+    """
+
+    name: str
+    sha256: str
+    tensors: Mapping[str, TensorRecord]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's text files, read and found whole.
+
+    Attributes:
+        description: run.json.
+        config_text: config.yaml.
+        tensors: the pieces of each tensor, by name.
+        digests: SHA-256 of every file but SHA256SUMS, by name.
+    """
+
+    folder: Path
+    description: Mapping[str, Any]
+    config_text: str
+    tensors: Mapping[str, tuple[TensorRecord, ...]]
+    digests: Mapping[str, str]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the tensor files, sorted."""
+        return tuple(sorted(self.digests.keys() - set(TEXTS)))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a `TensorRecord` calls it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type of a `TensorRecord` that was read."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: Sequence[FileRecord]) -> None:
+    """Writes the four text files of a folder whose tensor files are written, each synced to the disk.
+
+    Args:
+        description: what run.json tells; the format and the versions are added.
+        files: of every rank.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    pieces: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(files, key=lambda file: file.name):
+        assert _FILE_NAME.fullmatch(file.name), file.name
+        for name, record in file.tensors.items():
+            pieces.setdefault(name, []).append(record.record())
+    names = sorted(file.name for file in files)
+    assert len(set(names)) == len(names), "two writers of one file"
+    versions = {"format": FORMAT, "megalite": megalite.__version__, "torch": torch.__version__}
+    texts = {
+        RUN: json.dumps(versions | dict(description), indent=1) + "\n",
+        CONFIG: config_text,
+        INDEX: _index_text(pieces, names),
+    }
+    digests = {file.name: file.sha256 for file in files}
+    for name, text in texts.items():
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()
+        write_synced(folder / name, text)
+    write_synced(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the text files and checks them by their digests; the tensor files are only known to be named.
+
+    Raises:
+        DamagedCheckpoint: a text file is missing, altered or not what it should be; the folder is another
+            iteration's.
+        OtherFormat: an earlier or a later version wrote it.
+    """
+    reader = _Reader(folder)
+    digests = reader.digests()
+    description, config_text = reader.description(), reader.text(CONFIG)
+    tensors, files = reader.index()
+    if unequal := digests.keys() ^ {*files, *TEXTS}:
+        raise reader.damaged(f"{SUMS} and {INDEX} differ about {', '.join(sorted(unequal)[:3])}")
+    return Manifest(folder, description, config_text, tensors, digests)
+
+
+def damage_of(manifest: Manifest, files: Sequence[str]) -> list[str]:
+    """Reads the files through and tells which of them are missing or hold other bytes than were saved."""
+    return [problem for name in files if (problem := _damage(manifest.folder / name, manifest.digests[name]))]
+
+
+def _damage(file: Path, expected: str) -> str | None:
+    try:
+        if file.is_symlink():
+            return f"{file.name} is a link"
+        if file.exists() and not file.is_file():
+            return f"{file.name} is no file"
+        found = sha256_of(file)
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return None if found == expected else f"{file.name} has other contents than {SUMS} says"
+
+
+def sha256_of(file: Path) -> str:
+    """Hexadecimal digest of a file's bytes; as much memory as one chunk."""
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while size := stream.readinto(chunk):
+            digest.update(chunk[:size])
+    return digest.hexdigest()
+
+
+class _Reader:
+    """Reads text files of a folder that may hold anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def damaged(self, *problems: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(self.folder, problems)
+
+    def digests(self) -> dict[str, str]:
+        """SHA256SUMS; a checkpoint that has none may be of a format that had none."""
+        if not self.folder.is_dir():
+            raise self.damaged("the folder is missing")
+        if not (self.folder / SUMS).exists():
+            self._check_format(self._json(RUN))
+        lines = self.text(SUMS).splitlines()
+        matches = [_SUM_LINE.fullmatch(line) for line in lines]
+        digests = {match[2]: match[1] for match in matches if match}
+        if len(digests) != len(lines):
+            raise self.damaged(f"{SUMS} is damaged")
+        if missing := [name for name in TEXTS if name not in digests]:
+            raise self.damaged(f"{SUMS} is damaged: it lacks {', '.join(missing)}")
+        if problems := list(filter(None, (_damage(self.folder / name, digests[name]) for name in TEXTS))):
+            raise self.damaged(*problems)
+        return digests
+
+    def text(self, name: str) -> str:
+        return self._decoded(name, self._bytes(name))
+
+    def description(self) -> dict[str, Any]:
+        description = self._json(RUN)
+        self._check_format(description)
+        parts = ("progress", "model", "run")
+        if not all(isinstance(description.get(part), dict) for part in parts):
+            raise self.damaged(f"{RUN} is damaged: it lacks {', '.join(parts)}")
+        name, iteration = self.folder.name, description["progress"].get("iteration")
+        match = NAME.fullmatch(name)
+        if match and int(match[1]) != iteration:
+            raise self.damaged(f"{RUN} is of iteration {iteration}, not of {name}")
+        return description
+
+    def index(self) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
+        index = self._json(INDEX)
+        try:
+            return _parsed_index(index)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self.damaged(f"{INDEX} is damaged: {error}") from None
+
+    def _check_format(self, description: dict[str, Any]) -> None:
+        number = description.get("format")
+        if type(number) is not int:
+            raise self.damaged(f"{RUN} is not megalite's")
+        if number != FORMAT:
+            advice = (
+                "upgrade megalite to read it"
+                if number > FORMAT
+                else "only the version of megalite that wrote it reads it"
+            )
+            problem = f"it has format {number}, this version reads {FORMAT}: {advice}"
+            raise OtherFormat(self.folder, (problem,))
+
+    def _bytes(self, name: str) -> bytes:
+        file = self.folder / name
+        try:
+            if file.is_symlink():
+                raise self.damaged(f"{name} is a link")
+            if file.exists() and not file.is_file():
+                raise self.damaged(f"{name} is no file")
+            return file.read_bytes()
+        except FileNotFoundError:
+            raise self.damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise self.damaged(f"{name} cannot be read: {error.strerror}") from None
+
+    def _decoded(self, name: str, content: bytes) -> str:
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            raise self.damaged(f"{name} is damaged: it is no text") from None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        text = self.text(name)
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            raise self.damaged(f"{name} is damaged: it is no JSON") from None
+        if not isinstance(parsed, dict):
+            raise self.damaged(f"{name} is not megalite's")
+        return parsed
+
+
+def _parsed_index(index: dict[str, Any]) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
+    """The pieces by tensor, and the files, of parsed JSON that may be anything.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is not what `seal` writes.
+    """
+    files = index["files"]
+    if not isinstance(files, list) or not all(_is_file_name(name) for name in files):
+        raise ValueError("its files are none of this folder")
+    known = frozenset(files)
+    tensors = {
+        name: tuple(_tensor_record(name, piece, known) for piece in pieces)
+        for name, pieces in index["tensors"].items()
+    }
+    if not all(tensors.values()):
+        raise ValueError("a tensor has no pieces")
+    return tensors, known
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it is a file in the folder itself, and not hidden."""
+    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+
+
+def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -> TensorRecord:
+    file, dtype = piece["file"], piece["dtype"]
+    if not isinstance(file, str) or file not in files:
+        raise ValueError(f"{name} is in {file!r}, which is none of its files")
+    if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"{name} has dtype {dtype!r}")
+    try:
+        return TensorRecord.from_record(piece)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]) -> str:
+    """JSON with a line for each tensor."""
+    lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
+    return '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(files)}}}\n'
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Writes a text that is on disk when this returns."""
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,86 @@
+"""Checkpoints made by hand, without a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.folder import LATEST, name_of
+from megalite.checkpoint.manifest import INDEX, RUN, SUMS, seal
+from megalite.checkpoint.place import Place
+from megalite.checkpoint.tensor_writer import Piece, write_file
+
+FULL = torch.arange(24, dtype=torch.float64).view(4, 6)
+"""The tensor `cut`."""
+SHORT = torch.arange(5.0)
+"""The tensor `padded`."""
+STEPS = torch.tensor(3.0)
+"""The plain tensor `steps`."""
+
+
+def cut_pieces() -> list[dict[str, Piece]]:
+    """Four files of two slices of 2 + 2 columns of padding, each in two stretches that are no boxes."""
+    files = []
+    room = torch.cat((FULL, torch.full((4, 2), -1.0, dtype=torch.float64)), 1)
+    long = torch.cat((SHORT, torch.full((3,), -1.0)))
+    for rank in range(2):
+        elements = room[:, 4 * rank : 4 * rank + 4].flatten()
+        for start, end in ((0, 7), (7, 16)):
+            pieces = {
+                "cut": Piece(elements[start:end], Place((4, 6), 1, 4 * rank, (4, 4), start, end)),
+                "steps": Piece(STEPS),
+            }
+            if start == 0:
+                pieces["padded"] = Piece(long[4 * rank : 4 * rank + 4], Place((5,), 0, 4 * rank, (4,), 0, 4))
+            files.append(pieces)
+    return files
+
+
+def write_checkpoint(
+    save: Path,
+    iteration: int = 10,
+    files: Sequence[Mapping[str, Piece]] | None = None,
+    description: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes and seals a checkpoint, and makes it the latest."""
+    folder = save / name_of(iteration)
+    folder.mkdir(parents=True)
+    records = [
+        write_file(folder / f"part_{number}.safetensors", pieces)
+        for number, pieces in enumerate(cut_pieces() if files is None else files)
+    ]
+    told = {"progress": {"iteration": iteration, "consumed_samples": 0}, "model": {}, "run": {}}
+    seal(folder, told | dict(description or {}), "model: {}\n", records)
+    (save / LATEST).write_text(f"{name_of(iteration)}\n")
+    return folder
+
+
+def reseal(folder: Path, *names: str) -> None:
+    """Makes SHA256SUMS fit what the files hold now: what a hostile writer would do."""
+    lines = dict(line.split("  ")[::-1] for line in (folder / SUMS).read_text().splitlines())
+    for name in names:
+        lines[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in lines.items()))
+
+
+def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Changes a JSON file, and SHA256SUMS with it."""
+    content = json.loads((folder / name).read_text())
+    changed = change(content)
+    (folder / name).write_text(json.dumps(content if changed is None else changed))
+    reseal(folder, name)
+
+
+def edit_run(folder: Path, **parts: Any) -> None:
+    """Changes parts of run.json, and SHA256SUMS with it."""
+    edit(folder, RUN, lambda run: run | parts)
+
+
+def edit_piece(folder: Path, tensor: str, **fields: Any) -> None:
+    """Changes what the index tells of a tensor's first piece, and SHA256SUMS with it."""
+    edit(folder, INDEX, lambda index: index["tensors"][tensor][0].update(fields))

@@ -1,0 +1,256 @@
+"""Models go to Hugging Face's form and back bit by bit, and compute the same there."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megalite.checkpoint.full import FullReader
+from megalite.checkpoint.manifest import damage_of, read_manifest
+from megalite.checkpoint.progress import Progress
+from megalite.config import Config, DataConfig
+from megalite.convert.convert import Conversion
+from megalite.convert.parameters import parameters_of
+from megalite.convert.settings import Settings
+from megalite.convert.target import Order, whole_folder, write_megalite
+from megalite.errors import UserError
+from megalite.model.stage import GPTStage
+from megalite.presets import PRESETS
+from tests.unit.checkpoint.foreign_models import VOCABULARY, build, logits_of, same_bits, save, tensors_of
+
+KINDS = ("gpt2", "bloom", "llama")
+TINY = {"gpt2": "gpt-tiny", "bloom": "bloom-tiny", "llama": "llama-tiny"}
+
+
+def convert(load, save, *flags, **fields):
+    Conversion(load, save, settings=Settings(flags), **fields).run()
+    return save
+
+
+def stage_of(kind, topology, dtype="fp32"):
+    config = dataclasses.replace(
+        PRESETS[TINY[kind]], num_layers=2, vocab_size=VOCABULARY, hidden_dropout=0.0, params_dtype=dtype
+    )
+    stage = GPTStage(config, topology, range(2), seed=3)
+    for parameter in stage.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.1)  # biases and norms matter too
+    return stage.eval()
+
+
+def save_stage(stage, folder, data=None, progress=None):
+    """A checkpoint of the stage's weights."""
+    specs = parameters_of(stage.config)
+    config = Config(model=stage.config, data=data or DataConfig())
+    order = Order(config, progress or Progress(7, 70), specs, 10**9, folder)
+    weights = ((name, stage.get_parameter(name).data[: spec.used_shape[0]]) for name, spec in specs.items())
+    with whole_folder(folder, 0) as aside:
+        write_megalite(aside, order, weights)
+    return folder
+
+
+@pytest.mark.parametrize(("form", "shards"), [("safetensors", 1), ("safetensors", 3), ("bin", 1), ("bin", 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
+    dtype = torch.float32 if form == "bin" else torch.bfloat16
+    original = save(build(kind, dtype=dtype), tmp_path / "hf", form, shards)
+    expected = tensors_of(save(build(kind, dtype=dtype), tmp_path / "expected"))
+    convert(original, tmp_path / "ours")
+    returned = tensors_of(convert(tmp_path / "ours", tmp_path / "back", max_bytes=40_000))
+    assert returned.keys() == expected.keys()
+    assert all(same_bits(returned[name], tensor) for name, tensor in expected.items())
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_the_same(kind, tmp_path, one_rank):
+    stage = stage_of(kind, one_rank)
+    folder = convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")
+    ids = torch.randint(VOCABULARY, (2, 17))
+    with torch.no_grad():
+        ours = stage.logits(stage.hidden_states(ids, torch.arange(2), None)).transpose(0, 1)
+    theirs = logits_of(folder, ids)
+    ours = ours[..., :VOCABULARY]
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_tied_or_not(kind, tied, tmp_path):
+    convert(save(build(kind, tied=tied), tmp_path / "hf"), tmp_path / "ours")
+    folder = convert(tmp_path / "ours", tmp_path / "back")
+    ids = torch.randint(VOCABULARY, (1, 9))
+    assert torch.equal(logits_of(folder, ids), logits_of(tmp_path / "hf", ids))
+
+
+def test_what_a_checkpoint_of_weights_holds(tmp_path):
+    save(build("llama"), tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours", "--params-dtype", "bf16")
+    assert (tmp_path / "ours" / "latest").read_text() == "iter_0000000\n"
+    manifest = read_manifest(tmp_path / "ours" / "iter_0000000")
+    assert damage_of(manifest, manifest.files) == []
+    assert manifest.description["run"] == {}
+    reader = FullReader(manifest)
+    specs = parameters_of(dataclasses.replace(PRESETS["llama-tiny"], vocab_size=VOCABULARY, num_layers=3))
+    assert [*reader.names()] == sorted(f"model.{name}" for name in specs)
+    assert {reader.dtype(name) for name in reader.names()} == {torch.bfloat16}
+    for name, spec in specs.items():
+        (piece,) = manifest.tensors[f"model.{name}"]
+        assert piece.place.dim == (spec.shard.dim if spec.shard else 0)
+
+
+def test_main_weights_are_taken_where_they_are_finer(tmp_path, one_rank):
+    stage = stage_of("gpt2", one_rank, "bf16")
+    save_stage(stage, tmp_path / "ours")
+    checkpoint = tmp_path / "ours" / "iter_0000007"
+    main = {name: torch.randn(spec.used_shape) for name, spec in parameters_of(stage.config).items()}
+    add_main_weights(checkpoint, stage.config, main)
+    fine = tensors_of(convert(tmp_path / "ours", tmp_path / "fine", "--params-dtype", "fp32"))
+    rough = tensors_of(convert(tmp_path / "ours", tmp_path / "rough"))
+    name = "transformer.h.1.ln_1.weight"
+    assert torch.equal(fine[name], main["layers.1.attention_norm.weight"])
+    assert torch.equal(rough[name], stage.get_parameter("layers.1.attention_norm.weight"))
+
+
+def add_main_weights(checkpoint, config, main):
+    from megalite.checkpoint.manifest import FileRecord, seal
+    from megalite.checkpoint.tensor_writer import Piece, write_file
+    from megalite.convert.target import _place
+
+    manifest = read_manifest(checkpoint)
+    specs = parameters_of(config)
+    pieces = {f"optimizer.{name}.main": Piece(tensor, _place(specs[name])) for name, tensor in main.items()}
+    files = [write_file(checkpoint / "main.safetensors", pieces)]
+    for file in manifest.files:
+        held = {
+            name: record
+            for name, records in manifest.tensors.items()
+            for record in records
+            if record.file == file
+        }
+        files.append(FileRecord(file, manifest.digests[file], held))
+    description = {key: value for key, value in manifest.description.items() if key != "format"}
+    seal(checkpoint, description, manifest.config_text, files)
+
+
+def test_the_tokenizer_goes_along(tmp_path):
+    folder = save(build("gpt2"), tmp_path / "hf")
+    make_tokenizer(folder)
+    convert(folder, tmp_path / "ours")
+    manifest = read_manifest(tmp_path / "ours" / "iter_0000000")
+    assert f'tokenizer_name_or_path: "{tmp_path}/ours/tokenizer"' in manifest.config_text
+    assert manifest.description["tokenizer"]
+    (tmp_path / "ours").rename(tmp_path / "moved")
+    back = convert(tmp_path / "moved", tmp_path / "back")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+    assert json.loads((back / "config.json").read_text())["eos_token_id"] == 0
+
+
+def make_tokenizer(folder):
+    import tokenizers
+
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a")).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_about_a_layer(tmp_path):
+    """A process that converts a model of 12 layers of 4 MB both ways never holds four of them more."""
+    program = textwrap.dedent(
+        """
+        import sys, threading, torch
+        from pathlib import Path
+        from megalite.convert.convert import Conversion
+        from megalite.log import configure_logging
+
+        def anonymous():
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+        source, ours, back = map(Path, sys.argv[1:])
+        configure_logging(0)
+        Conversion(source / "small", ours / "small").run()  # what is loaded at its first use
+        before, peak, done = anonymous(), 0, threading.Event()
+
+        def watch():
+            global peak
+            while not done.wait(0.004):
+                peak = max(peak, anonymous())
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        Conversion(source / "large", ours / "large").run()
+        Conversion(ours / "large", back).run()
+        done.set()
+        thread.join()
+        print(peak - before)
+        """
+    )
+    write_llama(tmp_path / "hf" / "small", layers=1, hidden=32)
+    layer = write_llama(tmp_path / "hf" / "large", layers=12, hidden=288)
+    command = [sys.executable, "-c", program, tmp_path / "hf", tmp_path / "ours", tmp_path / "back"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(result.stdout.splitlines()[-1]) < 4 * layer
+
+
+def write_llama(folder, layers, hidden):
+    """A folder of zeros; returns the bytes of a layer."""
+    folder.mkdir(parents=True)
+    ffn = 3 * hidden
+    config = {
+        **{
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+        },
+        **{"num_attention_heads": 4, "vocab_size": 100, "tie_word_embeddings": True},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    square, wide = (hidden, hidden), (ffn, hidden)
+    shapes = {f"self_attn.{part}_proj": square for part in "qkvo"}
+    shapes |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": (hidden, ffn)}
+    shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    weights = {
+        f"model.layers.{i}.{name}.weight": torch.zeros(shape)
+        for i in range(layers)
+        for name, shape in shapes.items()
+    }
+    weights |= {
+        "model.embed_tokens.weight": torch.zeros(100, hidden),
+        "model.norm.weight": torch.zeros(hidden),
+    }
+    save_file(weights, folder / "model.safetensors")
+    return 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def test_a_target_that_is_there_is_left_alone(tmp_path):
+    save(build("gpt2"), tmp_path / "hf")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "mine").write_text("")
+    with pytest.raises(UserError, match="ours is there and not empty"):
+        convert(tmp_path / "hf", tmp_path / "ours")
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["mine"]
+    convert(tmp_path / "hf", tmp_path / "new")  # and an empty one is taken
+    with pytest.raises(UserError, match="not empty"):
+        convert(tmp_path / "hf", tmp_path / "hf")
+
+
+def test_nothing_is_left_of_a_conversion_that_fails(tmp_path):
+    folder = save(build("gpt2"), tmp_path / "hf")
+    weights = tensors_of(folder)
+    weights["transformer.h.2.mlp.c_proj.weight"] = torch.zeros(3, 3)  # in the last layer
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers.2.mlp.down.weight is \[3, 3\]"):
+        convert(folder, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,142 @@
+"""What a conversion refuses, and what it says then."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megalite.convert.convert import Conversion
+from megalite.convert.settings import Settings
+from megalite.errors import UserError
+from tests.unit.checkpoint.foreign_models import build, save, tensors_of
+from tools.convert_checkpoint import main
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    return save(build("gpt2"), tmp_path / "hf")
+
+
+def change_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def change_weights(folder, **changes):
+    weights = {
+        name: tensor for name, tensor in tensors_of(folder).items() if changes.get(name, 0) is not None
+    }
+    weights |= {name: tensor for name, tensor in changes.items() if tensor is not None}
+    save_file(weights, folder / "model.safetensors")
+
+
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+MISTAKES = {
+    "model_type 'opt' cannot be converted": lambda f: change_config(f, model_type="opt"),
+    "config.json is damaged: KeyError": lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+    "config.json is damaged: it is no JSON": lambda f: (f / "config.json").write_text("{"),
+    "holds quantized weights": lambda f: change_config(f, quantization_config={"bits": 4}),
+    r"embedding.word.weight is \[300, 24\], and \[300, 28\] by the config": lambda f: change_config(
+        f, n_embd=28
+    ),
+    r"lacks transformer.h.3.attn.c_attn.bias, .* and 9 more": lambda f: change_config(f, n_layer=4),
+    "lacks transformer.wpe.weight": lambda f: change_weights(f, **{"transformer.wpe.weight": None}),
+    "has no place for: transformer.h.9.strange": lambda f: change_weights(
+        f, **{"transformer.h.9.strange": torch.zeros(1)}
+    ),
+    "holds none of model.safetensors, pytorch_model.bin": lambda f: (f / "model.safetensors").unlink(),
+    "model.safetensors cannot be read": lambda f: (f / "model.safetensors").write_bytes(b"1234567890"),
+    "lacks two.safetensors, which model.safetensors.index.json names": lambda f: write_index(
+        f, {"transformer.wte.weight": "two.safetensors"}
+    ),
+    "its weight_map names no files of the folder": lambda f: write_index(f, {"a": "../model.safetensors"}),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_folder_that_cannot_be_converted(message, gpt2, tmp_path):
+    MISTAKES[message](gpt2)
+    with pytest.raises(UserError, match=message):
+        Conversion(gpt2, tmp_path / "ours").run()
+    assert not (tmp_path / "ours").exists()
+
+
+def test_masks_of_old_versions_are_no_weights(gpt2, tmp_path):
+    change_weights(gpt2, **{"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)})
+    Conversion(gpt2, tmp_path / "ours").run()
+
+
+def test_no_folder_and_no_known_one(tmp_path):
+    for path, message in (
+        ("nothing", "is not there"),
+        ("file", "is no folder"),
+        ("empty", "is no checkpoint of"),
+    ):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=message):
+            Conversion(tmp_path / path, tmp_path / "new").run()
+
+
+def test_flags_without_use_and_wrong_models(gpt2, tmp_path):
+    def run(*flags):
+        main(["--load", str(gpt2), "--save", str(tmp_path / "ours"), *flags])
+
+    with pytest.raises(UserError, match="--lr: a conversion has no use for it"):
+        run("--lr", "0.1")
+    with pytest.raises(UserError, match="unknown flag --hiden-size; nearest is --hidden-size"):
+        run("--hiden-size", "3")
+    with pytest.raises(UserError, match=r"--hidden-size 24 .*--num-attention-heads 5"):
+        run("--num-attention-heads", "5")
+    with pytest.raises(UserError, match=r"embedding.word.weight is \[300, 24\], and \[400, 24\]"):
+        run("--vocab-size", "400")
+    with pytest.raises(UserError, match="'5 apples' is no size"):
+        run("--max-shard-size", "5 apples")
+    with pytest.raises(UserError, match="holds one model, not iterations"):
+        run("--load-iteration", "3")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_fewer_tokens_and_another_precision(gpt2, tmp_path, caplog):
+    main(
+        ["--load", str(gpt2), "--save", str(tmp_path / "new"), "--to", "hf", "--vocab-size", "290", "--bf16"]
+    )
+    weights = tensors_of(tmp_path / "new")
+    assert weights["transformer.wte.weight"].shape == (290, 24)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_numbers_too_large_for_the_precision(gpt2, tmp_path):
+    change_weights(gpt2, **{"transformer.wpe.weight": torch.full((40, 24), 1e5)})
+    with pytest.raises(UserError, match=r"embedding.position.weight has numbers too large for torch.float16"):
+        Conversion(gpt2, tmp_path / "ours", settings=Settings(("--fp16",))).run()
+
+
+def test_a_model_that_transformers_does_not_have(tmp_path):
+    save(build("llama"), tmp_path / "hf")
+    Conversion(tmp_path / "hf", tmp_path / "ours").run()
+    with pytest.raises(UserError, match="llama cannot be this model: activation gelu"):
+        Conversion(tmp_path / "ours", tmp_path / "back", settings=Settings(("--activation", "gelu"))).run()
+
+
+def test_a_missing_tokenizer_is_told_and_left_out(tmp_path, caplog):
+    folder = save(build("gpt2"), tmp_path / "hf")
+    Conversion(folder, tmp_path / "ours", settings=Settings(("--tokenizer-model", "/nowhere/t.json"))).run()
+    assert "the tokenizer is left out, as /nowhere/t.json is not there" in caplog.text
+    assert not (tmp_path / "ours" / "tokenizer").exists()
+
+
+def test_damage_is_found_before_anything_is_written(tmp_path):
+    save(build("bloom"), tmp_path / "hf")
+    Conversion(tmp_path / "hf", tmp_path / "ours").run()
+    file = next((tmp_path / "ours" / "iter_0000000").glob("*layer1*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{file.name} has other contents"):
+        Conversion(tmp_path / "ours", tmp_path / "back").run()
+    assert not (tmp_path / "back").exists()

@@ -1,0 +1,236 @@
+"""What a checkpoint is bound to, what may differ, and in which words both are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint.identity import check_identity, identity_of, resumed_config
+from megalite.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megalite.errors import UserError
+from megalite.optim.schedule import Schedule
+from megalite.topology import Topology
+
+FOLDER = Path("SAVE/iter_0000010")
+CONFIG = Config(
+    model=ModelConfig(vocab_size=256, num_layers=2, hidden_size=64, num_attention_heads=4),
+    data=DataConfig(data_path=("corpus",), tokenizer_type="byte"),
+    training=TrainingConfig(train_iters=100, global_batch_size=8),
+)
+FINETUNE = CheckpointConfig(load="SAVE", finetune=True)
+FREE: list[tuple[str, dict[str, Any], str]] = [
+    ("model", {"hidden_dropout": 0.0}, "hidden_dropout 0.1 (now 0.0)"),
+    ("model", {"params_dtype": "bf16"}, "params_dtype fp32 (now bf16)"),
+    ("model", {"untie_embeddings_and_output_weights": True}, "output_weights False (now True)"),
+    ("data", {"data_path": ("other", "corpus")}, "data_path corpus (now other corpus)"),
+    ("data", {"split": "1,0,0"}, "split 969,30,1 (now 1,0,0); the samples that follow"),
+]
+SILENT: list[tuple[str, dict[str, Any]]] = [
+    ("model", {"ffn_hidden_size": 256, "kv_channels": 16, "num_query_groups": 4}),
+    ("model", {"max_position_embeddings": 1024, "make_vocab_size_divisible_by": 64, "rotary_base": 3.0}),
+    ("parallel", {"tensor_model_parallel_size": 2}),
+    ("training", {"micro_batch_size": 2}),
+    ("optimizer", {"lr_decay_iters": 100, "adam_beta2": 0.95}),
+]
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "model",
+        {"hidden_size": 128},
+        "of another model: hidden_size 64 (now 128), ffn_hidden_size 256 (now 512)",
+    ),
+    ("model", {"activation": "swiglu"}, "activation gelu (now swiglu)"),
+    ("model", {"normalization": "RMSNorm"}, "normalization LayerNorm (now RMSNorm)"),
+    ("model", {"position_embedding_type": "rope"}, "position_embedding_type learned_absolute (now rope)"),
+    ("model", {"max_position_embeddings": 2048}, "max_position_embeddings 1024 (now 2048)"),
+    ("model", {"vocab_size": 300}, "vocab_size 256 (now 300)"),
+]
+WRONG_OF_A_RUN: list[tuple[str, dict[str, Any], str]] = [
+    ("model", {"norm_epsilon": 1e-6}, "norm_epsilon 1e-05 (now 1e-06)"),
+    ("model", {"activation": "relu"}, "activation gelu (now relu)"),
+    ("training", {"seed": 9}, "of another run: seed 1234 (now 9); run with"),
+    ("training", {"global_batch_size": 16}, "of another run: global_batch_size 8 (now 16); run with"),
+    (
+        "training",
+        {"global_batch_size": None},
+        "global_batch_size 8 (now 1); give --global-batch-size 8, which",
+    ),
+    ("training", {"rampup_batch_size": (2, 2, 8)}, "rampup_batch_size None (now 2 2 8)"),
+]
+
+
+@pytest.fixture
+def topology() -> Iterator[Topology]:
+    with Topology.fake(ParallelConfig(), 1, 0) as topology:
+        yield topology
+
+
+@pytest.fixture
+def compare(topology: Topology):
+    """Notices for a run that loads what another saved."""
+
+    def compare(saved: Config, here: Config, **parts: Any) -> list[str]:
+        description = json.loads(json.dumps(identity_of(saved, topology))) | parts
+        return check_identity(description, FOLDER, here, topology)
+
+    return compare
+
+
+def changed(group: str, values: dict[str, Any], config: Config = CONFIG) -> Config:
+    return replace(config, **{group: replace(getattr(config, group), **values)})
+
+
+def finetuned(config: Config) -> Config:
+    return replace(config, checkpoint=FINETUNE)
+
+
+def test_the_same_run_has_nothing_to_tell(compare) -> None:
+    assert compare(CONFIG, CONFIG) == []
+
+
+@pytest.mark.parametrize(("group", "values", "words"), FREE)
+def test_what_may_change_is_told(compare, group: str, values: dict[str, Any], words: str) -> None:
+    (notice,) = compare(CONFIG, changed(group, values))
+    assert words in notice
+
+
+@pytest.mark.parametrize(("group", "values"), SILENT)
+def test_what_makes_no_difference_is_not_told(compare, group: str, values: dict[str, Any]) -> None:
+    assert compare(CONFIG, changed(group, values)) == []
+    assert compare(changed(group, values), CONFIG) == []
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize(("group", "values", "words"), WRONG)
+def test_another_shape_is_refused(
+    compare, group: str, values: dict[str, Any], words: str, finetune: bool
+) -> None:
+    here = changed(group, values)
+    with pytest.raises(UserError) as caught:
+        compare(CONFIG, finetuned(here) if finetune else here)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"checkpoint {FOLDER} is of another")
+
+
+@pytest.mark.parametrize(("group", "values", "words"), WRONG_OF_A_RUN)
+def test_another_run_is_refused_and_free_with_finetune(
+    compare, group: str, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        compare(CONFIG, changed(group, values))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(compare(CONFIG, finetuned(changed(group, values)))) == (group == "model")
+
+
+def test_everything_is_told_at_once(compare) -> None:
+    here = changed("optimizer", {"lr": 1.0}, changed("training", {"seed": 9}))
+    here = changed("model", {"num_layers": 4, "vocab_size": 300}, here)
+    with pytest.raises(UserError) as caught:
+        compare(CONFIG, here)
+    model, run, schedule = str(caught.value).splitlines()
+    assert "another model: num_layers 2 (now 4), vocab_size 256 (now 300); run with what" in model
+    assert "another run: seed 1234 (now 9); run with" in run
+    assert "another schedule: lr 0.0003 (now 1.0); give --override-opt-param-scheduler" in schedule
+
+
+def test_a_tied_model_takes_no_untied_one(compare) -> None:
+    untied = changed("model", {"untie_embeddings_and_output_weights": True})
+    with pytest.raises(UserError, match=r"differs from its word table.*give --untie-embeddings"):
+        compare(untied, CONFIG)
+    assert "untie_embeddings_and_output_weights True (now False)" in compare(untied, finetuned(CONFIG))[0]
+
+
+def test_longer_samples_are_for_a_run_of_its_own_and_for_positions_without_a_table(compare) -> None:
+    longer = {"seq_length": 2048}
+    rope = changed("model", {"position_embedding_type": "rope"})
+    assert "seq_length 1024 (now 2048)" in compare(rope, finetuned(changed("model", longer, rope)))[0]
+    with pytest.raises(UserError, match=r"seq_length 1024 \(now 2048\); run with"):
+        compare(rope, changed("model", longer, rope))
+    with pytest.raises(UserError, match=r"max_position_embeddings 1024 \(now 2048\)"):
+        compare(CONFIG, finetuned(changed("model", longer)))
+
+
+def test_fields_that_one_version_does_not_know(compare, topology: Topology) -> None:
+    model = json.loads(json.dumps(identity_of(CONFIG, topology)["model"]))
+    with pytest.raises(UserError, match=r"of another model: num_experts 8 \(now None\); run with"):
+        compare(CONFIG, CONFIG, model=model | {"num_experts": 8})
+    del model["norm_epsilon"]  # of a time when it had no name, and the value that is now the default
+    assert compare(CONFIG, CONFIG, model=model) == []
+
+
+@pytest.mark.parametrize(
+    "parts", [{"model": {"hidden_size": "wide"}}, {"model": {"num_attention_heads": 0}}, {"schedule": 3}]
+)
+def test_a_damaged_description_is_no_crash(compare, parts: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"run.json is damaged|is of another model"):
+        compare(CONFIG, CONFIG, **parts)
+
+
+def test_a_longer_run_asks_which_decay_is_meant(compare) -> None:
+    longer = changed("training", {"train_iters": 200})
+    with pytest.raises(UserError) as caught:
+        compare(CONFIG, longer)
+    assert "of another schedule: lr_decay_iters 100 (now 200); give --override" in str(caught.value)
+    assert "without --lr-decay-iters the decay ends with the run, at --train-iters" in str(caught.value)
+    assert compare(CONFIG, changed("optimizer", {"lr_decay_iters": 100}, longer)) == []
+
+
+def resuming(config: Config, **flags: bool) -> Config:
+    return replace(config, checkpoint=CheckpointConfig(load="SAVE", **flags))
+
+
+def test_the_flags_choose_one_of_two_schedules(compare, topology: Topology) -> None:
+    rising = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
+    saved = changed("optimizer", rising)
+    here = changed("optimizer", {"lr": 1.0}, changed("training", {"train_iters": 200}, saved))
+    description = identity_of(saved, topology)
+    override = resuming(here, override_opt_param_scheduler=True)
+    assert "the command line's schedule is taken" in compare(saved, override)[0]
+    assert resumed_config(description, override) == override
+    keep = resuming(here, use_checkpoint_opt_param_scheduler=True)
+    (notice,) = compare(saved, keep)
+    assert notice.startswith("the checkpoint's schedule is kept: lr 0.0003 (not 1.0)")
+    kept = resumed_config(description, keep)
+    assert kept.training == here.training
+    for at in (1, 50, 100, 150):
+        assert Schedule.of(kept).learning_rate(at) == Schedule.of(saved).learning_rate(at)
+        assert Schedule.of(kept).weight_decay(at) == Schedule.of(saved).weight_decay(at)
+    assert identity_of(kept, topology)["schedule"] == description["schedule"]
+
+
+def test_a_schedule_in_the_other_unit_can_only_be_replaced(compare) -> None:
+    training = replace(CONFIG.training, train_iters=None, train_samples=800)
+    here = replace(CONFIG, training=training)
+    with pytest.raises(
+        UserError, match="one is counted in iterations, the other in samples: give --override"
+    ):
+        compare(CONFIG, resuming(here, use_checkpoint_opt_param_scheduler=True))
+    assert len(compare(CONFIG, resuming(here, override_opt_param_scheduler=True))) == 1
+
+
+def test_without_the_optimizers_state_the_schedule_is_the_runs(compare) -> None:
+    (notice,) = compare(CONFIG, resuming(changed("optimizer", {"lr": 1.0}), load_optim=False))
+    assert notice == "the schedule differs from the checkpoint's: lr 0.0003 (now 1.0)"
+
+
+def test_another_tokenizer_is_told(compare) -> None:
+    other = changed("data", {"tokenizer_type": "NullTokenizer"})
+    for here in (other, finetuned(other)):
+        assert "trained with another tokenizer" in compare(CONFIG, here)[-1]
+    assert compare(CONFIG, changed("data", {"tokenizer_type": None})) == []
+
+
+def test_a_converted_checkpoint_is_compared_in_what_it_has(compare) -> None:
+    assert compare(CONFIG, CONFIG, run={}, schedule=None, data=None, tokenizer=None) == []
