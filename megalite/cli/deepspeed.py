@@ -18,6 +18,7 @@ _READ = {
     "bf16",
     "fp16",
     "zero_optimization",
+    "communication_data_type",
     "gradient_clipping",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -28,8 +29,6 @@ _READ = {
 def check_file(
     path: str,
     config: Config,
-    precisions: Mapping[str, bool],
-    zero_stage: str | None,
     world_size: int | None,
     findings: Findings,
 ) -> None:
@@ -38,8 +37,6 @@ def check_file(
     Args:
         path: the JSON file.
         config: what fields, YAML file and preset come to.
-        precisions: for `bf16` and `fp16` whether the command line has the flag.
-        zero_stage: the word after --zero-stage, if it is given.
         world_size: number of ranks, if known.
         findings: gets the conflicts, and a notice of the settings that have no equal here.
     """
@@ -55,8 +52,10 @@ def check_file(
         )
         return
     conflicts = [
-        *_precision(settings, precisions),
-        *_zero(settings, zero_stage),
+        *_precision(settings, config.model.params_dtype),
+        *_loss_scaling(settings, config),
+        *_zero(settings, config.parallel.zero_stage),
+        *_communication(settings, config.parallel.grad_communication_dtype),
         *_same(settings, "gradient_clipping", "--clip-grad", config.optimizer.clip_grad),
         *_same(
             settings, "train_micro_batch_size_per_gpu", "--micro-batch-size", config.training.micro_batch_size
@@ -69,27 +68,51 @@ def check_file(
         findings.notices.append(f"{path}: {', '.join(unread)} without effect: there is no DeepSpeed here")
 
 
-def _precision(settings: Mapping[str, Any], precisions: Mapping[str, bool]) -> Iterator[str]:
-    for name, is_flag in precisions.items():
+def _precision(settings: Mapping[str, Any], dtype: str) -> Iterator[str]:
+    for name in ("bf16", "fp16"):
         section = settings.get(name, {})
         enabled = section.get("enabled", False) if isinstance(section, dict) else section
-        if enabled == "auto" or bool(enabled) == is_flag:
-            continue  # where both want it, the flag is refused by itself
-        if is_flag:
+        if enabled == "auto" or bool(enabled) == (dtype == name):
+            continue
+        if dtype == name:
             yield f"{name}.enabled is not true, but --{name} is given: make them agree"
         else:
-            yield f"{name}.enabled is true, but --{name} is not given: set it to false to train in fp32"
+            yield f"{name}.enabled is true, but --params-dtype is {dtype}: give --{name}, or set it to false"
 
 
-def _zero(settings: Mapping[str, Any], zero_stage: str | None) -> Iterator[str]:
+def _loss_scaling(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """The section of fp16 says the same of the loss scale; a scale of 0 is a dynamic one."""
+    section, optimizer = settings.get("fp16", {}), config.optimizer
+    if config.model.params_dtype != "fp16" or not isinstance(section, dict):
+        return
+    wanted = {f"fp16.{key}": value for key, value in section.items()}
+    power = wanted.get("fp16.initial_scale_power")
+    if isinstance(power, int | float) and abs(power) < 1024:  # else no power of two in a float
+        wanted["fp16.initial_scale_power"] = 2.0**power
+    yield from _same(wanted, "fp16.loss_scale", "--loss-scale", optimizer.loss_scale or 0)
+    if optimizer.loss_scale is None:
+        yield from _same(
+            wanted, "fp16.initial_scale_power", "--initial-loss-scale", optimizer.initial_loss_scale
+        )
+        yield from _same(wanted, "fp16.loss_scale_window", "--loss-scale-window", optimizer.loss_scale_window)
+        yield from _same(wanted, "fp16.hysteresis", "--hysteresis", optimizer.hysteresis)
+        yield from _same(wanted, "fp16.min_loss_scale", "--min-loss-scale", optimizer.min_loss_scale)
+
+
+def _zero(settings: Mapping[str, Any], zero_stage: int) -> Iterator[str]:
     section = settings.get("zero_optimization", {})
     stage = section.get("stage", 0) if isinstance(section, dict) else section
-    if stage == "auto":
-        return
-    if zero_stage is not None and str(stage) != zero_stage:
-        yield f"zero_optimization.stage is {stage}, but --zero-stage is {zero_stage}: make them agree"
-    elif zero_stage is None and stage != 0:
-        yield f"zero_optimization.stage {stage} (sharded optimizer state) is not in this version: set it to 0"
+    return _same({"zero_optimization.stage": stage}, "zero_optimization.stage", "--zero-stage", zero_stage)
+
+
+def _communication(settings: Mapping[str, Any], dtype: str | None) -> Iterator[str]:
+    """Gradients are sent in fp32 unless told; DeepSpeed's default depends on the precision: not read."""
+    wanted = settings.get("communication_data_type")
+    if wanted is not None and wanted != (dtype or "fp32"):
+        yield (
+            f"communication_data_type is {wanted}, but --grad-communication-dtype is {dtype or 'fp32'}: "
+            "make them agree"
+        )
 
 
 def _same(settings: Mapping[str, Any], key: str, flag: str, value: float | None) -> Iterator[str]:

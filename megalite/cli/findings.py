@@ -47,11 +47,17 @@ class Findings:
         return chosen
 
     def _differ(self, before: Setting, after: Setting) -> None:
-        both = f"{before.name} {shown(before.value)} and {after.name} {shown(after.value)}"
+        both = f"{_as_written(before)} and {_as_written(after)}"
         if before.name == after.name:
             self.notices.append(f"{both} are both given: the last one counts")
         else:
             self.doubt(f"{both} set the same option: leave one out", after.field.name)
+
+
+def _as_written(setting: Setting) -> str:
+    """The name with its value, or alone where it stands for one: --bf16."""
+    stands_alone = setting.name.replace("_", "-") in setting.field.sets
+    return setting.name if stands_alone else f"{setting.name} {shown(setting.value)}"
 
 
 def shown(value: Any) -> str:

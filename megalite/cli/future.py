@@ -21,28 +21,24 @@ class Future(NamedTuple):
 
 FUTURE = (
     Future(
-        "mixed precision",
-        "remove it to train in fp32",
+        "this precision",
+        "remove it; with --bf16 and --fp16 the loss is in fp32 and hidden states in 16 bits",
         """
-        bf16 fp16 fp8 fp8-format initial-loss-scale min-loss-scale loss-scale-window hysteresis
-        fp16-lm-cross-entropy fp32-residual-connection
+        fp8 fp8-format fp16-lm-cross-entropy fp32-residual-connection
         """,
     ),
     Future(
-        "activation recomputation",
-        "remove it to keep every activation",
+        "activations in the host's memory",
+        "remove it, and see --recompute-granularity",
         """
-        checkpoint-activations checkpoint-num-layers checkpoint-in-cpu
-        deepspeed-activation-checkpointing partition-activations recompute-activations
-        recompute-granularity recompute-method recompute-num-layers recompute-modules
-        distribute-saved-activations
+        checkpoint-in-cpu
         """,
     ),
     Future(
-        "sequence parallelism",
+        "context parallelism",
         "remove it",
         """
-        sequence-parallel context-parallel-size cp-comm-type
+        context-parallel-size cp-comm-type
         """,
     ),
     Future(
@@ -53,38 +49,10 @@ FUTURE = (
         """,
     ),
     Future(
-        "interleaved pipeline stages",
-        "remove it to have one chunk a rank",
+        "an optimizer in host memory",
+        "remove it; --zero-stage 1 shares the state out among data-parallel ranks",
         """
-        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-        """,
-    ),
-    Future(
-        "a distributed optimizer",
-        "remove it: every data-parallel rank holds the whole optimizer state",
-        """
-        use-distributed-optimizer overlap-param-gather cpu-optimizer cpu-torch-adam
-        """,
-    ),
-    Future(
-        "a course in samples",
-        "give iterations: --train-iters, --lr-decay-iters, --lr-warmup-iters",
-        """
-        train-samples lr-decay-samples lr-warmup-samples lr-wsd-decay-samples
-        """,
-    ),
-    Future(
-        "batch-size ramp-up",
-        "remove it to have one --global-batch-size",
-        """
-        rampup-batch-size
-        """,
-    ),
-    Future(
-        "stopping at a file or a signal",
-        "use --exit-duration-in-mins",
-        """
-        kill-switch-path exit-signal-handler
+        cpu-optimizer cpu-torch-adam
         """,
     ),
     Future(
@@ -92,13 +60,6 @@ FUTURE = (
         "remove it: whole documents are cut, and samples end with the tokenizer's end-of-document token",
         """
         fim-split-sample fim-fragment-rate fim-no-prefix fim-pad-token fim-eod-token
-        """,
-    ),
-    Future(
-        "resetting at document ends",
-        "remove it: attention and positions run through a whole sample",
-        """
-        reset-position-ids reset-attention-mask eod-mask-loss
         """,
     ),
     Future(
@@ -121,25 +82,30 @@ FUTURE = (
         "this optimizer option",
         "remove it",
         """
-        start-weight-decay end-weight-decay weight-decay-incr-style sgd-momentum decoupled-lr
+        sgd-momentum decoupled-lr
         """,
     ),
     Future(
-        "a partial or converted load",
-        "remove it: --load takes up a run with all of its state",
+        "another format of checkpoints",
+        "remove it: checkpoints are safetensors files that any layout loads; see --load and --save",
         """
-        finetune no-load-optim no-load-rng no-save-optim no-save-rng use-checkpoint-args
-        load-iteration ckpt-step override-opt-param-scheduler use-checkpoint-opt-param-scheduler
-        async-save ckpt-format dist-ckpt-format universal-checkpoint
+        ckpt-format dist-ckpt-format universal-checkpoint
+        """,
+    ),
+    Future(
+        "this kind of non-persistent checkpoint",
+        "remove it: each rank saves for itself, to --non-persistent-local-ckpt-dir",
+        """
+        non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo
         """,
     ),
     Future(
         "this log or profile",
-        "remove it; see --metrics-file, --tensorboard-dir and --profile-execution",
+        "remove it; see --metrics-file, --tensorboard-dir, --profile-execution and --log-straggler-interval",
         """
-        log-params-norm log-num-zeros-in-grad log-memory-to-tensorboard
-        log-world-size-to-tensorboard tensorboard-log-interval timing-log-level
+        tensorboard-log-interval timing-log-level
         timing-log-option profile profile-step-start profile-step-end use-pytorch-profiler
+        disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
         profile-ranks wandb-project wandb-exp-name wandb-save-dir codecarbon-dir log-level
         """,
     ),

@@ -78,53 +78,29 @@ def _not_yet(what: str, fix: str) -> Rule:
 
 
 def _zero_stage(given: Given, line: Line, findings: Findings) -> None:
-    if given.words != ("0",):
-        what = " ".join(given.words) or "no value"
-        findings.problems.append(
-            f"{given.name} {what} (sharded optimizer state) is not in this version: give 0 or remove it"
-        )
-        return
-    why = "--zero-stage 0: every data-parallel rank holds the whole optimizer state"
-    if "--bf16" in line.flags:
-        why += (
-            "; BLOOM's bf16 optimizer sharded it (ZeRO stage 1) at stage 0 too, so memory differs from there"
-        )
-    findings.notices.append(why)
-
-
-def _loss_scale(given: Given, line: Line, findings: Findings) -> None:
-    value = " ".join(given.words)
-    if "--bf16" in line.flags:
-        findings.notices.append(f"{given.name} {value} is without effect: bf16 needs no loss scale")
-    else:
-        findings.problems.append(
-            f"{given.name} {value} (loss scaling for fp16) is not in this version: remove it to train in fp32"
-        )
-
-
-def _partition_method(given: Given, line: Line, findings: Findings) -> None:
-    method = " ".join(given.words)
-    if method == "type:transformer":
+    """Tells users of BLOOM's scripts of a difference; the flag itself is a field."""
+    if given.words == ("0",) and line.config.model.params_dtype == "bf16":
         findings.notices.append(
-            f"{given.name} {method} needs nothing here: stages hold the same number of layers"
+            f"{given.name} 0: every data-parallel rank holds the whole optimizer state; BLOOM's bf16 "
+            "optimizer shared it out (ZeRO stage 1) at stage 0 too: give --zero-stage 1 for that"
         )
-    elif line.config.parallel.pp == 1:
-        findings.notices.append(
-            f"{given.name} {method} is without effect: one stage (--pp 1) holds every layer"
+
+
+def _gradients_in_fp32(given: Given, line: Line, findings: Findings) -> None:
+    dtype = line.config.parallel.grad_communication_dtype
+    if dtype in ("bf16", "fp16"):
+        findings.problems.append(
+            f"{given.name} and --grad-communication-dtype {dtype} contradict each other: leave one out"
         )
     else:
-        findings.problems.append(
-            f"{given.name} {method} with --pp {line.config.parallel.pp} is not in this version: "
-            "give each stage's layers with --pipeline-layers"
-        )
+        _accepted(_IN_FULL)(given, line, findings)
 
 
 def _deepspeed_config(given: Given, line: Line, findings: Findings) -> None:
     if len(given.words) != 1:
         findings.problems.append(f"{given.name} takes one value, the DeepSpeed JSON file")
         return
-    flags = {"bf16": "--bf16" in line.flags, "fp16": "--fp16" in line.flags}
-    check_file(given.words[0], line.config, flags, line.word("--zero-stage"), line.world_size, findings)
+    check_file(given.words[0], line.config, line.world_size, findings)
 
 
 def _group_query_attention(given: Given, line: Line, findings: Findings) -> None:
@@ -146,7 +122,10 @@ def _local_rank(given: Given, line: Line, findings: Findings) -> None:
 _SAME_ANYWHERE = "initial weights are the same on any device and in any layout"
 _NO_WORKERS = "samples are read from mapped files, which takes no worker processes"
 _FUSION = "what runs fused is chosen by what is fastest on the device, and told at start-up"
-_IN_FULL = "softmax, gradients and their sums are in --params-dtype, fp32 at the least"
+_NO_RNG_STATE = (
+    "there is no random state: weights, dropout and the order of samples follow from --seed and counters"
+)
+_IN_FULL = "softmax, the sums of gradients and what crosses between ranks of them are in fp32 at the least"
 
 _RULES: dict[str, Rule] = {
     "--data-impl": _only("mmap", "corpora are mapped .bin/.idx files"),
@@ -160,24 +139,21 @@ _RULES: dict[str, Rule] = {
     ),
     "--deepspeed": _accepted("there is no DeepSpeed here; --deepspeed_config is read and checked"),
     "--deepspeed-config": _deepspeed_config,
-    "--zero-stage": _zero_stage,
-    "--loss-scale": _loss_scale,
-    "--pp-partition-method": _partition_method,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
     "--fim-data": _accepted("--fim-rate above 0 turns it on"),
     "--num-workers": _accepted(_NO_WORKERS, 1),
     "--valid-num-workers": _accepted(_NO_WORKERS, 1),
+    "--no-load-rng": _accepted(_NO_RNG_STATE),
+    "--no-save-rng": _accepted(_NO_RNG_STATE),
     "--use-cpu-initialization": _accepted(_SAME_ANYWHERE),
     "--use-mcore-models": _accepted("there is one implementation of each model"),
     "--no-query-key-layer-scaling": _accepted("attention scores are never scaled by the layer's number"),
     "--attention-softmax-in-fp32": _accepted(_IN_FULL),
-    "--accumulate-allreduce-grads-in-fp32": _accepted(_IN_FULL),
-    "--overlap-grad-reduce": _accepted(
-        "gradients are always reduced while the last backward pass still runs"
-    ),
+    "--accumulate-allreduce-grads-in-fp32": _gradients_in_fp32,
     "--log-learning-rate-to-tensorboard": _accepted("it is always written"),
     "--log-loss-scale-to-tensorboard": _accepted("it is always written"),
+    "--log-world-size-to-tensorboard": _accepted("it is always written"),
     "--no-masked-softmax-fusion": _accepted(_FUSION),
     "--no-bias-gelu-fusion": _accepted(_FUSION),
     "--no-bias-swiglu-fusion": _accepted(_FUSION),
@@ -185,6 +161,10 @@ _RULES: dict[str, Rule] = {
     "--no-rope-fusion": _accepted(_FUSION),
     "--no-gradient-accumulation-fusion": _accepted(_FUSION),
 }
+
+
+REMARKS: dict[str, Rule] = {"--zero-stage": _zero_stage}
+"""Fields' own flags, of which users of other programs must be told something."""
 
 
 def legacy_rules() -> dict[str, Rule]:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from megalite.cli.checkpoint_args import model_settings
 from megalite.cli.fields import ConfigField, fields_by_flag
 from megalite.cli.findings import Findings, Setting
 from megalite.cli.help import help_text
 from megalite.cli.hints import nearest
-from megalite.cli.legacy import Line, legacy_rules
+from megalite.cli.legacy import REMARKS, Line, legacy_rules
 from megalite.cli.report import is_first_rank
 from megalite.cli.values import value_of
 from megalite.cli.words import Given, split_words
@@ -56,16 +57,25 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
         raise ConfigError([one_line(problem) for problem in (*findings.problems, *of_config)])
     if any(flag.flag == "--print-config" for flag in given):
         _print_and_exit(to_yaml(config))
-    return config, [one_line(notice) for notice in (*findings.notices, *idle_options(config))]
+    idle = idle_options(config, _world_size())
+    return config, [one_line(notice) for notice in (*findings.notices, *idle)]
 
 
 def _config(given: Sequence[Given], findings: Findings) -> Config:
-    """Preset, YAML file and flags, one over the other."""
+    """Preset or checkpoint, YAML file and flags, one over the other."""
     base = _preset(_program_word("--preset", given, findings), findings)
     path = _program_word("--config", given, findings)
     from_file = {} if path is None else read_yaml(path, findings)
     from_flags = findings.unique(_settings(given, findings))
-    return _with(base, {**from_file, **from_flags})
+    settings = {**from_file, **from_flags}
+    config = _with(base, settings)
+    if config.checkpoint.use_checkpoint_args:
+        config = _with(base, {**model_settings(config.checkpoint, findings), **settings})
+        if any(flag.flag == "--preset" for flag in given):
+            findings.problems.append(
+                "--preset and --use-checkpoint-args both give the whole model: leave one out"
+            )
+    return config
 
 
 def _settings(given: Sequence[Given], findings: Findings) -> Iterator[Setting]:
@@ -129,7 +139,7 @@ def _with(base: Config, settings: Mapping[str, Setting]) -> Config:
 
 
 def _apply_legacy_rules(given: Sequence[Given], config: Config, findings: Findings) -> None:
-    rules = legacy_rules()
+    rules = {**legacy_rules(), **REMARKS}
     line = Line(config, {flag.flag: flag for flag in given}, _world_size())
     for flag in line.flags.values():
         if flag.flag in rules:

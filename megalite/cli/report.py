@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from megalite.errors import UserError
 
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """How gloo tells that the other end of a collective is gone."""
+_SECONDS_FOR_THE_FIRST_RANK = 10.0
+"""torchrun ends all ranks once one has failed: the others let rank 0, which may start later, say why."""
 
 
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -23,6 +26,8 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
     except UserError as error:
         if is_first_rank() or error.on_one_rank:
             sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+        else:
+            time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
         raise SystemExit(1) from None
     except RuntimeError as error:
         if not any(words in str(error) for words in _LOST_PEER):

@@ -10,6 +10,7 @@ from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.recompute import RecomputeConfig
 from megalite.config.text import to_yaml
 from megalite.config.training import TrainingConfig
 
@@ -21,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RecomputeConfig",
     "TrainingConfig",
     "to_yaml",
 ]

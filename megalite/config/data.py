@@ -45,6 +45,15 @@ CORPUS_FIELDS = (
 )
 """Every field that names corpora."""
 
+TOKENIZER_FIELDS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_name_or_path",
+)
+"""Every field that names the tokenizer or a file of it."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -88,6 +97,12 @@ class DataConfig:
     """Token of the vocabulary that marks a middle."""
     fim_suffix_token: str = "<fim_suffix>"
     """Token of the vocabulary that marks a suffix."""
+    reset_position_ids: bool = False
+    """Count positions from 0 in each document of a sample, not through the whole sample."""
+    reset_attention_mask: bool = False
+    """Let a token attend to its own document alone, not to those before it in the sample."""
+    eod_mask_loss: bool = False
+    """Leave out the loss where the input is an end-of-document token; the mean is over the other tokens."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to try a config or measure its speed."""
     split: str = "969,30,1"
@@ -102,6 +117,12 @@ class DataConfig:
     """GPT-2's merges.txt."""
     tokenizer_name_or_path: str | None = None
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
+
+    @property
+    def document_options(self) -> tuple[str, ...]:
+        """The fields that are on of those that do something at the end of a document."""
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        return tuple(name for name in names if getattr(self, name))
 
     def ways_given(self) -> list[tuple[str, ...]]:
         """The ways in which corpora are given, one tuple a way with its fields; a run has one of them."""

@@ -12,7 +12,7 @@ from megalite.errors import UserError
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
-ParamsDtype = Literal["fp32", "fp64"]
+ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 _SWIGLU_FFN_MULTIPLE = 64
 
@@ -67,8 +67,10 @@ class ModelConfig:
     """Probability of dropping an attention weight."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; output projections take it / sqrt(2 x layers)."""
-    params_dtype: ParamsDtype = "fp32"
-    """Precision of weights, activations, gradients and optimizer state; fp64 verifies layouts."""
+    params_dtype: ParamsDtype = field(
+        default="fp32", metadata=flags(sets={"--bf16": "bf16", "--fp16": "fp16"})
+    )
+    """Precision of weights and activations; bf16 and fp16 keep sums, main weights and moments in fp32."""
 
     @property
     def ffn_size(self) -> int:
@@ -108,6 +110,16 @@ class ModelConfig:
         if self.pad_vocab_size_to is not None:
             return self.pad_vocab_size_to
         return _round_up(self.vocab_size, math.lcm(self.make_vocab_size_divisible_by, tp))
+
+    def num_padding_rows(self, tp: int) -> int:
+        """How many of the padded vocabulary's rows, the last ones, stand for no token.
+
+        Raises:
+            UserError: as `padded_vocab_size`.
+        """
+        padded = self.padded_vocab_size(tp)
+        assert self.vocab_size is not None  # else there is no padded size
+        return padded - self.vocab_size
 
 
 def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:

@@ -25,20 +25,32 @@ POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
 NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
+ABOVE_ONE = Range(lambda value: 1 < value < math.inf, "greater than 1")
+ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
 SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 _FIELDS_OF_RANGE = {
     POSITIVE: """
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
         max_position_embeddings vocab_size make_vocab_size_divisible_by pad_vocab_size_to rotary_base
-        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size pipeline_layers
+        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size
+        num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         ddp_bucket_size distributed_timeout_minutes num_threads lr_decay_iters lr_wsd_decay_iters
-        micro_batch_size global_batch_size train_iters eval_interval exit_interval exit_duration_in_mins
-        save_interval log_interval tensorboard_queue_size adam_eps""",
+        micro_batch_size global_batch_size train_iters train_samples rampup_batch_size
+        lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
+        eval_interval exit_interval
+        exit_duration_in_mins recompute_num_layers save_interval non_persistent_save_interval
+        keep_last keep_every
+        log_interval log_straggler_interval tensorboard_queue_size adam_eps
+        loss_scale initial_loss_scale min_loss_scale
+        loss_scale_window hysteresis""",
     NOT_NEGATIVE: """
-        norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_init weight_decay
-        clip_grad eval_iters""",
+        norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
+        start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration""",
     FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
+    ABOVE_ONE: "spiky_loss_factor",
+    ZERO_STAGE: "zero_stage",
     SHARE: "fim_rate fim_spm_rate",
     SEED: "seed",
 }

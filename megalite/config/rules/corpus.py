@@ -64,6 +64,18 @@ def fill_in_middle(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """The end-of-document token is the tokenizer's; random tokens have one without any."""
+    data = config.data
+    asked = data.document_options
+    if asked and data.resolved_tokenizer_type is None and not data.mock_data:
+        yield Problem(
+            (*asked, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+            f"{' '.join(map(flag_of, asked))} with no tokenizer: give the --tokenizer-type that the corpus "
+            "was made with, whose end-of-document token parts the documents",
+        )
+
+
 def weighted_split_files(config: Config, world_size: int | None) -> Iterator[Problem]:
     """A split's weighted groups are on the command line or in a file."""
     for split in ("train", "valid", "test"):

@@ -55,37 +55,14 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
-def pipeline(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Every stage has a layer at least, and as many as the next unless told."""
-    layers, pp, given = config.model.num_layers, config.parallel.pp, config.parallel.pipeline_layers
-    if given is not None:
-        yield from _given_stages(layers, pp, given)
-    elif layers < pp:
+def sequence_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Every tp rank holds as many positions of a sample as the next."""
+    tp, seq_length = config.parallel.tp, config.model.seq_length
+    if config.parallel.sequence_parallel and seq_length % tp:
         yield Problem(
-            ("num_layers", _PP),
-            f"--num-layers {layers} is fewer than --pp {pp} stages: each needs a layer, use a smaller --pp",
-        )
-    elif layers % pp:
-        fewest, more = divmod(layers, pp)
-        uneven = " ".join(str(fewest + (stage < more)) for stage in range(pp))
-        yield Problem(
-            ("num_layers", _PP, "pipeline_layers"),
-            f"--num-layers {layers} is not divisible by --pp {pp}: change one of them, "
-            f"or give each stage's layers, as in --pipeline-layers {uneven}",
-        )
-
-
-def _given_stages(layers: int, pp: int, given: tuple[int, ...]) -> Iterator[Problem]:
-    words = " ".join(map(str, given))
-    if len(given) != pp:
-        yield Problem(
-            ("pipeline_layers", _PP),
-            f"--pipeline-layers {words} names {len(given)} stages, but --pp is {pp}: give one number a stage",
-        )
-    if sum(given) != layers:
-        yield Problem(
-            ("pipeline_layers", "num_layers"),
-            f"--pipeline-layers {words} add up to {sum(given)}, not to --num-layers {layers}: change one",
+            ("sequence_parallel", "seq_length", _TP),
+            f"--sequence-parallel with --seq-length {seq_length}, which is not divisible by --tp {tp}: "
+            f"give a length that is, such as {-(-seq_length // tp) * tp}, or another --tp",
         )
 
 

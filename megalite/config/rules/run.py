@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.data import split_weights
 from megalite.config.problem import Problem
+from megalite.config.training import iteration_range
 
 if TYPE_CHECKING:
     from megalite.config.config import Config
@@ -14,8 +15,41 @@ if TYPE_CHECKING:
 
 def required(config: Config, world_size: int | None) -> Iterator[Problem]:
     """What has no default that could be right."""
-    if config.training.train_iters is None:
-        yield Problem(("train_iters",), "--train-iters is missing: give the number of optimizer steps")
+    training = config.training
+    if training.train_iters is None and training.train_samples is None:
+        yield Problem(
+            ("train_iters", "train_samples"),
+            "--train-iters is missing: give the number of optimizer steps, or --train-samples",
+        )
+    elif training.train_iters is not None and training.train_samples is not None:
+        yield Problem(
+            ("train_iters", "train_samples"),
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both give "
+            "the length of the run: leave one out",
+        )
+
+
+def skipped_iterations(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Each word of --iterations-to-skip is a range of iterations."""
+    for word in config.training.iterations_to_skip:
+        if iteration_range(word) is None:
+            yield Problem(
+                ("iterations_to_skip",),
+                f"--iterations-to-skip {word} is no range: give FIRST:LAST counted from 1, as in 120:125, "
+                "or one iteration",
+            )
+
+
+def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """The watchdog's report comes before the errors of collectives, which tell less."""
+    minutes = config.parallel.distributed_timeout_minutes
+    latest = minutes * 60 * 3 / 4  # the others must be heard, or found silent
+    if config.hang_timeout > latest:
+        yield Problem(
+            ("hang_timeout", "distributed_timeout_minutes"),
+            f"--hang-timeout {config.hang_timeout:g} leaves no time for its report before collectives fail "
+            f"by --distributed-timeout-minutes {minutes}: give at most {latest:g}, or more minutes there",
+        )
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import parse
-from megalite.errors import ConfigError
 from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE
-
-NOT_YET_IN_BLOOM = ["--bf16", "--checkpoint-activations", "--deepspeed-activation-checkpointing"]
-NOT_YET_IN_176B = [
-    "--train-samples",
-    "--lr-decay-samples",
-    "--lr-warmup-samples",
-    "--rampup-batch-size",
-    "--kill-switch-path",
-]
 
 
 @pytest.fixture
@@ -53,25 +43,21 @@ def test_the_course_script_is_accepted_whole() -> None:
     assert [notice.split()[0] for notice in notices] == ["--data-impl", "--distributed-backend"]
 
 
-def test_the_bloom_job_is_refused_by_name_and_for_nothing_else(in_folder: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(shlex.split(BLOOM))
-    assert [problem.split()[0] for problem in caught.value.problems] == NOT_YET_IN_BLOOM
-    assert all("is not in this version" in problem for problem in caught.value.problems)
-
-
-def test_the_bloom_job_runs_less_what_is_refused(in_folder: Path) -> None:
-    (in_folder / "ds_config.json").write_text(json.dumps({**BLOOM_DEEPSPEED, "bf16": {"enabled": False}}))
-    config, notices = parse(without(BLOOM, *NOT_YET_IN_BLOOM, "--loss-scale"))
+def test_the_bloom_job_is_accepted_whole(in_folder: Path) -> None:
+    config, notices = parse(shlex.split(BLOOM))
     config.validate(world_size=8)
     assert config.data.data_path == ("0.033178301", "ar_text_document", "0.0112", "ca_text_document")
     assert config.model.embed_layernorm
+    assert (config.model.params_dtype, config.parallel.zero_stage) == ("bf16", 0)
+    assert config.recompute.recompute_granularity == "full"
+    assert config.recompute.groups(2) == [(range(1), True), (range(1, 2), True)]
     assert config.model.head_dim == 448
     told = " ".join(notices)
     for flag in (
         "--data-impl",
         "--deepspeed ",
-        "--zero-stage 0",
+        "--zero-stage 0: every data-parallel rank holds the whole optimizer state; BLOOM's bf16",
+        "--loss-scale 15.0 is without effect: bf16 needs no loss scale",
         "--sync-tp-duplicated-parameters",
         "--abort-on-unmet-fused-kernel-constraints",
         "--pp-partition-method type:transformer|embedding",
@@ -81,10 +67,26 @@ def test_the_bloom_job_runs_less_what_is_refused(in_folder: Path) -> None:
         assert flag in told, flag
 
 
-def test_the_176b_script_is_refused_by_name(in_folder: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(without(BLOOM, "--data-path", "--split") + shlex.split(BLOOM_176B_ADDS))
-    assert [problem.split()[0] for problem in caught.value.problems] == NOT_YET_IN_BLOOM + NOT_YET_IN_176B
+def test_the_176b_script(in_folder: Path) -> None:
+    (in_folder / "ds_config.json").write_text(json.dumps({**BLOOM_DEEPSPEED, "train_batch_size": 2048}))
+    job = without(BLOOM, "--data-path", "--split", "--train-iters", "--global-batch-size")
+    config, _ = parse([*job, "--global-batch-size", "2048", *shlex.split(BLOOM_176B_ADDS)])
+    assert config.training.kill_switch_path == "FILE"
+    assert config.training.rampup_batch_size == (192, 16, 9_765_625)
+
+
+@pytest.mark.parametrize(
+    ("line", "signals"),
+    [
+        ("", ("SIGTERM", "SIGUSR1")),
+        ("--exit-signal-handler", ("SIGTERM", "SIGUSR1")),
+        ("--no-exit-signal-handler", ()),
+        ("--exit-signal SIGUSR2", ("SIGUSR2",)),
+        ("--exit-signals SIGHUP SIGTERM", ("SIGHUP", "SIGTERM")),
+    ],
+)
+def test_signals_that_end_a_run(line: str, signals: tuple[str, ...]) -> None:
+    assert parse(shlex.split(line))[0].training.exit_signals == signals
 
 
 def test_workers_are_accepted_and_told() -> None:
@@ -95,14 +97,17 @@ def test_workers_are_accepted_and_told() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--zero-stage 1", "--zero-stage 1 (sharded optimizer state) is not in this version"),
-        ("--loss-scale 15", "--loss-scale 15 (loss scaling for fp16) is not in this version"),
+        ("--zero-stage 2 --use_distributed_optimizer", "--zero-stage 2 and --use_distributed_optimizer set"),
+        ("--bf16 --fp16", "--bf16 and --fp16 set the same option"),
+        (
+            "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
+            "--accumulate-allreduce-grads-in-fp32 and --grad-communication-dtype bf16 contradict each other",
+        ),
         ("--data-impl lazy", "--data-impl takes mmap alone in this version, not lazy"),
-        ("--pp 2 --pp-partition-method 'type:transformer|embedding'", "--pipeline-layers"),
         ("--num-workers", "--num-workers takes one value"),
         ("--sync-tp-duplicated-parameters 3", "takes no value"),
         ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
-        ("--sequence-parallel", "--sequence-parallel (sequence parallelism) is not in this version"),
+        ("--context-parallel-size 2", "--context-parallel-size (context parallelism) is not in this version"),
         ("--deepspeed_config", "--deepspeed_config takes one value"),
     ],
 )
@@ -110,8 +115,52 @@ def test_a_value_that_is_not_how_things_are_is_refused(line: str, told: str, pro
     assert told in problems(line)[0]
 
 
-def test_loss_scale_with_bf16_is_no_mistake_by_itself(problems) -> None:
-    assert not any("--loss-scale" in problem for problem in problems("--bf16 --loss-scale 15"))
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--loss-scale 15", "--loss-scale 15.0 is without effect: fp32 needs no loss scale"),
+        ("--bf16 --hysteresis 3", "--hysteresis 3 is without effect: bf16 needs no loss scale"),
+        ("--fp16 --loss-scale 8 --hysteresis 3", "--hysteresis 3 is without effect: --loss-scale 8.0 is"),
+        ("--log-straggler --dp 1", "--log-straggler-interval 100 is without effect: one rank has no others"),
+        ("--overlap-param-gather", "without effect: with --zero-stage 0 no weights are gathered"),
+        ("--use-distributed-optimizer --dp 1", "--zero-stage 1 is without effect: there is one replica"),
+        ("--train-iters 9 --iterations-to-skip 10:12", "without effect: the run ends with --train-iters 9"),
+        ("--accumulate-allreduce-grads-in-fp32", "--accumulate-allreduce-grads-in-fp32 needs nothing here"),
+    ],
+)
+def test_what_has_no_effect_is_told_with_the_reason(line: str, told: str) -> None:
+    _, notices = parse(shlex.split(line))
+    assert len(notices) == 1
+    assert told in notices[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--fp16 --loss-scale 8",
+        "--fp16 --hysteresis 3 --min-loss-scale 2",
+        "--zero-stage 0",
+        "--iterations-to-skip 10:12 --train-iters 10",
+    ],
+)
+def test_what_has_an_effect_is_not_told(line: str) -> None:
+    assert parse(shlex.split(line))[1] == []
+
+
+@pytest.mark.parametrize(("world_size", "is_told"), [("2", True), ("4", False)])
+def test_what_only_replicas_do_is_told_of_where_one_is_started(
+    world_size: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    notices = parse(shlex.split("--tp 2 --overlap-param-gather --zero-stage 1"))[1]
+    assert [notice.split()[0] for notice in notices] == ["--zero-stage", "--overlap-param-gather"] * is_told
+
+
+def test_an_option_that_has_no_effect_for_two_reasons_is_told_once() -> None:
+    (notice,) = parse(shlex.split("--overlap-param-gather --dp 1 --recompute-granularity full"))[1]
+    assert notice.startswith("--overlap-param-gather True is without effect")
+    (notice,) = parse(shlex.split("--recompute-modules mlp layernorm"))[1]
+    assert notice.startswith("--recompute-modules mlp layernorm is without effect")
 
 
 def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +175,20 @@ def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.Monke
         ({"gradient_clipping": 0.5}, "", ["gradient_clipping is 0.5", "--clip-grad is 1.0"]),
         ({"train_batch_size": 8}, "", ["train_batch_size is 8", "--global-batch-size is 16"]),
         ({"train_micro_batch_size_per_gpu": 4}, "", ["per_gpu is 4", "--micro-batch-size is 2"]),
-        ({"zero_optimization": {"stage": 1}}, "", ["zero_optimization.stage 1", "not in this version"]),
+        ({"zero_optimization": {"stage": 1}}, "", ["stage is 1", "--zero-stage is 0"]),
         ({"zero_optimization": {"stage": 1}}, "--zero-stage 0", ["stage is 1", "--zero-stage is 0"]),
-        ({"bf16": {"enabled": True}}, "", ["bf16.enabled is true", "--bf16 is not given"]),
+        ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", ["is 0", "--zero-stage is 1"]),
+        ({"bf16": {"enabled": True}}, "", ["bf16.enabled is true", "--params-dtype is fp32"]),
+        ({"fp16": {"enabled": True, "hysteresis": 3}}, "--fp16", ["hysteresis is 3", "--hysteresis is 2"]),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, "--fp16", ["loss_scale is 8", "--loss-scale is 0"]),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 16}},
+            "--fp16",
+            ["initial_scale_power is 65536", "--initial-loss-scale is 4294967296"],
+        ),
+        ({"fp16": {"enabled": True, "initial_scale_power": "9"}}, "--fp16", ["scale_power is 9"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": 9999}}, "--fp16", ["scale_power is 9999"]),
+        ({"communication_data_type": "bf16"}, "", ["is bf16", "--grad-communication-dtype is fp32"]),
         ({"fp16": {"enabled": False}}, "--fp16", ["fp16.enabled is not true", "--fp16 is given"]),
         ({"gradient_accumulation_steps": 3}, "--dp 2", ["gradient_accumulation_steps is 3", "is 4"]),
     ],

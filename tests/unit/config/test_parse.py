@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.cli import parse, run_main
+from megalite.cli import parse, report, run_main
 from megalite.cli.fields import config_fields, field_docs, fields_by_flag
 from megalite.cli.legacy import legacy_rules
 from megalite.config import Config, ModelConfig, OptimizerConfig
@@ -109,13 +109,13 @@ def test_abbreviations_are_unknown(problems) -> None:
 
 
 def test_all_mistakes_come_at_once_and_none_that_rests_on_another(problems) -> None:
-    found = problems("--hiden-size 60 --num-attention-heads 7 --lr x --foo --bf16 --split a --train-itrs 3")
+    found = problems("--hiden-size 60 --num-attention-heads 7 --lr x --foo --fp8 --split a --train-itrs 3")
     assert [problem.split(":")[0].split(";")[0] for problem in found[:5]] == [
         "unknown flag --hiden-size",
         "--lr takes a number, not 'x'",
         "unknown flag --foo",
         "unknown flag --train-itrs",
-        "--bf16 (mixed precision) is not in this version",
+        "--fp8 (this precision) is not in this version",
     ]
     # No word of hidden size 768 and 7 heads: 768 is not what the user wanted. Nor of --train-iters.
     assert [problem.split()[0] for problem in found[5:]] == ["--data-path", "--split", "the"]
@@ -221,12 +221,15 @@ def test_only_the_first_rank_prints(
     def fails(arguments: object) -> None:
         raise ConfigError(["one thing", "another"])
 
+    waits: list[float] = []
+    monkeypatch.setattr(report.time, "sleep", waits.append)
     for rank, printed in (("0", "error: one thing\nerror: another\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as caught:
             run_main(fails, [])
         assert caught.value.code == 1
         assert capsys.readouterr().err == printed
+        assert len(waits) == int(rank)  # the others let the first one speak before a launcher ends it
 
 
 def test_other_errors_keep_their_traceback() -> None:

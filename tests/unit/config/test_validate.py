@@ -38,6 +38,10 @@ def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:
 
 
 RULES = [
+    ("--hang-timeout 451", None, "--hang-timeout 451 leaves no time for its report before"),
+    ("--distributed-timeout-minutes 1 --hang-timeout 46", None, "give at most 45, or more minutes there"),
+    ("--hang-timeout -1", None, "--hang-timeout -1.0 is out of range: it must be at least 0"),
+    ("--log-straggler-interval 0", None, "--log-straggler-interval 0 is out of range"),
     ("--fim-rate 0.5", None, "--fim-rate 0.5 with --tokenizer-type byte: give the one that the corpus"),
     ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),
     ("--data-args-path f", None, "--data-path and --data-args-path both give the corpora: leave one out"),
@@ -99,6 +103,32 @@ RULES = [
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both give the warm-up"),
     ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),
     ("--lr-warmup-iters 50 --lr-decay-iters 50", None, "does not end before --lr-decay-iters 50"),
+    ("--train-samples 500", None, "--train-iters 100 and --train-samples 500 both give the length"),
+    ("--lr-decay-samples 50", None, "--lr-decay-samples 50 with --train-iters 100: a run is counted in"),
+    ("--lr-warmup-samples 5", None, "--lr-warmup-samples 5 with --train-iters 100: a run is counted in"),
+    ("--rampup-batch-size 2 2 --global-batch-size 8", None, "are 2 numbers: give three, START INCREMENT SAM"),
+    ("--rampup-batch-size 2 2 9", None, "--rampup-batch-size 2 2 9 needs --global-batch-size"),
+    ("--rampup-batch-size 8 2 9 --global-batch-size 8", None, "starts at 8, not below --global-batch-size 8"),
+    ("--rampup-batch-size 2 4 9 --global-batch-size 8", None, "8 - 2 is not divisible by the increment 4"),
+    (
+        "--rampup-batch-size 4 2 9 --global-batch-size 8 --micro-batch-size 4",
+        None,
+        "the increment 2 is not divisible by --micro-batch-size 4: give 4",
+    ),
+    ("--rampup-batch-size 2 0 9 --global-batch-size 8", None, "--rampup-batch-size 0 is out of range"),
+    ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is no range: give FIRST:LAST"),
+    ("--iterations-to-skip 0:2", None, "--iterations-to-skip 0:2 is no range"),
+    ("--start-weight-decay 0.1", None, "--start-weight-decay 0.1 with --weight-decay-incr-style constant"),
+    (
+        "--weight-decay-incr-style linear --end-weight-decay 1",
+        None,
+        "--weight-decay-incr-style linear needs --start-weight-decay",
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 1 --end-weight-decay .5",
+        None,
+        "--start-weight-decay 1.0 is above --end-weight-decay 0.5",
+    ),
     ("--lr-decay-style WSD", None, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     (
         "--lr-decay-style WSD --lr-wsd-decay-iters 101",
@@ -117,6 +147,12 @@ RULES = [
     ("--tokenizer-type HuggingFaceTokenizer", None, "--tokenizer-model or --tokenizer-name-or-path"),
     ("--tokenizer-type NullTokenizer", None, "the vocabulary is not known: give --vocab-size"),
     ("--profile-execution", None, "--profile-execution needs --tensorboard-dir"),
+    ("--min-loss-scale 4 --initial-loss-scale 2", None, "4.0 is above --initial-loss-scale 2.0: change one"),
+    ("--zero-stage 3 --pp 2", 2, "--zero-stage 3 with --pp 2: each stage would gather its weights"),
+    ("--spiky-loss-factor 1", None, "--spiky-loss-factor 1.0 is out of range: it must be greater than 1"),
+    ("--zero-stage 4", None, "--zero-stage 4 is out of range: it must be 0, 1, 2 or 3"),
+    ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is there to verify layouts: leave one out"),
+    ("--grad-communication-dtype fp16 --bf16", None, "only with fp16 weights does a loss scale"),
     ("--hidden-dropout 1", None, "--hidden-dropout 1.0 is out of range: it must be at least 0 and below 1"),
     ("--num-layers 0", None, "--num-layers 0 is out of range: it must be greater than 0"),
     ("--lr nan", None, "--lr nan is out of range"),
@@ -133,6 +169,41 @@ def test_each_rule_alone(line: str, world_size: int | None, expected: str) -> No
     assert len(found) == 1, found
     assert expected in found[0]
     assert ":" in found[0], "cause, then fix"
+
+
+def test_every_batch_of_a_ramp_up_is_whole_microbatches() -> None:
+    line = "--rampup-batch-size 2 3 9 --global-batch-size 8 --micro-batch-size 2"
+    given, divisor = "--rampup-batch-size 2 3 9", "--micro-batch-size 2 x data-parallel size 2 = 4"
+    assert told(line, 2) == [
+        f"{given}: the {what} is not divisible by {divisor}: give 4, or change one of them"
+        for what in ("start 2", "increment 3")
+    ]
+
+
+SAMPLES = "--data-path p --tokenizer-type byte --train-samples 100 "
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--lr-decay-iters 5", "--lr-decay-iters 5 with --train-samples 100: a run is counted in"),
+        ("--lr-warmup-iters 5", "--lr-warmup-iters 5 with --train-samples 100"),
+        ("--lr-warmup-samples 100", "--lr-warmup-samples 100 does not end before --train-samples 100"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-samples: give the samples"),
+        ("--global-batch-size 101", "--train-samples 100 are fewer than the first batch of 101"),
+        ("--global-batch-size 101 --rampup-batch-size 1 1 9", None),
+        ("--lr-decay-samples 50 --lr-warmup-fraction 0.1", None),
+    ],
+)
+def test_a_run_counted_in_samples(line: str, expected: str | None) -> None:
+    config, _ = parse(shlex.split(SAMPLES + line))
+    if expected is None:
+        config.validate()
+        return
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    (problem,) = caught.value.problems
+    assert expected in problem
 
 
 @pytest.mark.parametrize(("line", "world_size", "expected"), RULES)
@@ -280,4 +351,21 @@ def test_splits_given_apart(line: str, fault: str | None) -> None:
 def test_split_says_nothing_where_splits_are_given_apart() -> None:
     assert parse(["--train-data-path", "p", "--split", "1"])[1] == [
         "--split 1 is without effect: each split's data is given apart"
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"])
+def test_ends_of_documents_take_a_tokenizer(flag: str) -> None:
+    line = ["--train-iters", "1", "--vocab-size", "9", flag]
+    with pytest.raises(ConfigError, match=f"{flag} with no tokenizer: give the --tokenizer-type"):
+        parse([*line, "--data-path", "p"])[0].validate()
+    parse([*line, "--mock-data"])[0].validate()
+    parse([*line, "--data-path", "p", "--tokenizer-type", "NullTokenizer"])[0].validate()
+
+
+def test_positions_that_restart_change_no_distances() -> None:
+    line = ["--reset-position-ids", "--mock-data", "--position-embedding-type"]
+    assert [bool(parse([*line, kind])[1]) for kind in ("alibi", "none", "rope", "learned_absolute")] == [
+        *(True, True),
+        *(False, False),
     ]

@@ -1,0 +1,130 @@
+"""What a run is told to take from a checkpoint: flags, contradictions, and --use-checkpoint-args."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import parse
+from megalite.config import Config, ModelConfig, TrainingConfig, to_yaml
+from megalite.errors import ConfigError
+
+ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
+
+
+def read(line: str) -> tuple[Config, list[str]]:
+    config, notices = parse(shlex.split(ENOUGH + line))
+    config.validate(None)
+    return config, notices
+
+
+def test_megatrons_flags() -> None:
+    line = "--load A --save B --no-load-optim --no-save-optim --no-load-rng --no-save-rng"
+    config, notices = read(line)
+    assert (config.checkpoint.load_optim, config.checkpoint.save_optim) == (False, False)
+    assert [notice.split(": ")[0] for notice in notices] == [
+        "--no-load-rng needs nothing here",
+        "--no-save-rng needs nothing here",
+    ]
+    config, notices = read("--load A --save A --override-opt-param-scheduler")
+    assert config.checkpoint.override_opt_param_scheduler
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--finetune", "--finetune True is without effect: there is no --load folder"),
+        ("--no-load-optim", "--no-load-optim is without effect: there is no --load folder"),
+        ("--no-save-optim", "--no-save-optim is without effect: there is no --save folder"),
+        ("--load A --finetune --no-load-optim", "--no-load-optim is without effect: --finetune takes the"),
+        (
+            "--load A --finetune --use-checkpoint-opt-param-scheduler",
+            "--use-checkpoint-opt-param-scheduler True is without effect: --finetune takes the weights alone",
+        ),
+        (
+            "--load A --no-load-optim --override-opt-param-scheduler",
+            "--override-opt-param-scheduler True is without effect: with --no-load-optim the given schedule",
+        ),
+        ("--weight-decay-incr-iters 5", "--weight-decay-incr-iters 5 is without effect: the weight decay is"),
+    ],
+)
+def test_what_has_no_effect_is_told(line: str, told: str) -> None:
+    (notice,) = read(line)[1]
+    assert notice.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "--load A --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+            "--override-opt-param-scheduler takes the given schedule and --use-checkpoint-opt-param-",
+        ),
+        ("--use-checkpoint-args", "--use-checkpoint-args takes the model from --load, which is missing"),
+        (
+            "--load A --save A --finetune",
+            "--finetune starts a run of its own at iteration 0, but --save A is",
+        ),
+        (
+            "--load A --save ./A/ --finetune",
+            "--finetune starts a run of its own at iteration 0, but --save ./A/ is",
+        ),
+        ("--load A --save A --no-load-optim", "--no-load-optim would leave out at each start what the one"),
+        ("--load A --preset gpt-tiny --use-checkpoint-args", "--preset and --use-checkpoint-args both give"),
+        ("--weight-decay-incr-samples 5", "--weight-decay-incr-samples 5 with --train-iters 100: a run is"),
+    ],
+)
+def test_contradictions(line: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(line)
+    (problem,) = caught.value.problems
+    assert problem.startswith(told)
+
+
+MODEL = ModelConfig(num_layers=3, hidden_size=96, num_attention_heads=6, vocab_size=256, params_dtype="bf16")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints, the earlier with one layer less."""
+    for iteration, num_layers in ((10, 2), (20, 3)):
+        checkpoint = tmp_path / f"iter_{iteration:07d}"
+        checkpoint.mkdir()
+        model = ModelConfig(**{**vars(MODEL), "num_layers": num_layers})
+        config = Config(model=model, training=TrainingConfig(seed=99))
+        (checkpoint / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "latest").write_text("iter_0000020\n")
+    return tmp_path
+
+
+def test_the_model_comes_from_the_checkpoint_where_it_is_not_given(folder: Path) -> None:
+    config, notices = read(f"--load {folder} --use-checkpoint-args --hidden-dropout 0 --tp 2")
+    assert config.model == ModelConfig(**{**vars(MODEL), "hidden_dropout": 0.0})
+    assert config.training == TrainingConfig(train_iters=100)
+    assert config.data.tokenizer_type == "byte"
+    assert notices == []
+
+
+def test_the_iteration_counts_and_latest_may_be_missing(folder: Path) -> None:
+    assert read(f"--load {folder} --load-iteration 10 --use-checkpoint-args")[0].model.num_layers == 2
+    for text in (None, "../../elsewhere", "iter_0000030", "\x00"):
+        (folder / "latest").unlink(missing_ok=True)
+        if text is not None:
+            (folder / "latest").write_text(text)
+        assert read(f"--load {folder} --use-checkpoint-args")[0].model == MODEL
+
+
+def test_no_checkpoint_yet(tmp_path: Path) -> None:
+    config, (notice,) = read(f"--load {tmp_path} --use-checkpoint-args --num-layers 5")
+    assert config.model == ModelConfig(num_layers=5)
+    assert "no checkpoint in --load" in notice
+
+
+def test_a_config_of_a_later_version_is_told_by_line(folder: Path) -> None:
+    file = folder / "iter_0000020" / "config.yaml"
+    file.write_text(file.read_text().replace("model:\n", "model:\n  num_experts: 8\n"))
+    with pytest.raises(ConfigError, match=r"config.yaml line 2: 'num_experts' is no field of model"):
+        read(f"--load {folder} --use-checkpoint-args")

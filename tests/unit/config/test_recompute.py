@@ -1,0 +1,106 @@
+"""Which layers and parts are recomputed, by the flags of either Megatron, and what is refused."""
+
+import shlex
+
+import pytest
+
+from megalite.cli import parse
+from megalite.config import RecomputeConfig
+from megalite.errors import ConfigError
+
+
+def recompute(line):
+    return parse(shlex.split(line))[0].recompute
+
+
+def layers(line, num_layers):
+    """The layers of each recomputed group."""
+    groups = recompute(line).groups(num_layers)
+    assert [layer for group, _ in groups for layer in group] == list(range(num_layers))
+    return [list(group) for group, is_recomputed in groups if is_recomputed]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", []),
+        ("--recompute-granularity selective", []),
+        ("--recompute-granularity full", [[0], [1], [2], [3], [4]]),
+        ("--checkpoint-activations", [[0], [1], [2], [3], [4]]),
+        ("--deepspeed-activation-checkpointing --checkpoint-activations", [[0], [1], [2], [3], [4]]),
+        ("--checkpoint-activations --checkpoint-num-layers 2", [[0, 1], [2, 3], [4]]),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 5",
+            [[0, 1, 2, 3, 4]],
+        ),
+        ("--recompute-granularity full --recompute-method block", [[0]]),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", [[0], [1], [2]]),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 9",
+            [[0], [1], [2], [3], [4]],
+        ),
+    ],
+)
+def test_layers_that_are_recomputed(line, expected):
+    assert layers(line, 5) == expected
+
+
+def test_parts_that_are_recomputed():
+    assert recompute("--recompute-activations").modules == {"core_attn"}
+    line = "--recompute-granularity selective --recompute-modules layernorm mlp_act"
+    assert recompute(line).modules == {"layernorm", "mlp_act"}
+    assert recompute("--recompute-granularity full --recompute-modules layernorm").modules == set()
+    assert RecomputeConfig().modules == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "--recompute-granularity full --recompute-num-layers 13",
+            "--recompute-num-layers 13 is more than --num-layers 12",
+        ),
+        (
+            "--recompute-activations --recompute-modules mlp_act mlp",
+            "--recompute-modules mlp_act mlp names mlp_act, which is a part of mlp: leave one out",
+        ),
+        ("--recompute-modules moe_act", "choose one of core_attn, mlp, mlp_act, layernorm"),
+        ("--checkpoint-activations --recompute-activations", "set the same option: leave one out"),
+        ("--recompute-num-layers 0 --checkpoint-activations", "must be greater than 0"),
+        (
+            "--checkpoint-activations --distribute-saved-activations --seq-length 9 --tp 2",
+            "--seq-length 9, which is not divisible by --tp 2",
+        ),
+        (
+            "--sequence-parallel --seq-length 1023 --tp 4",
+            "--sequence-parallel with --seq-length 1023, which is not divisible by --tp 4: "
+            "give a length that is, such as 1024, or another --tp",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(line, told):
+    with pytest.raises(ConfigError) as caught:
+        parse(shlex.split(f"{line} --train-iters 1 --mock-data --vocab-size 9"))[0].validate()
+    assert len(caught.value.problems) == 1
+    assert told in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "idle"),
+    [
+        ("--sequence-parallel", ["--sequence-parallel"]),
+        ("--sequence-parallel --tp 2", []),
+        ("--recompute-activations --recompute-num-layers 2", ["--recompute-num-layers"]),
+        ("--recompute-method block", ["--recompute-method"]),
+        ("--checkpoint-activations --recompute-modules mlp", ["--recompute-modules"]),
+        ("--checkpoint-activations --distribute-saved-activations", ["--distribute-saved-activations"]),
+        ("--checkpoint-activations --partition-activations --tp 2", []),
+        (
+            "--checkpoint-activations --partition-activations --tp 2 --sequence-parallel",
+            ["--distribute-saved-activations"],
+        ),
+    ],
+)
+def test_what_does_nothing_is_told(line, idle):
+    _, notices = parse(shlex.split(line))
+    assert [notice.split()[0] for notice in notices] == idle

@@ -1,0 +1,53 @@
+"""What sharing weights out goes with, and what it leaves without effect."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megalite.cli import parse
+from megalite.errors import ConfigError
+
+BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3 --dp 2"
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["", "--pipeline-schedule zb-h1", "--num-virtual-stages-per-pipeline-rank 2"],
+    ids=["1f1b", "zero bubble", "interleaved"],
+)
+def test_stage_3_has_no_pipeline(schedule: str) -> None:
+    config, _ = parse(shlex.split(f"{BASE} --zero-stage 3 --pp 2 --global-batch-size 8 {schedule}"))
+    with pytest.raises(ConfigError) as caught:
+        config.validate(4)
+    (told,) = caught.value.problems
+    assert told.startswith("--zero-stage 3 with --pp 2: ")
+    assert "--zero-stage 2" in told
+
+
+def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:
+    config, _ = parse(shlex.split(f"{BASE} --zero-stage 3 --tp 2 --sequence-parallel"))
+    config.validate(4)
+    assert config.parallel.zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--overlap-param-gather", "True"),
+        ("--no-overlap-grad-reduce", ""),
+        ("--ddp-bucket-size 100", "100"),
+    ],
+)
+def test_stage_3_leaves_the_buckets_options_without_effect(flag: str, value: str) -> None:
+    _, notices = parse(shlex.split(f"{BASE} --zero-stage 3 {flag}"))
+    told = f"{flag.split()[0]} {value}".rstrip()
+    assert [notice for notice in notices if notice.startswith(f"{told} is without effect: ")]
+    _, notices = parse(shlex.split(f"{BASE} --zero-stage 1 {flag}"))
+    assert not [notice for notice in notices if flag.split()[0] in notice]
+
+
+def test_the_dtype_of_messages_is_honoured() -> None:
+    _, notices = parse(shlex.split(f"{BASE} --zero-stage 3 --grad-reduce-in-bf16"))
+    assert not [notice for notice in notices if "effect" in notice]
