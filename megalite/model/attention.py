@@ -7,21 +7,56 @@ t = tp.size. A full ``[n]`` is written n, this rank's part n/t.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.model.positions import Rotary, alibi_bias, causal_bias, no_rotation
+from megalite.model.documents import Documents
+from megalite.model.positions import (
+    WHOLE_SAMPLES,
+    Angles,
+    NoRotation,
+    Places,
+    Rotary,
+    alibi_bias,
+    causal_bias,
+    within_documents,
+)
 from megalite.parallel.collectives import gather_from
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.parallel.recompute import compute, recompute
 from megalite.parallel.rng import Dropout
 from megalite.parallel.shard import Placement
 
-BIASES: dict[str, Callable[[ModelConfig, Placement, int], Tensor]] = {"alibi": alibi_bias}
+BIASES: dict[str, Callable[..., Tensor]] = {"alibi": alibi_bias}
 """Position embeddings that enter as a bias on the scores; the others need the causal mask alone."""
+
+ROTATIONS: dict[str, type[Rotary]] = {"rope": Rotary}
+"""Position embeddings that turn queries and keys."""
+
+
+Drop = Callable[[Tensor], Tensor]
+
+
+class LayerCore(Protocol):
+    """The attention product as one layer calls it."""
+
+    @property
+    def rotate(self) -> Callable[[Tensor, Angles | None], Tensor]: ...
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop) -> Tensor: ...
+
+
+class Core(Protocol):
+    """The attention product of all layers of a stage."""
+
+    def places(self, documents: Documents | None) -> Places: ...
+
+    def of_layer(self, layer: int) -> LayerCore: ...
 
 
 class AttentionCore:
@@ -32,7 +67,7 @@ class AttentionCore:
         self.place = place
         self.has_bias = config.position_embedding_type in BIASES
         self.build_bias = BIASES.get(config.position_embedding_type, causal_bias)
-        self.rotate = Rotary(config, place) if config.position_embedding_type == "rope" else no_rotation
+        self.rotate = ROTATIONS.get(config.position_embedding_type, NoRotation)(config, place)
         self.biases: dict[int, Tensor] = {}
 
     def bias(self, seq_length: int) -> Tensor:
@@ -41,13 +76,27 @@ class AttentionCore:
             self.biases[seq_length] = self.build_bias(self.config, self.place, seq_length)
         return self.biases[seq_length]
 
+    def places(self, documents: Documents | None) -> Places:
+        """Where a microbatch's tokens stand: made once for all layers, and only for packed samples."""
+        if documents is None:
+            return WHOLE_SAMPLES
+        ids, positions = documents.document_ids, documents.position_ids
+        return Places(
+            bias=None if ids is None else within_documents(self.bias(ids.shape[1]), ids),
+            angles=None if positions is None else self.rotate.at(positions),
+        )
+
 
 class FusedCore(AttentionCore):
     """PyTorch's scaled_dot_product_attention: no scores in memory, so no dropout on them by our counters."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[b, n/t, s, d]`` and twice ``[b, g', s, d]`` -> ``[b, n/t, s, d]``."""
-        mask = self.bias(q.shape[-2]) if self.has_bias else None
+    def of_layer(self, layer: int) -> FusedCore:
+        """What a layer calls: itself, which keeps nothing of a layer's own."""
+        return self
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop) -> Tensor:
+        """``[b, n/t, s, d]`` and twice ``[b, g', s, d]`` -> ``[b, n/t, s, d]``, by `Places.bias`."""
+        mask = self.bias(q.shape[-2]) if bias is None and self.has_bias else bias
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -56,13 +105,18 @@ class FusedCore(AttentionCore):
 class PlainCore(AttentionCore):
     """The product written out, for dropout on the attention weights."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
-        """``[b, n/t, s, d]`` and twice ``[b, g', s, d]`` -> ``[b, n/t, s, d]``."""
+    def of_layer(self, layer: int) -> PlainCore:
+        """What a layer calls: itself, which keeps nothing of a layer's own."""
+        return self
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop) -> Tensor:
+        """``[b, n/t, s, d]`` and twice ``[b, g', s, d]`` -> ``[b, n/t, s, d]``, by `Places.bias`."""
         repeats = q.shape[1] // k.shape[1]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         scores = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)  # [b, n/t, s, s]
-        weights = torch.softmax(scores.add_(self.bias(q.shape[-2])), dim=-1)
+        bias = self.bias(q.shape[-2]) if bias is None else bias
+        weights = torch.softmax(scores.add_(bias), dim=-1)
         return drop(weights) @ v
 
 
@@ -80,11 +134,18 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, place: Placement, core: FusedCore | PlainCore, layer: int, seed: int
+        self,
+        config: ModelConfig,
+        place: Placement,
+        core: Core,
+        layer: int,
+        seed: int,
+        recomputed: Collection[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.tp = place.tp
-        self.core = core
+        self.core = core.of_layer(layer)
+        self.run = recompute if "core_attn" in recomputed else compute
         self.head_dim = config.head_dim
         self.num_groups = config.num_kv_heads
         self.heads_per_group = config.num_attention_heads // self.num_groups
@@ -102,18 +163,20 @@ class Attention(nn.Module):
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
         self.dropout = Dropout(config.attention_dropout, seed, f"layers.{layer}.attention.weights")
 
-    def forward(self, x: Tensor, sample_numbers: Tensor) -> Tensor:
-        """``[s, b, h]`` -> ``[s, b, h]``."""
-        q, k, v = self.split(self.qkv(x))  # [s, b, n/t, d], [s, b, g', d], [s, b, g', d]
-        q, k = self.core.rotate(q), self.core.rotate(k)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, n/t, s, d]
+    def forward(self, x: Tensor, sample_numbers: Tensor, places: Places) -> Tensor:
+        """``[s, b, h]`` -> ``[s, b, h]``, both ``[s/t, b, h]`` if sequence parallel."""
 
         def drop(weights: Tensor) -> Tensor:  # [b, n/t, s, s]
             base = self.tp.rank * weights[0].numel()
             return self.dropout(weights[None], sample_numbers, base)[0]
 
-        y = self.core(q, k, v, drop)
-        return self.projection(y.permute(2, 0, 1, 3).flatten(2))  # [s, b, h]
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = self.core.rotate(q, places.angles), self.core.rotate(k, places.angles)
+            q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, n/t, s, d]
+            return self.core(q, k, v, places.bias, drop).permute(2, 0, 1, 3)
+
+        y = self.run(attend, *self.split(self.qkv(x)))  # [s, b, n/t, d]
+        return self.projection(y.flatten(2))
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, g/t (r + 2) d]`` -> queries, keys and values of this rank's g/t groups."""

@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.model.attention import Attention, FusedCore, PlainCore
+from megalite.model.attention import Attention, Core
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
+from megalite.model.positions import Places
+from megalite.parallel.recompute import compute, compute_between, recompute, recompute_between
 from megalite.parallel.rng import Dropout
 from megalite.parallel.shard import Placement
 
 
 class TransformerLayer(nn.Module):
-    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x)))."""
+    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
+
+    Args:
+        recomputed: parts of it that backward computes again, by their names in `RecomputeConfig`.
+    """
 
     def __init__(
-        self, config: ModelConfig, place: Placement, core: FusedCore | PlainCore, layer: int, seed: int
+        self,
+        config: ModelConfig,
+        place: Placement,
+        core: Core,
+        layer: int,
+        seed: int,
+        recomputed: Collection[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.place = place
         self.attention_norm = build_norm(config, place)
-        self.attention = Attention(config, place, core, layer, seed)
+        self.attention = Attention(config, place, core, layer, seed, recomputed)
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"layers.{layer}.attention.output")
         self.mlp_norm = build_norm(config, place)
-        self.mlp = MLP(config, place)
+        self.mlp = MLP(config, place, recomputed)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"layers.{layer}.mlp.output")
+        between = recompute_between if "layernorm" in recomputed else compute_between
+        self.before_attention = between
+        self.before_mlp, self.run = (between, compute)
+        if "mlp" in recomputed:  # norm and all: what is recomputed as a whole holds no recomputed parts
+            self.before_mlp, self.run = compute_between, recompute
 
-    def forward(self, x: Tensor, sample_numbers: Tensor) -> Tensor:
-        """``[s, b, h]`` -> ``[s, b, h]``."""
-        y = self.attention(self.attention_norm(x), sample_numbers)
-        x = x + self.attention_dropout(y, sample_numbers)
-        y = self.mlp(self.mlp_norm(x))
-        return x + self.mlp_dropout(y, sample_numbers)
+    def forward(self, x: Tensor, sample_numbers: Tensor, places: Places) -> Tensor:
+        """``[s, b, h]`` -> ``[s, b, h]``, both ``[s/t, b, h]`` if sequence parallel."""
+        base = self.place.first_position(x.shape[0]) * x.shape[-1]
+        attend = partial(self.attention, sample_numbers=sample_numbers, places=places)
+        y = self.before_attention(self.attention_norm, x, attend)
+        x = x + self.attention_dropout(y, sample_numbers, base)
+        y = self.run(self._mlp, x)
+        return x + self.mlp_dropout(y, sample_numbers, base)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.before_mlp(self.mlp_norm, x, self.mlp)

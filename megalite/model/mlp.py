@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.parallel.recompute import compute_between, recompute_between
 from megalite.parallel.shard import Placement
 
 
@@ -32,7 +33,9 @@ GATED = frozenset({"swiglu"})
 class MLP(nn.Module):
     """Down(activation(up(x))); a gated activation's two halves stack as ``[2, ffn, h]``."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, place: Placement, recomputed: Collection[str] = frozenset()
+    ) -> None:
         super().__init__()
         ffn, bias, std = config.ffn_size, config.add_bias_linear, config.init_method_std
         halves = (2, ffn) if config.activation in GATED else (ffn,)
@@ -41,7 +44,8 @@ class MLP(nn.Module):
             ffn, config.hidden_size, place, bias=bias, std=depth_scaled_std(std, config.num_layers)
         )
         self.activation = ACTIVATIONS[config.activation]
+        self.between = recompute_between if "mlp_act" in recomputed else compute_between
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, h]`` -> ``[s, b, h]``."""
-        return self.down(self.activation(self.up(x)))
+        """``[s, b, h]`` -> ``[s, b, h]``, both ``[s/t, b, h]`` if sequence parallel."""
+        return self.between(self.activation, self.up(x), self.down)

@@ -5,24 +5,27 @@ Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, t = tp.siz
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
-from megalite.model.attention import build_core
+from megalite.config import ModelConfig, RecomputeConfig
+from megalite.model.attention import Core, build_core
+from megalite.model.documents import Documents
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.layer import TransformerLayer
 from megalite.model.norm import build_norm
-from megalite.parallel.collectives import copy_to
+from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.linear import column_product
 from megalite.parallel.loss import vocab_parallel_cross_entropy
+from megalite.parallel.recompute import RecomputedLayers
 from megalite.parallel.rng import initialize
 from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
 from megalite.topology import Topology
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class OutputWeight(nn.Module):
@@ -31,7 +34,13 @@ class OutputWeight(nn.Module):
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
         shape = (config.padded_vocab_size(place.tp.size), config.hidden_size)
-        self.weight = new_parameter(ParameterSpec(shape, Shard("tp", 0), std=config.init_method_std), place)
+        spec = ParameterSpec(
+            shape,
+            Shard("tp", 0),
+            std=config.init_method_std,
+            num_padding=config.num_padding_rows(place.tp.size),
+        )
+        self.weight = new_parameter(spec, place)
 
 
 class GPTStage(nn.Module):
@@ -41,23 +50,65 @@ class GPTStage(nn.Module):
     word table stands on the first and the last stage under one name, and both hold the same numbers.
     """
 
-    def __init__(self, config: ModelConfig, topology: Topology, layers: Iterable[int], seed: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        topology: Topology,
+        layers: Iterable[int],
+        seed: int,
+        *,
+        is_first: bool | None = None,
+        is_last: bool | None = None,
+        word: nn.Module | None = None,
+        weight_gradients: WeightGradients | None = None,
+        sequence_parallel: bool = False,
+        recompute: RecomputeConfig | None = None,
+        has_weights: bool = True,
+        attention: Callable[[ModelConfig, Placement], Core] = build_core,
+    ) -> None:
+        """Builds the stage with its initial weights.
+
+        Args:
+            layers: numbers of the model's layers that it holds.
+            seed: keys the initial weights and the dropout.
+            is_first: whether it is the model's first stage; by default, whether its rank is the first.
+            is_last: the same of the last one.
+            word: for a tied model's last stage, the word table of a first stage on the same rank.
+            weight_gradients: takes those that the schedule computes apart; by default there are none.
+            sequence_parallel: hidden states, from this stage to the next too, are ``[s/t, b, h]``.
+            recompute: what backward computes again; by default nothing.
+            has_weights: else parameters have no memory and no initial weights.
+            attention: makes the attention product that all layers share.
+        """
         super().__init__()
-        place = Placement(topology.tp, DTYPES[config.params_dtype], topology.device)
+        place = Placement(
+            topology.tp,
+            DTYPES[config.params_dtype],
+            topology.device,
+            sequence_parallel,
+            weight_gradients or WeightGradients(),
+            has_weights,
+        )
         self.config = config
         self.tp = topology.tp
-        self.is_first, self.is_last = topology.pp.is_first, topology.pp.is_last
-        core = build_core(config, place)
+        self.is_first = topology.pp.is_first if is_first is None else is_first
+        self.is_last = topology.pp.is_last if is_last is None else is_last
+        self.core = attention(config, place)
         tied = not config.untie_embeddings_and_output_weights
         if self.is_first:
             self.embedding: nn.Module = Embedding(config, place, seed)
         elif self.is_last and tied:
-            self.embedding = nn.ModuleDict({"word": word_table(config, place)})
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, place, core, i, seed) for i in layers})
+            self.embedding = nn.ModuleDict({"word": word or word_table(config, place)})
+        recompute = recompute or RecomputeConfig()
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerLayer(config, place, self.core, i, seed, recompute.modules) for i in layers}
+        )
+        self.run_layers = RecomputedLayers(recompute, place, len(self.layers))
         if self.is_last:
             self.final_norm = build_norm(config, place)
+            self.product = column_product(place)
             self.output: nn.Module | None = None if tied else OutputWeight(config, place)
-        if topology.device.type != "meta":
+        if has_weights and topology.device.type != "meta":
             initialize(self, seed, topology)
 
     @property
@@ -68,8 +119,22 @@ class GPTStage(nn.Module):
             return None
         return self.get_parameter("embedding.word.weight")
 
+    def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Modules in the order of forward's calls, with what is used from one's call to the next's."""
+        if self.is_first:
+            yield self.embedding, list(self.embedding.parameters())
+        for layer in self.layers.values():
+            yield layer, list(layer.parameters())
+        if self.is_last:
+            yield self.final_norm, [*self.final_norm.parameters(), self.output_weight]
+
     def forward(
-        self, tokens: Tensor, labels: Tensor, sample_numbers: Tensor, hidden: Tensor | None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sample_numbers: Tensor,
+        hidden: Tensor | None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Runs one microbatch through this stage.
 
@@ -78,30 +143,47 @@ class GPTStage(nn.Module):
             labels: ``[b, s]`` ids of the next tokens, read on the last stage.
             sample_numbers: int64 ``[b]``, global numbers of the samples: they key the dropout.
             hidden: ``[s, b, h]`` from the stage before; None on the first.
+            documents: of packed samples; None for samples that are taken whole.
 
         Returns:
-            ``[s, b, h]`` for the next stage, or on the last one the sum of the tokens' losses, a scalar.
+            ``[s, b, h]`` for the next stage, or on the last one the sum of the tokens' losses, a scalar, over
+            those that count.
         """
-        x = self.hidden_states(tokens, sample_numbers, hidden)
+        x = self.hidden_states(tokens, sample_numbers, hidden, documents)
         if not self.is_last:
             return x
         losses = vocab_parallel_cross_entropy(self.logits(x), labels.t(), self.vocab_size, self.tp)  # [s, b]
+        if documents is not None and documents.loss_mask is not None:
+            losses = losses.where(documents.loss_mask.t(), 0.0)
         return losses.sum()
 
-    def hidden_states(self, tokens: Tensor, sample_numbers: Tensor, hidden: Tensor | None) -> Tensor:
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        sample_numbers: Tensor,
+        hidden: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """What leaves this stage's last layer, ``[s, b, h]``."""
-        x = self.embedding(tokens, sample_numbers) if hidden is None else hidden
-        for layer in self.layers.values():
-            x = layer(x, sample_numbers)
-        return x
+        position_ids = None if documents is None else documents.position_ids
+        x = self.embedding(tokens, sample_numbers, position_ids) if hidden is None else hidden
+        places = self.core.places(documents)
+        layers = [
+            partial(layer, sample_numbers=sample_numbers, places=places) for layer in self.layers.values()
+        ]
+        return self.run_layers(layers, x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[s, b, h]`` after the last layer -> this rank's columns of the logits, ``[s, b, v/t]``.
 
         Columns from `vocab_size` on are padding and mean nothing.
         """
-        name = "embedding.word.weight" if self.output is None else "output.weight"
-        return F.linear(copy_to(self.final_norm(hidden), self.tp), self.get_parameter(name))
+        return self.product(self.final_norm(hidden), self.output_weight, None)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """What the logits are made with on the last stage: the word table, or a weight of their own."""
+        return self.get_parameter("embedding.word.weight" if self.output is None else "output.weight")
 
     @property
     def vocab_size(self) -> int:

@@ -21,8 +21,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from megalite.checkpoint.hf import from_hf, to_hf
-from megalite.checkpoint.hf_config import config_of
+from megalite.convert.hf import from_hf, to_hf
+from megalite.convert.hf_config import config_of
+from megalite.model.documents import Documents
 from megalite.model.stage import DTYPES, GPTStage
 
 NUM_POSITIONS = 40
@@ -204,3 +205,25 @@ def test_weights_return_to_transformers(kind, one_rank):
     for name, parameter in theirs.named_parameters():
         assert torch.equal(returned[name], parameter), name
         assert returned[name].is_contiguous()
+
+
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["fused", "plain"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])  # their BLOOM takes no mask of documents
+def test_packed_documents_agree(kind, attention_dropout, one_rank):
+    hf_config = CONFIGS[kind](random.Random(kind).choice)
+    tokens = random_ids(hf_config, 2, 18, seed=0)
+    lengths = torch.tensor([[5, 7, 6], [1, 2, 15]])
+    document_ids = torch.stack([torch.arange(3).repeat_interleave(row) for row in lengths])  # [b, s]
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths.tolist()])
+    seen = (document_ids[:, :, None] == document_ids[:, None]).tril()[:, None]  # [b, 1, s, s]
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+    with InDoublePrecision():
+        theirs = build_theirs(kind, hf_config, seed=1).double()
+        expected = theirs(
+            input_ids=tokens, attention_mask=mask, position_ids=position_ids, use_cache=False
+        ).logits
+    ours = build_ours(theirs, one_rank, params_dtype="fp64", attention_dropout=attention_dropout).eval()
+    hidden = ours.hidden_states(tokens, torch.arange(2), None, Documents(position_ids, document_ids))
+    logits = ours.logits(hidden).transpose(0, 1)[..., : ours.vocab_size]
+    assert_close(logits, expected, TOLERANCES["fp64"], "logits")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import BloomConfig, GPT2Config, LlamaConfig
 
-from megalite.checkpoint.hf import all_entries, end_entries, family_of, from_hf, layer_entries, to_hf
-from megalite.checkpoint.hf_config import config_of
 from megalite.config import ModelConfig
+from megalite.convert.hf import all_entries, end_entries, family_of, from_hf, layer_entries, to_hf
+from megalite.convert.hf_config import config_of
 from megalite.errors import UserError
 from megalite.model.stage import GPTStage
 from megalite.presets import PRESETS
