@@ -15,13 +15,16 @@ from megalite.train.loop import train
 from megalite.train.prepare import (
     announce,
     build_data,
+    listen,
     open_writers,
     prepare_process,
     resolve_vocabulary,
-    resume,
 )
+from megalite.train.resume import resume
+from megalite.train.stop import StopConditions, leave_if_switched_off
 from megalite.train.timers import Timers
 from megalite.train.trainer import Trainer
+from megalite.train.watchdog import watched
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,15 +33,18 @@ def main(arguments: Sequence[str]) -> None:
     launch = Launch.from_environment()
     prepare_process(config, notices, launch)
 
-    with Topology.start(config.parallel, launch) as topology:
+    with listen(config, launch) as signals, Topology.start(config.parallel, launch) as topology:
+        leave_if_switched_off(config.training, topology)
         config = resolve_vocabulary(config, topology)
         timers = Timers(topology.device if config.logging.log_timers_to_tensorboard else None)
         datasets = build_data(config, topology, timers)
         with open_writers(config, topology) as writers:
             trainer = Trainer(config, topology, datasets, timers)
             announce(trainer)
-            resume(trainer)
-            train(trainer, writers)
+            resume(trainer, launch)
+            with watched(trainer):
+                status = train(trainer, writers, StopConditions(config.training, topology, signals))
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megalite.data.batch import HostBatch, Microbatch, read_batch
 from megalite.data.build import DatasetSplits
+from megalite.data.document_ends import DocumentEnds
 from megalite.data.gpt import Dataset
 from megalite.data.sampler import microbatch_samples
 from megalite.errors import UserError
@@ -25,16 +26,26 @@ class BatchLoader:
     """Loads microbatch `index` of the global batch that starts at sample `consumed`.
 
     Only the first stage reads tokens and only the last reads labels; a stage between them gets the samples'
-    numbers alone, which key its dropout, and touches no file.
+    numbers alone, which key its dropout, and touches no file, unless its layers must know the documents.
+
+    Args:
+        ends: what happens at the ends of documents; None for samples that are taken whole.
     """
 
-    def __init__(self, dataset: Dataset, micro_batch_size: int, topology: Topology) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        micro_batch_size: int,
+        topology: Topology,
+        ends: DocumentEnds | None = None,
+    ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp = topology.dp
         self.device = topology.device
         stride = micro_batch_size * topology.dp.size
-        reads_text = reads_data(topology)
+        self.ends = ends
+        reads_text = reads_data(topology, ends)
         self._prefetcher = Prefetcher(dataset, stride, topology.device) if reads_text else None
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
@@ -48,15 +59,17 @@ class BatchLoader:
             none = torch.empty(0, dtype=torch.int64)
             return Microbatch(none, none, torch.from_numpy(samples).to(self.device))
         try:
-            return self._prefetcher.take(samples).to(self.device)
+            microbatch = self._prefetcher.take(samples).to(self.device)
         except UserError as error:
             error.on_one_rank = True
             raise
+        return microbatch if self.ends is None else self.ends.marked(microbatch)
 
 
-def reads_data(topology: Topology) -> bool:
-    """Whether this rank's stage reads tokens or labels."""
-    return topology.pp.is_first or topology.pp.is_last
+def reads_data(topology: Topology, ends: DocumentEnds | None = None) -> bool:
+    """Whether this rank reads samples: for their tokens or labels, or for where their documents end."""
+    at_edge = topology.pp.is_first or topology.pp.is_last
+    return at_edge or (ends is not None and ends.on_every_stage)
 
 
 class UnreadDataset:

@@ -1,4 +1,4 @@
-"""How much arithmetic a model takes, and how much a GPU can do."""
+"""How much arithmetic a GPU can do; and, from the planner, how much a model takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 
 import torch
 
-from megalite.config import ModelConfig
+from megalite.plan.flops import flops_per_token
+
+__all__ = ["flops_per_token", "peak_tflops", "peak_tflops_of"]
 
 _PEAK_TFLOPS: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"B200"}), 2250.0),
@@ -31,25 +33,6 @@ _PEAK_TFLOPS: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"MI300X"}), 1307.0),
 )
 """Words of a GPU's name, and its dense bf16 TFLOP/s by the vendor's data sheet; the first row that fits."""
-
-
-def flops_per_token(model: ModelConfig, tp: int) -> float:
-    """Floating-point operations that training on one token takes, forward and backward, of the whole model.
-
-    The convention of "model FLOPs": a multiply-add is two operations; the matrix products alone count, and
-    backward counts twice the forward; causal attention counts half of its square; recomputation does not
-    count; the logits count with the padded vocabulary, which `tp` decides with the config. It is the
-    convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix) but for the recomputed forward, and for
-    attention, which is halved here as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
-    """
-    hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
-    keys_and_values = 2 * model.num_kv_heads * model.head_dim
-    projections = hidden * (queries + keys_and_values) + queries * hidden
-    scores_and_context = 2 * queries * model.seq_length / 2
-    mlp = (3 if model.activation == "swiglu" else 2) * hidden * model.ffn_size
-    logits = hidden * model.padded_vocab_size(tp)
-    multiply_adds = model.num_layers * (projections + scores_and_context + mlp) + logits
-    return 3 * 2 * multiply_adds
 
 
 def peak_tflops(device: torch.device) -> float | None:

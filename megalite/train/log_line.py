@@ -33,6 +33,12 @@ def iteration_line(metrics: IterationMetrics, log_throughput: bool) -> str:
         f"number of skipped iterations: {metrics.num_skipped:3d}",
         f"number of nan iterations: {metrics.num_nan:3d}",
     ]
+    further = []
+    if metrics.num_zeros is not None:
+        further.append(f"num zeros: {metrics.num_zeros}")
+    if metrics.params_norm is not None:
+        further.append(f"params norm: {metrics.params_norm:.3f}")
+    fields[-2:-2] = further  # after the grad norm
     if log_throughput:
         fields.insert(3, f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
     return "".join(f" {field} |" for field in fields)

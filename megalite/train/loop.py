@@ -2,81 +2,149 @@
 
 from __future__ import annotations
 
-from megalite.config import Config
-from megalite.log import log
-from megalite.train.metrics import IntervalMeter, ValidationMetrics
+from dataclasses import replace
+
+from megalite.log import THIS_RANK, log
+from megalite.train.metrics import IntervalMeter, IterationMetrics, ValidationMetrics
 from megalite.train.profiler import profiler
-from megalite.train.stop import StopConditions
+from megalite.train.requeue import RequeueNote
+from megalite.train.step import StepResult
+from megalite.train.stop import Stop, StopConditions, Stopped
+from megalite.train.straggler import straggler_log
 from megalite.train.trainer import Trainer
 from megalite.train.writers import Writers
 
 
-def train(trainer: Trainer, writers: Writers) -> None:
-    """Runs the trainer from where it stands to the end of its run or to a stop condition."""
+def train(trainer: Trainer, writers: Writers, stop: StopConditions) -> int:
+    """Runs the trainer from where it stands to the end of its run or to a stop condition.
+
+    Returns:
+        The status that the process shall exit with.
+    """
+    save = trainer.config.checkpoint.save
+    note = RequeueNote(save if trainer.topology.rank == 0 else None)
+    stop.signals.hold()
+    note.remove()
+    end = _iterate(trainer, writers, stop) or _evaluate_at_the_end(trainer, writers, stop)
+    if end is None:
+        return 0
+    iteration = trainer.progress.iteration
+    where = f"after iteration {iteration}" if iteration else "before the first iteration"
+    log.info("exiting %s: %s", where, end.reason)
+    if not save:
+        log.warning("nothing is saved: there is no --save folder")
+    if end.wants_requeue:
+        note.write(f"{where}: {end.reason}")
+    return end.status
+
+
+def _iterate(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop | None:
+    """Trains up to the run's last iteration; gives what led to an end before it."""
     config, topology = trainer.config, trainer.topology
-    num_iterations = _train_iters(config)
-    stop = StopConditions(config.training, topology)
+    num_iterations = config.num_iterations(topology.dp.size)
     meter = IntervalMeter(
         config.model, num_iterations, topology.world_size, topology.device, topology.tp.size
     )
-    with profiler(config.logging, topology) as profile:
-        while trainer.progress.iteration < num_iterations:
-            result = trainer.step()
+    end = stop.now()
+    straggler = straggler_log(config.logging, topology)
+    with (
+        trainer.saver.training_from(trainer.progress.iteration),
+        profiler(config.logging, topology) as profile,
+    ):
+        while end is None and trainer.progress.iteration < num_iterations:
+            with straggler.iteration(trainer.progress.iteration + 1):
+                result = trainer.step()
             profile.step()
             iteration = trainer.progress.iteration
-            reason = stop.reason(iteration)
-            ends = reason is not None or iteration == num_iterations
-            meter.add(result.loss, result.grad_norm, result.skipped)
-            if ends or _due(iteration, config.logging.log_interval):
-                consumed = trainer.progress.consumed_samples
-                metrics = meter.take(iteration, consumed, result.learning_rate, trainer.global_batch_size)
-                writers.iteration(metrics, trainer.timers)
+            is_last = iteration == num_iterations
+            end = None if is_last else stop.after(iteration)
+            _add(meter, result)
+            if result.fault and topology.is_reporter:
+                log.warning("iteration %d: %s", iteration, result.fault, extra=THIS_RANK)
+            if end or is_last or _due(iteration, config.logging.log_interval):
+                writers.iteration(_metrics(trainer, meter, result), trainer.timers)
             with meter.paused():
-                if _due(iteration, config.training.eval_interval):
-                    evaluate_validation(trainer, writers)
+                if _due(iteration, config.training.eval_interval) and not (end and end.is_urgent):
+                    end = evaluate_validation(trainer, writers, stop) or end
+                trainer.saver.poll()
+                ends = end is not None or is_last
                 if ends or _due(iteration, config.checkpoint.save_interval):
-                    _save(trainer)
-            if reason:
-                log.info("exiting after iteration %d: %s", iteration, reason)
-                return
-    _evaluate_at_the_end(trainer, writers)
+                    _save(trainer, is_last=ends)
+                    end = end or (None if is_last else stop.now())
+                elif _due(iteration, config.checkpoint.non_persistent_save_interval):
+                    trainer.save_local()
+    return end
 
 
-def evaluate_validation(trainer: Trainer, writers: Writers) -> None:
+def _add(meter: IntervalMeter, result: StepResult) -> None:
+    if result.is_left_out:
+        meter.leave_out()
+    else:
+        is_told = result.fault is not None
+        meter.add(result.loss, result.grad_norm, result.skipped, result.num_samples, is_told=is_told)
+
+
+def _metrics(trainer: Trainer, meter: IntervalMeter, result: StepResult) -> IterationMetrics:
+    """The interval's figures, with the whole run's and those of weights and gradient that are asked for."""
+    progress, logging = trainer.progress, trainer.config.logging
+    # An iteration that was left out has no gradient; one with a fault was run again, and its own is gone.
+    counts_zeros = logging.log_num_zeros_in_grad and not result.is_left_out and result.fault is None
+    metrics = meter.take(
+        progress.iteration,
+        progress.consumed_samples,
+        result.learning_rate,
+        result.num_samples,
+        trainer.optimizer.scaler.scale,
+    )
+    return replace(
+        metrics,
+        total_skipped=progress.num_skipped,
+        total_nan=progress.num_nan,
+        params_norm=trainer.optimizer.params_norm() if logging.log_params_norm else None,
+        num_zeros=trainer.optimizer.num_zeros() if counts_zeros else None,
+    )
+
+
+def evaluate_validation(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop | None:
     """Evaluates on the validation part, each time on the samples after those of the time before."""
-    num_before = (trainer.progress.iteration - 1) // trainer.config.training.eval_interval
-    _evaluate(trainer, writers, "valid", num_before)
+    return _evaluate(trainer, writers, "valid", stop)
 
 
-def _evaluate_at_the_end(trainer: Trainer, writers: Writers) -> None:
+def _evaluate_at_the_end(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop | None:
+    end = None
     if not _due(trainer.progress.iteration, trainer.config.training.eval_interval):
-        evaluate_validation(trainer, writers)
-    _evaluate(trainer, writers, "test", 0)
+        end = evaluate_validation(trainer, writers, stop)
+    return end or _evaluate(trainer, writers, "test", stop)
 
 
-def _evaluate(trainer: Trainer, writers: Writers, split: str, num_before: int) -> None:
-    """Evaluates on each of the split's datasets, each told under its name."""
-    num_batches, progress = trainer.config.training.eval_iters, trainer.progress
-    if num_batches == 0:
-        return
+def _evaluate(trainer: Trainer, writers: Writers, split: str, stop: StopConditions) -> Stop | None:
+    """Evaluates on each of the split's datasets, each told under its name.
+
+    Returns:
+        What broke the evaluation off; a dataset's figures are told only when they are whole.
+    """
+    progress = trainer.progress
+    if trainer.config.training.eval_iters == 0:
+        return None
+    first = trainer.evaluator.first_sample(split, progress.iteration)
     for name, dataset in trainer.datasets.evaluated(split):
-        with trainer.timers("eval-time"):
-            loss = trainer.evaluate(dataset, num_before * num_batches * trainer.global_batch_size)
+        try:
+            with trainer.timers("eval-time"):
+                loss = trainer.evaluate(dataset, first, stop.raise_if_urgent)
+        except Stopped as stopped:
+            log.warning("the evaluation at iteration %d is broken off and not told", progress.iteration)
+            return stopped.stop
         writers.validation(
             ValidationMetrics(progress.iteration, progress.consumed_samples, split, loss, name)
         )
+    return None
 
 
-def _save(trainer: Trainer) -> None:
+def _save(trainer: Trainer, *, is_last: bool) -> None:
     if trainer.config.checkpoint.save:
-        log.info("saved checkpoint %s", trainer.save())
+        trainer.save(is_last=is_last)
 
 
 def _due(iteration: int, interval: int | None) -> bool:
     """Whether something that happens every `interval` iterations (None or 0: never) happens now."""
     return interval is not None and interval > 0 and iteration % interval == 0
-
-
-def _train_iters(config: Config) -> int:
-    assert config.training.train_iters is not None
-    return config.training.train_iters

@@ -22,7 +22,8 @@ class IterationMetrics:
     Attributes:
         iteration: number of the last iteration, from 1.
         consumed_samples: samples trained on since the run's beginning, over all resumptions.
-        lm_loss: mean over the interval's iterations; NaN or infinite where one of them was.
+        lm_loss: mean over the interval's iterations that were run; NaN or infinite where one of them was, or
+            where all were left out.
         grad_norm: of the last iteration, before clipping.
         skipped: the last iteration's update was left out.
         iteration_time_ms: wall time, mean over the interval; evaluating and saving do not count.
@@ -35,6 +36,11 @@ class IterationMetrics:
         num_iterations: length of the interval.
         num_skipped: its iterations whose update was left out.
         num_nan: its iterations whose loss was NaN or infinite.
+        total_skipped: as `num_skipped`, of the whole run.
+        total_nan: as `num_nan`, of the whole run.
+        params_norm: 2-norm of the weights after the last iteration; None where it is not asked for.
+        num_zeros: elements of the last iteration's gradient that are zero; None likewise, and where it was
+            left out or had a fault.
         warnings: what the user must be told of the interval, a line each.
     """
 
@@ -57,6 +63,10 @@ class IterationMetrics:
     num_iterations: int
     num_skipped: int
     num_nan: int
+    total_skipped: int = 0
+    total_nan: int = 0
+    params_norm: float | None = None
+    num_zeros: int | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -85,9 +95,14 @@ class ValidationMetrics:
 
 @dataclass(frozen=True)
 class _Iteration:
+    """One iteration; `is_told` where its fault was told when it happened."""
+
     loss: float
     grad_norm: float
     skipped: bool
+    num_samples: int
+    is_left_out: bool
+    is_told: bool
 
 
 class IntervalMeter:
@@ -126,9 +141,20 @@ class IntervalMeter:
         """Iterations added since the last `take`."""
         return len(self._iterations)
 
-    def add(self, loss: float, grad_norm: float, skipped: bool) -> None:
-        """Counts one iteration; a NaN or infinite loss is kept as it is."""
-        self._iterations.append(_Iteration(loss, grad_norm, skipped))
+    def add(
+        self, loss: float, grad_norm: float, skipped: bool, num_samples: int, *, is_told: bool = False
+    ) -> None:
+        """Counts one iteration; a NaN or infinite loss is kept as it is.
+
+        Args:
+            num_samples: that it trained on.
+            is_told: the user knows already what is wrong with it.
+        """
+        self._iterations.append(_Iteration(loss, grad_norm, skipped, num_samples, False, is_told))
+
+    def leave_out(self) -> None:
+        """Counts an iteration whose samples were passed over."""
+        self._iterations.append(_Iteration(math.nan, math.nan, True, 0, True, False))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,20 +173,29 @@ class IntervalMeter:
         global_batch_size: int,
         loss_scale: float = 1.0,
     ) -> IterationMetrics:
-        """Gives the interval's figures and starts the next one; at least one iteration has been added."""
+        """Gives the interval's figures and starts the next one; at least one iteration has been added.
+
+        Args:
+            iteration: the last one's number.
+            consumed_samples: by the run up to it.
+            learning_rate: of its update.
+            global_batch_size: of its batch.
+            loss_scale: of the next iteration's backward passes.
+        """
         iterations, self._iterations = self._iterations, []
         now, start = self._clock(), self._start
         self._start = now
         assert iterations
         seconds = (now - start) / len(iterations)
-        tokens_per_second = global_batch_size * self._seq_length / seconds
+        tokens_per_second = sum(each.num_samples for each in iterations) * self._seq_length / (now - start)
+        run = [each for each in iterations if not each.is_left_out]
         tflops = tokens_per_second * self._tflop_per_token_and_rank
         memory = measure_memory(self._device)
         return IterationMetrics(
             iteration=iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_samples * self._seq_length,
-            lm_loss=sum(each.loss for each in iterations) / len(iterations),
+            lm_loss=sum(each.loss for each in run) / len(run) if run else math.nan,
             grad_norm=iterations[-1].grad_norm,
             learning_rate=learning_rate,
             global_batch_size=global_batch_size,
@@ -175,18 +210,26 @@ class IntervalMeter:
             train_iters=self._train_iters,
             num_iterations=len(iterations),
             num_skipped=sum(each.skipped for each in iterations),
-            num_nan=sum(not math.isfinite(each.loss) for each in iterations),
+            num_nan=sum(not math.isfinite(each.loss) for each in run),
             warnings=_warnings(iterations, iteration),
         )
 
 
 def _warnings(iterations: list[_Iteration], last: int) -> tuple[str, ...]:
+    """What went wrong and was not told yet, and how many iterations were left out on request."""
+    left_out = sum(each.is_left_out for each in iterations)
+    text = f"left out {left_out} of the iterations up to {last}, as --iterations-to-skip says"
+    return _broken(iterations, last) + ((text,) if left_out else ())
+
+
+def _broken(iterations: list[_Iteration], last: int) -> tuple[str, ...]:
     """One line that names the first iteration with no finite loss or gradient, and counts the others."""
     first = last - len(iterations) + 1
     broken = [
         (first + offset, each)
         for offset, each in enumerate(iterations)
-        if not math.isfinite(each.loss) or not math.isfinite(each.grad_norm)
+        if not (each.is_left_out or each.is_told)
+        and not (math.isfinite(each.loss) and math.isfinite(each.grad_norm))
     ]
     if not broken:
         return ()

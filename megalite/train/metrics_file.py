@@ -38,6 +38,9 @@ class MetricsFile:
     def iteration(self, metrics: IterationMetrics, timers_ms: Mapping[str, float]) -> None:
         record = dataclasses.asdict(metrics)
         del record["warnings"]  # words for the log; num_nan and num_skipped say it here
+        for name in ("params_norm", "num_zeros"):
+            if record[name] is None:  # not asked for, or there is none
+                del record[name]
         self._write(record)
 
     def validation(self, metrics: ValidationMetrics) -> None:

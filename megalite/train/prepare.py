@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -19,16 +20,21 @@ from megalite.data.build import (
     build_mock_datasets,
     num_samples_per_split,
 )
+from megalite.data.document_ends import DocumentEnds
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
 from megalite.data.index_cache import IndexCache
 from megalite.data.sources import find_sources
-from megalite.data.tokenizer import Tokenizer, build_tokenizer
+from megalite.data.splits import SPLIT_NAMES
+from megalite.data.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizer_digest import check_tokenizer
 from megalite.errors import UserError
 from megalite.folders import make_writable
 from megalite.log import configure_logging, log
 from megalite.topology import Launch, Topology
 from megalite.train.batches import datasets_on_every_stage, reads_data
+from megalite.train.chunks import named_parameters
+from megalite.train.requeue import RequeueNote
+from megalite.train.signals import StopSignals, stop_signals
 from megalite.train.timers import Timers
 from megalite.train.trainer import Trainer
 from megalite.train.writers import Writers, startup_line
@@ -47,6 +53,12 @@ def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> N
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be
         torch.use_deterministic_algorithms(True)
+
+
+def listen(config: Config, launch: Launch) -> AbstractContextManager[StopSignals]:
+    """Listens to the signals that end the run early; one rank leaves word of an end for a scheduler."""
+    note = RequeueNote(config.checkpoint.save if launch.rank == 0 else None)
+    return stop_signals(config.training.exit_signals, note)
 
 
 def resolve_vocabulary(config: Config, topology: Topology) -> Config:
@@ -78,15 +90,7 @@ def resolve_vocabulary(config: Config, topology: Topology) -> Config:
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """The tokenizer that the config names."""
-    data = config.data
-    return build_tokenizer(
-        data.resolved_tokenizer_type,
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        name_or_path=data.tokenizer_name_or_path,
-        vocab_size=config.model.vocab_size,
-    )
+    return configured_tokenizer(config.data, config.model.vocab_size)
 
 
 def _check_corpora(config: Config, tokenizer: Tokenizer, topology: Topology) -> None:
@@ -105,33 +109,66 @@ def open_writers(config: Config, topology: Topology) -> Writers:
         return Writers(config.logging, topology, to_yaml(config))
 
 
-def build_data(config: Config, topology: Topology, timers: Timers) -> DatasetSplits:
-    """Opens the corpora and orders their samples for the whole run."""
+def build_data(
+    config: Config, topology: Topology, timers: Timers, splits: Collection[str] = SPLIT_NAMES
+) -> DatasetSplits:
+    """Opens the corpora and orders their samples for the whole run, of these splits alone."""
     training = config.training
-    assert training.train_iters is not None
-    num_samples = num_samples_per_split(
-        0,
-        training.train_iters,
+    asked = num_samples_per_split(
+        config.num_samples(topology.dp.size),
+        config.num_iterations(topology.dp.size),
         training.eval_interval,
         training.eval_iters,
         config.global_batch(topology.dp.size),
     )
+    num_train, num_valid, num_test = (
+        number if split in splits else 0 for split, number in zip(SPLIT_NAMES, asked, strict=True)
+    )
+    num_samples = num_train, num_valid, num_test
     seq_length, vocab_size = config.model.seq_length, config.model.vocab_size
     assert vocab_size is not None
+    ends = document_ends(config, topology)
     if config.data.mock_data:
-        return build_mock_datasets(seq_length, num_samples, training.seed, vocab_size)
+        return build_mock_datasets(seq_length, num_samples, training.seed, vocab_size, ends)
     with timers("train/valid/test-data-iterators-setup"), topology.agreed():
         cache = IndexCache(config.data.data_cache_path)
         batch_size = config.global_batch(topology.dp.size)
-        options = BuildOptions(seq_length, training.seed, vocab_size, config.data.blend_by, cache, batch_size)
+        options = BuildOptions(
+            seq_length, training.seed, vocab_size, config.data.blend_by, cache, batch_size, ends
+        )
         datasets = None
-        if reads_data(topology):
+        if reads_data(topology, ends):
             datasets = build_from_sources(find_sources(config.data), num_samples, options)
             datasets = _fill_in_middle(config, datasets)
-    datasets = datasets_on_every_stage(datasets, topology)
-    if training.eval_iters > 0 and not datasets.evaluated("valid"):
+    datasets = dataclasses.replace(datasets_on_every_stage(datasets, topology), ends=ends)
+    if training.eval_iters > 0 and "valid" in splits and not datasets.evaluated("valid"):
         log.warning("there is nothing to validate on: --split leaves no sequence to validation")
     return datasets
+
+
+def document_ends(config: Config, topology: Topology) -> DocumentEnds | None:
+    """What happens at the ends of documents, where something is asked for.
+
+    Raises:
+        UserError: the tokenizer has no token that ends a document.
+    """
+    data = config.data
+    if not data.document_options:
+        return None
+    assert config.model.vocab_size is not None
+    if data.resolved_tokenizer_type in (None, "NullTokenizer"):
+        eod = config.model.vocab_size - 1  # the null tokenizer's own place for it; mock data's without any
+    else:
+        with topology.agreed():
+            eod = tokenizer_of(config).eod
+    is_rotary = config.model.position_embedding_type == "rope"
+    return DocumentEnds(
+        eod,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+        data.eod_mask_loss,
+        on_every_stage=data.reset_attention_mask or (data.reset_position_ids and is_rotary),
+    )
 
 
 def _fill_in_middle(config: Config, datasets: DatasetSplits) -> DatasetSplits:
@@ -159,23 +196,9 @@ def announce(trainer: Trainer) -> None:
         config.training.micro_batch_size,
         trainer.global_batch_size,
     )
+    if rampup := config.training.rampup_batch_size:
+        log.info("the global batch grows from %d by %d at a time over %d samples", *rampup)
     for name, size in trainer.datasets.sizes():
         log.info("%s samples: %d", name, size)
-    num_local = sum(parameter.numel() for parameter in trainer.stage.parameters())
+    num_local = sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks))
     log.info("parameters on rank 0: %s", f"{num_local:,}")
-
-
-def resume(trainer: Trainer) -> None:
-    """Loads the latest checkpoint of --load, where there is one."""
-    folder = trainer.config.checkpoint.load
-    if not folder:
-        return
-    if trainer.load():
-        iteration = trainer.progress.iteration
-        log.info("resumed from %s at iteration %d", folder, iteration)
-        if iteration >= (trainer.config.training.train_iters or 0):
-            log.warning("nothing is left to train: raise --train-iters to go on")
-    elif folder != trainer.config.checkpoint.save and Path(folder).is_dir() and any(Path(folder).iterdir()):
-        raise UserError(f"--load {folder} holds no checkpoint of megalite: give the folder that --save wrote")
-    else:
-        log.warning("no checkpoint in --load %s yet: training starts from new weights", folder)

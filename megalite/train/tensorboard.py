@@ -70,12 +70,19 @@ class TensorBoardWriter:
         }
         if self._config.log_batch_size_to_tensorboard:
             scalars["batch-size"] = metrics.global_batch_size
+        if metrics.params_norm is not None:
+            scalars["params-norm"] = metrics.params_norm
+        if metrics.num_zeros is not None:
+            scalars["num-zeros"] = metrics.num_zeros
         return scalars
 
     def _by_iteration(self, metrics: IterationMetrics, timers_ms: Mapping[str, float]) -> dict[str, float]:
         scalars = {"iteration-time": metrics.iteration_time_ms / 1e3, "world-size": float(self._world_size)}
         if self._config.log_throughput:
             scalars["throughput"] = metrics.tflops_per_gpu
+        if self._config.log_memory_to_tensorboard:
+            scalars["mem-allocated-bytes"] = metrics.memory_allocated_mb * 2**20
+            scalars["mem-reserved-bytes"] = metrics.memory_reserved_mb * 2**20
         if self._config.log_timers_to_tensorboard:
             scalars |= {f"{name}-time": milliseconds / 1e3 for name, milliseconds in timers_ms.items()}
         return scalars

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
+from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.store import load_checkpoint, save_checkpoint
+from megalite.checkpoint.save import Contents
+from megalite.checkpoint.saver import Saver
 from megalite.config import Config
 from megalite.data.build import DatasetSplits
 from megalite.data.gpt import Dataset
-from megalite.errors import UserError
-from megalite.model.stage import GPTStage
-from megalite.optim.learning_rate import LearningRate
-from megalite.optim.optimizer import Optimizer
-from megalite.pipeline.partition import layers_of_stages
+from megalite.log import log
+from megalite.optim.part import Part
+from megalite.parallel.deferred import WeightGradients
+from megalite.pipeline.schedule import SCHEDULES
 from megalite.topology import Topology
 from megalite.train.batches import BatchLoader
-from megalite.train.step import StepResult, TrainStep, build_pipeline, total_loss
+from megalite.train.chunks import build_chunks
+from megalite.train.course import Course
+from megalite.train.evaluation import Evaluator
+from megalite.train.fault_finder import FaultFinder
+from megalite.train.guard import Guard
+from megalite.train.optimizer import build_optimizer
+from megalite.train.step import BatchTokens, StepResult, TrainStep, build_pipeline
 from megalite.train.timers import Timers
 
 
@@ -32,7 +39,9 @@ class Trainer:
         datasets: what to train and evaluate on; the training part exists.
 
     Attributes:
+        chunks: the parts of the model that this rank holds.
         progress: iterations and samples so far; `step` moves it on.
+        global_batch_size: samples of a batch once a ramp-up is at its end, and of one in an evaluation.
     """
 
     def __init__(self, config: Config, topology: Topology, datasets: DatasetSplits, timers: Timers) -> None:
@@ -41,99 +50,110 @@ class Trainer:
         self.datasets = datasets
         self.timers = timers
         self.progress = Progress()
+        self.saver = Saver(config.checkpoint, topology)
         dp = topology.dp.size
         self.global_batch_size = config.global_batch(dp)
         self.num_microbatches = config.num_microbatches(dp)
+        self.batch_tokens = BatchTokens(self.global_batch_size * config.model.seq_length)
         with timers("model-and-optimizer-setup"):
-            self.stage = _build_stage(config, topology)
-            self.optimizer = Optimizer(
-                self.stage.named_parameters(),
-                self.stage.tied_weight,
-                config.optimizer,
-                topology,
-                config.parallel.ddp_bucket_size,
-            )
-        self.pipeline = build_pipeline(
-            self.stage,
-            topology,
-            config.parallel.pipeline_schedule,
-            config.training.micro_batch_size,
-            self.global_batch_size,
+            weight_gradients = WeightGradients(SCHEDULES[config.parallel.schedule].splits_backward)
+            self.chunks = build_chunks(config, topology, weight_gradients)
+            self.optimizer = build_optimizer(self.chunks, config, topology)
+        self.pipeline = build_pipeline(self.chunks, config, topology, self.batch_tokens, weight_gradients)
+        self.evaluator = Evaluator(
+            self.chunks, self.pipeline, config, topology, self.batch_tokens, datasets.ends
         )
-        assert datasets.train is not None and config.training.train_iters is not None
+        assert datasets.train is not None
+        load = self._loader(datasets.train)
         self.train_step = TrainStep(
             self.pipeline,
             self.optimizer,
-            LearningRate(config.optimizer, config.training.train_iters),
-            self._loader(datasets.train),
-            self.num_microbatches,
+            Course(config, dp),
+            load,
+            config.model.seq_length,
+            self.batch_tokens,
+            Guard(config.training),
+            FaultFinder(
+                self.chunks,
+                self.pipeline,
+                self.optimizer,
+                load,
+                config.training.micro_batch_size,
+                topology,
+            ),
             topology,
             timers,
+            config.data.eod_mask_loss,
+            self.saver.before_update,
         )
 
     def step(self) -> StepResult:
         """Trains one iteration and moves the progress on."""
-        self.stage.train()
-        result = self.train_step(self.progress.iteration + 1, self.progress.consumed_samples)
-        self.progress = self.progress.after(self.global_batch_size)
+        for chunk in self.chunks:
+            chunk.train()
+        result = self.train_step(self.progress)
+        self.progress = self.progress.after(
+            result.num_samples,
+            skipped=result.skipped,
+            is_nan=not result.is_left_out and not math.isfinite(result.loss),
+            losses=result.kept_losses,
+        )
         return result
 
-    def evaluate(self, dataset: Dataset, first_sample: int) -> float:
-        """Mean loss of the tokens of `eval_iters` global batches from `first_sample` on, without dropout."""
-        self.stage.eval()
-        load = self._loader(dataset)
-        num_batches = self.config.training.eval_iters
-        total = 0.0
-        for batch in range(num_batches):
-            consumed = first_sample + batch * self.global_batch_size
-            losses = self.pipeline.evaluate(self.num_microbatches, partial(load, consumed))
-            total += total_loss(losses, self.topology)
-        return total / num_batches
+    def evaluate(
+        self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
+    ) -> float:
+        """Mean loss of `eval_iters` global batches from `first_sample` on, without dropout.
 
-    def tensors(self) -> dict[str, Tensor]:
+        The mean is over all of their tokens that have a loss. What `before_batch` raises ends it.
+        """
+        return self.evaluator(dataset, first_sample, before_batch)
+
+    def tensors(self) -> dict[str, Tensor | Part]:
         """All that a checkpoint holds of this rank, by name: views of weights and optimizer state."""
-        weights = {f"model.{name}": weight.data for name, weight in self.stage.named_parameters()}
+        self.optimizer.finish_weights()
+        weights: dict[str, Tensor | Part] = {
+            f"model.{name}": tensor for name, tensor in self.optimizer.weights().items()
+        }
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
-    def save(self) -> Path:
-        """Saves a checkpoint of the present progress to the config's folder."""
-        assert self.config.checkpoint.save is not None
+    def saved_tensors(self) -> dict[str, Tensor | Part]:
+        """Those that this run's checkpoints hold: with --no-save-optim the weights alone."""
+        tensors = self.tensors()
+        if self.config.checkpoint.save_optim:
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+    def save(self, *, is_last: bool = False) -> None:
+        """Saves a checkpoint of the present progress to the config's folder, or begins to; see `Saver`."""
         with self.timers("save-checkpoint"):
-            return save_checkpoint(
-                Path(self.config.checkpoint.save),
-                self.progress,
-                self.tensors(),
-                self.config,
-                self.topology,
-            )
+            contents = Contents.of(self.progress, self.config, self.topology)
+            self.saver.save(contents, self.saved_tensors(), is_last=is_last)
+
+    def save_local(self) -> None:
+        """Makes a non-persistent save, or begins to; see `Saver`."""
+        with self.timers("save-checkpoint-non-persistent"):
+            contents = Contents.of(self.progress, self.config, self.topology)
+            self.saver.save_local(contents, self.tensors())
 
     def load(self) -> bool:
         """Resumes from the latest checkpoint in the config's folder; False where there is none yet."""
         assert self.config.checkpoint.load is not None
-        with self.timers("load-checkpoint"), self.topology.agreed():
-            progress = load_checkpoint(
-                Path(self.config.checkpoint.load), self.tensors(), self.config, self.topology
+        with self.timers("load-checkpoint"):
+            intake = load_checkpoint(
+                Path(self.config.checkpoint.load),
+                self.tensors(),
+                self.config,
+                self.topology,
+                self.saver.local,
             )
-        self._check_agreement(progress)
-        if progress is not None:
-            self.progress = progress
-        return progress is not None
-
-    def _check_agreement(self, progress: Progress | None) -> None:
-        """Refuses a folder in which ranks see different things, as one that each node has for itself."""
-        seen: list[Progress | None] = [None] * self.topology.world_size
-        dist.all_gather_object(seen, progress)
-        if any(each != progress for each in seen):
-            iterations = sorted({each.iteration if each else 0 for each in seen})
-            raise UserError(
-                f"--load {self.config.checkpoint.load} holds iterations {iterations} on different ranks: "
-                "give a folder on a file system that all of them share"
-            )
+        if intake is None:
+            return False
+        for notice in intake.notices:
+            log.warning("%s", notice)
+        self.progress, self.config = intake.progress, intake.config
+        self.train_step.course = Course(self.config, self.topology.dp.size)
+        return True
 
     def _loader(self, dataset: Dataset) -> BatchLoader:
-        return BatchLoader(dataset, self.config.training.micro_batch_size, self.topology)
-
-
-def _build_stage(config: Config, topology: Topology) -> GPTStage:
-    stages = layers_of_stages(config.model.num_layers, topology.pp.size, config.parallel.pipeline_layers)
-    return GPTStage(config.model, topology, stages[topology.pp.rank], config.training.seed)
+        return BatchLoader(dataset, self.config.training.micro_batch_size, self.topology, self.datasets.ends)

@@ -50,11 +50,10 @@ def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:
         raise UserError("the batch of an iteration is not known: give --global-batch-size, or the run's --dp")
     if config.data.mock_data:
         raise UserError("--mock-data trains on random tokens, which come from no corpus")
-    num_iterations = config.training.train_iters
-    assert num_iterations is not None
+    num_iterations = config.num_iterations(dp or 1)
     if not 1 <= iteration <= num_iterations:
         raise UserError(
-            f"--iteration {iteration} is none of the run's: --train-iters {num_iterations}, counted from 1"
+            f"--iteration {iteration} is none of the run's: it has {num_iterations}, counted from 1"
         )
     return _trace(config, iteration, config.global_batch(dp or 1), dp)
 
@@ -68,8 +67,9 @@ def _trace(config: Config, iteration: int, batch: int, dp: int | None) -> Iterat
     with Topology.start(one_rank.parallel, Launch(0, 1, 0, 1)) as topology:
         dataset = build_data(resolve_vocabulary(one_rank, topology), topology, Timers()).train
     assert dataset is not None
-    block = config.training.micro_batch_size
-    for place in range(batch):
-        number = (iteration - 1) * batch + place
+    batch_size, block = one_rank.batch_size(1), config.training.micro_batch_size
+    first = batch_size.consumed_before(iteration)
+    for place in range(batch_size(first)):
+        number = first + place
         rank, microbatch = (None, None) if dp is None else (place // block % dp, place // (block * dp))
         yield TracedSample(number, rank, microbatch, origins_of(dataset, number))

@@ -18,6 +18,10 @@ from megalite.data.indexed_writer import IndexedWriter
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 RunHere = Callable[..., tuple[int, list[str]]]
+TINY_FLAGS = (
+    *("--preset", "gpt-tiny", "--tokenizer-type", "byte", "--seq-length", "32", "--split", "90,5,5"),
+    *("--global-batch-size", "4", "--train-iters", "4", "--log-interval", "1", "--eval-iters", "1"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -64,18 +68,12 @@ def pretrain_here(
     """Runs pretrain_gpt.py on one rank in this process; gives exit status and standard error."""
     monkeypatch.chdir(ROOT)
 
-    def run(*flags: str) -> tuple[int, list[str]]:
+    def run(*flags: str, base: tuple[str, ...] = TINY_FLAGS) -> tuple[int, list[str]]:
         status = 0
         try:
-            run_main(pretrain_gpt.main, [*TINY_FLAGS, "--data-path", corpus, *flags])
+            run_main(pretrain_gpt.main, [*base, "--data-path", corpus, *flags])
         except SystemExit as end:
             status = int(end.code or 0)
         return status, capsys.readouterr().err.splitlines()
 
     return run
-
-
-TINY_FLAGS = (
-    *("--preset", "gpt-tiny", "--tokenizer-type", "byte", "--seq-length", "32", "--split", "90,5,5"),
-    *("--global-batch-size", "4", "--train-iters", "4", "--log-interval", "1", "--eval-iters", "1"),
-)

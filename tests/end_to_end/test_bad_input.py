@@ -22,7 +22,7 @@ CONFIG_MISTAKES = {
     "padding too small": (["--pad-vocab-size-to", "200"], "--pad-vocab-size-to 200 is smaller"),
     "world size": (["--tp", "2"], "world size 1 is not"),
     "unknown flag": (["--num-layer", "3"], "unknown flag --num-layer; nearest is --num-layers"),
-    "not there yet": (["--bf16"], "--bf16"),
+    "not there yet": (["--fp8"], "--fp8"),
     "unreadable tokenizer": (
         ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/tokenizer.json"],
         "/nowhere/tokenizer.json",
@@ -122,6 +122,13 @@ def test_too_little_text(
     assert said in lines[0]
 
 
+def test_a_folder_to_load_that_is_not_there_is_no_new_run(pretrain_here: RunHere, tmp_path: Path) -> None:
+    missing = tmp_path / "typo"
+    status, lines = pretrain_here("--load", str(missing), "--finetune", "--save", str(tmp_path / "new"))
+    assert status == 1
+    assert lines[-1].startswith(f"error: --load {missing} does not exist: give the folder that --save wrote")
+
+
 def test_a_foreign_folder_is_no_checkpoint(pretrain_here: RunHere, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     status, lines = pretrain_here("--load", str(tmp_path))
@@ -131,7 +138,7 @@ def test_a_foreign_folder_is_no_checkpoint(pretrain_here: RunHere, tmp_path: Pat
 
 def test_another_seed_does_not_resume(pretrain_here: RunHere, tmp_path: Path) -> None:
     assert pretrain_here("--save", str(tmp_path))[0] == 0
-    status, lines = pretrain_here("--load", str(tmp_path), "--seed", "99", "--train-iters", "8")
+    status, lines = pretrain_here("--load", str(tmp_path), "--seed", "99")
     assert (status, len(lines)) == (1, 1)
     assert "of another run: seed 1234 (now 99)" in lines[0]
 

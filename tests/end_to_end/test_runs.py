@@ -57,6 +57,42 @@ def test_stop_and_resume_is_bitwise_a_run_at_a_stroke(
         assert all(expected[name].equal(resumed[name]) for name in expected)
 
 
+def test_a_run_counted_in_samples_resumes_in_its_ramp_up(pretrain_here: RunHere, tmp_path: Path) -> None:
+    """Batches of 2, 2, 4, 6 and 8 samples; stopped after the third, of which one was passed over."""
+
+    flags = [
+        *("--train-samples", "24", "--global-batch-size", "8", "--rampup-batch-size", "2", "2", "12"),
+        *("--lr", "0.01", "--lr-warmup-samples", "6", "--iterations-to-skip", "2", "--log-params-norm"),
+        *("--log-num-zeros-in-grad", "--log-interval", "1", "--eval-iters", "0"),
+    ]
+
+    def run(folder: Path, *more: str) -> list[dict[str, Any]]:
+        outputs = ["--save", str(folder), "--load", str(folder), "--metrics-file", str(folder / "m.jsonl")]
+        status, errors = pretrain_here(*flags, *outputs, *more, base=TINY_FLAGS[:-8])
+        assert (status, errors) == (0, [])
+        return [line for line in _lines(folder / "m.jsonl") if "iteration" in line]
+
+    whole = run(tmp_path / "whole")
+    assert [line["global_batch_size"] for line in whole] == [2, 2, 4, 6, 8]
+    assert [line["consumed_samples"] for line in whole] == [2, 4, 8, 14, 22]
+    assert [line["total_skipped"] for line in whole] == [0, 1, 1, 1, 1]
+    run(tmp_path / "parts", "--exit-interval", "3")
+    parts = run(tmp_path / "parts")
+    for name in ("iteration", "lm_loss", "learning_rate", "params_norm", "num_zeros", "total_skipped"):
+        assert [line.get(name) for line in parts] == [line.get(name) for line in whole], name
+    assert ["num_zeros" in line for line in whole] == [True, False, True, True, True]
+
+
+def test_the_gradient_of_a_skipped_update_is_not_told_of(pretrain_here: RunHere, tmp_path: Path) -> None:
+    """An overflow is looked for by running microbatches again, which leaves the last of their gradients."""
+    metrics = tmp_path / "m.jsonl"
+    flags = ("--fp16", "--loss-scale", "1e30", "--log-num-zeros-in-grad", "--metrics-file", str(metrics))
+    status, _ = pretrain_here(*flags, "--train-iters", "1")
+    (line,) = (line for line in _lines(metrics) if "iteration" in line)
+    assert (status, line["skipped"]) == (0, True)
+    assert "num_zeros" not in line
+
+
 def _plain_python(num_ranks: int, *flags: str) -> list[tuple[int, str, str]]:
     """Runs one python a rank, without torchrun; gives each one's status, output and errors."""
     with socket.socket() as probe:

@@ -7,19 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.log import log
 from megalite.topology import Launch, Topology
 from megalite.train.metrics import IterationMetrics
-
-
-@pytest.fixture(autouse=True)
-def _plain_log() -> Iterator[None]:
-    """The logger as imported, whatever ran before in this process; and leaves it as found."""
-    handlers, level, propagate = list(log.handlers), log.level, log.propagate
-    log.handlers[:], log.propagate = [], True
-    yield
-    log.handlers[:], log.propagate = handlers, propagate
-    log.setLevel(level)
 
 
 @pytest.fixture

@@ -10,9 +10,17 @@ import torch
 
 from megalite.config import ParallelConfig
 from megalite.data.build import DatasetSplits, NamedDataset
+from megalite.data.document_ends import DocumentEnds
 from megalite.errors import UserError
 from megalite.topology import Topology
-from megalite.train.batches import NUM_AHEAD, BatchLoader, Prefetcher, UnreadDataset, datasets_on_every_stage
+from megalite.train.batches import (
+    NUM_AHEAD,
+    BatchLoader,
+    Prefetcher,
+    UnreadDataset,
+    datasets_on_every_stage,
+    reads_data,
+)
 
 CPU = torch.device("cpu")
 
@@ -77,6 +85,22 @@ def test_middle_stages_read_nothing() -> None:
         batch = BatchLoader(dataset, 2, topology)(4, 1)
         assert batch.tokens.numel() == batch.labels.numel() == 0
         assert batch.sample_numbers.tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("on_every_stage", [False, True])
+def test_middle_stages_read_documents_where_layers_need_them(on_every_stage: bool) -> None:
+    ends = DocumentEnds(5, True, True, True, on_every_stage)
+    parallel = ParallelConfig(pipeline_model_parallel_size=3)
+    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+        assert reads_data(topology, ends) == on_every_stage
+        batch = BatchLoader(Recorder(8), 2, topology, ends)(4, 0)
+    assert batch.sample_numbers.tolist() == [4, 5]
+    if on_every_stage:
+        assert batch.document_ids is not None and batch.position_ids is not None
+        assert batch.document_ids.tolist() == [[0] * 9, list(range(9))]  # sample 5 is ends of documents alone
+        assert batch.position_ids.tolist() == [list(range(9)), [0] * 9]
+    else:
+        assert batch.document_ids is None and batch.position_ids is None
 
 
 def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

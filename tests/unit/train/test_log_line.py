@@ -30,6 +30,13 @@ def test_throughput_follows_the_elapsed_time(metrics: IterationMetrics) -> None:
     assert iteration_line(metrics, log_throughput=True) == expected
 
 
+def test_optional_fields_follow_the_grad_norm(metrics: IterationMetrics) -> None:
+    before, norm, after = GOLDEN.partition(" grad norm: 1.303 |")
+    further = dataclasses.replace(metrics, num_zeros=0, params_norm=12.345)
+    expected = f"{before}{norm} num zeros: 0 | params norm: 12.345 |{after}"
+    assert iteration_line(further, log_throughput=False) == expected
+
+
 @pytest.mark.parametrize(("loss", "shown"), [(math.nan, "NAN"), (math.inf, "INF"), (-math.inf, "-INF")])
 def test_a_loss_that_is_no_number_is_shown(metrics: IterationMetrics, loss: float, shown: str) -> None:
     line = iteration_line(dataclasses.replace(metrics, lm_loss=loss), log_throughput=False)

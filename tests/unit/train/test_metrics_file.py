@@ -35,7 +35,10 @@ def test_every_figure_in_full_precision(tmp_path: Path, metrics: IterationMetric
     writer.iteration(exact, {})
     (record,) = _read(path)  # before it is closed: each line is there at once
     assert record.keys() >= CONTRACT
-    assert record == {key: value for key, value in dataclasses.asdict(exact).items() if key != "warnings"}
+    absent = {"warnings", "params_norm", "num_zeros"}
+    assert record == {key: value for key, value in dataclasses.asdict(exact).items() if key not in absent}
+    writer.iteration(dataclasses.replace(exact, params_norm=1 / 7, num_zeros=0), {})
+    assert (_read(path)[1]["params_norm"], _read(path)[1]["num_zeros"]) == (1 / 7, 0)
 
 
 def test_validation(tmp_path: Path) -> None:

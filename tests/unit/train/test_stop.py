@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from megalite.config import TrainingConfig
-from megalite.train.stop import StopConditions
+from megalite.topology import Topology
+from megalite.train.requeue import RequeueNote
+from megalite.train.signals import StopSignals
+from megalite.train.stop import ASK_SECONDS, Stop, StopConditions, Stopped, leave_if_switched_off
 
 
 @pytest.fixture
@@ -18,30 +22,75 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def _conditions(topology: Topology, **settings: object) -> StopConditions:
+    return StopConditions(TrainingConfig(**settings), topology, StopSignals(RequeueNote(None)))
+
+
 def test_never_without_a_condition(topology, clock) -> None:
-    stop = StopConditions(TrainingConfig(), topology)
+    stop = _conditions(topology, exit_signals=())
     clock[0] += 1e9
-    assert stop.reason(1000) is None
+    assert stop.after(1000) is None
 
 
 def test_at_each_multiple_of_the_interval(topology) -> None:
-    stop = StopConditions(TrainingConfig(exit_interval=5), topology)
-    assert [iteration for iteration in range(1, 16) if stop.reason(iteration)] == [5, 10, 15]
-    assert stop.reason(5) == "iteration 5 is a multiple of --exit-interval 5"
+    stop = _conditions(topology, exit_interval=5)
+    assert [iteration for iteration in range(1, 16) if stop.after(iteration)] == [5, 10, 15]
+    reason = "iteration 5 is a multiple of --exit-interval 5"
+    assert stop.after(5) == Stop(reason, status=0, wants_requeue=True)
 
 
 def test_after_the_duration_counted_from_the_start(topology, clock) -> None:
-    stop = StopConditions(TrainingConfig(exit_duration_in_mins=1.5), topology)
-    assert stop.reason(1) is None
-    clock[0] += 89.0
-    assert stop.reason(2) is None
+    stop = _conditions(topology, exit_duration_in_mins=1.5)
     clock[0] += 2.0
-    assert stop.reason(3) == "the run is older than --exit-duration-in-mins 1.5"
+    assert stop.after(1) is None
+    clock[0] += 87.0
+    assert stop.after(2) is None
+    clock[0] += 2.0
+    reason = "the run is older than --exit-duration-in-mins 1.5"
+    assert stop.after(3) == Stop(reason, status=0, wants_requeue=True)
 
 
-def test_whichever_comes_first(topology, clock) -> None:
-    stop = StopConditions(TrainingConfig(exit_interval=5, exit_duration_in_mins=1.0), topology)
-    assert stop.reason(4) is None
+def test_ranks_ask_each_other_less_often_where_iterations_are_short(topology, clock, monkeypatch) -> None:
+    stop = _conditions(topology)
+    asked: list[int] = []
+    ask = stop._agreed
+    monkeypatch.setattr(stop, "_agreed", lambda: asked.append(iteration) or ask())
+    for iteration in range(1, 41):
+        clock[0] += ASK_SECONDS / 10 * 1.001 if iteration <= 30 else 1.0
+        stop.after(iteration)
+    assert asked[:5] == [1, 10, 19, 28, 37]  # the last of these pauses began with short iterations
+    assert asked[5:] == [38, 39, 40]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "wants_requeue"),
+    [("SIGTERM", 75, True), ("SIGUSR1", 75, True), ("SIGINT", 130, False)],
+)
+def test_after_a_signal(topology, name: str, status: int, wants_requeue: bool) -> None:
+    stop = _conditions(topology)
+    stop.signals.hold()
+    stop.signals.notice(name)
+    assert stop.now() == Stop(f"received {name}", status, wants_requeue, is_urgent=True)
+    with pytest.raises(Stopped, match=name):
+        stop.raise_if_urgent()
+
+
+def test_once_the_kill_switch_is_there_before_any_signal(topology, tmp_path: Path) -> None:
+    switch = tmp_path / "stop"
+    stop = _conditions(topology, kill_switch_path=str(switch))
+    stop.signals.hold()
+    leave_if_switched_off(stop.config, topology)
+    assert stop.now() is None
+    switch.touch()
+    stop.signals.notice("SIGTERM")
+    assert stop.now() == Stop(f"--kill-switch-path {switch} exists", is_urgent=True)
+    with pytest.raises(SystemExit) as end:
+        leave_if_switched_off(stop.config, topology)
+    assert end.value.code == 0
+
+
+def test_an_age_alone_breaks_nothing_off(topology, clock) -> None:
+    stop = _conditions(topology, exit_duration_in_mins=1.0)
     clock[0] += 61.0
-    assert "duration" in (stop.reason(6) or "")
-    assert "interval" in (stop.reason(10) or "")
+    stop.raise_if_urgent()
+    assert stop.now() is not None

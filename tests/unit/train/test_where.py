@@ -91,6 +91,17 @@ def test_default_batch_needs_dp(corpora: list[str]) -> None:
     assert [sample.number for sample in trace_iteration(config, 3)] == [4, 5]
 
 
+def test_a_ramp_up_moves_the_iterations(corpora: list[str]) -> None:
+    """Batches of 2, 2, 4 and then 6 samples; counted in samples the run has four of them."""
+    flags = flags_of(corpora[:1], "--global-batch-size", "6", "--rampup-batch-size", "2", "2", "6")
+    at = flags.index("--train-iters")
+    config, _ = parse([*flags[:at], "--train-samples", "15", *flags[at + 2 :]])
+    numbers = [[sample.number for sample in trace_iteration(config, iteration)] for iteration in (1, 2, 3, 4)]
+    assert numbers == [[0, 1], [2, 3], [4, 5, 6, 7], [8, 9, 10, 11, 12, 13]]
+    with pytest.raises(UserError, match="--iteration 5 is none of the run's: it has 4"):
+        list(trace_iteration(config, 5))
+
+
 def test_tool(corpora: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = flags_of(corpora[:1], "--global-batch-size", "2", "--tp", "8", "--pp", "1")
     flags[flags.index("--num-attention-heads") + 1] = "8"

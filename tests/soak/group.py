@@ -1,0 +1,130 @@
+"""The ranks of one start of a run, each a process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import pretrain_gpt
+from megalite.cli import run_main
+
+_SECONDS_TO_NOTICE = 20.0
+"""How long ranks have to end by themselves after one of them is gone; after that they are killed."""
+_RESUMED = re.compile(r"^resumed from .* at iteration (\d+)", re.MULTILINE)
+_NEW = re.compile(r"starts? from new weights", re.MULTILINE)
+
+
+class Start(NamedTuple):
+    """What a start said of itself.
+
+    Attributes:
+        resumed_at: 0 for a start from new weights; None if it did not come so far.
+    """
+
+    resumed_at: int | None
+
+
+class Group:
+    """Processes of ranks, which can be stopped as they stand, killed and awaited."""
+
+    def __init__(self, processes: list[BaseProcess], log: Path) -> None:
+        self._processes = processes
+        self.log = log
+
+    @staticmethod
+    def start(num_ranks: int, arguments: Sequence[str], folder: Path) -> Group:
+        """Starts one process a rank; what they print goes to a file beside the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "pretrain_gpt", __name__])
+        number = len(list(folder.parent.glob(f"{folder.name}_*.log")))
+        log = folder.parent / f"{folder.name}_{number:03d}.log"
+        log.touch()
+        port = str(_free_port())
+        processes: list[BaseProcess] = []
+        for rank in range(num_ranks):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            process = context.Process(target=_rank_main, args=(environment, list(arguments), str(log)))
+            process.start()
+            processes.append(process)
+        return Group(processes, log)
+
+    @property
+    def size(self) -> int:
+        return len(self._processes)
+
+    def is_over(self) -> bool:
+        """Whether some rank has ended."""
+        return any(not process.is_alive() for process in self._processes)
+
+    def freeze(self) -> None:
+        """Stops all ranks where they are."""
+        self._send(signal.SIGSTOP, range(self.size))
+
+    def go_on(self) -> None:
+        """Lets stopped ranks run."""
+        self._send(signal.SIGCONT, range(self.size))
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Kills some ranks, which leaves them no time for anything; the others run on."""
+        victims = list(ranks)
+        self._send(signal.SIGKILL, victims)
+        for rank in victims:
+            self._processes[rank].join()
+        self.go_on()
+
+    def end(self) -> None:
+        """Waits until all have ended, and ends those that do not."""
+        deadline = time.monotonic() + _SECONDS_TO_NOTICE
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._send(signal.SIGKILL, range(self.size))
+        for process in self._processes:
+            process.join()
+
+    def wait(self) -> int:
+        """Waits for all; the largest status, where a killed rank's is its signal's number."""
+        for process in self._processes:
+            process.join()
+        return max(abs(process.exitcode or 0) for process in self._processes)
+
+    def told(self) -> Start:
+        """What the log says of where the run went on."""
+        text = self.log.read_text()
+        if match := _RESUMED.search(text):
+            return Start(int(match[1]))
+        return Start(0 if _NEW.search(text) else None)
+
+    def _send(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            process = self._processes[rank]
+            if process.pid is not None and process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+
+def _rank_main(environment: dict[str, str], arguments: list[str], log: str) -> None:
+    """One rank, as `python pretrain_gpt.py` with these variables."""
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    run_main(pretrain_gpt.main, arguments)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

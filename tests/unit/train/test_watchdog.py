@@ -1,0 +1,177 @@
+"""When a run counts as hung: poll by poll, without a clock, several ranks of one store in this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megalite.config import ParallelConfig
+from megalite.pipeline.action import Action, Kind
+from megalite.topology import Topology
+from megalite.train import watchdog
+from megalite.train.board import Board, Silence
+from megalite.train.stacks import all_stacks
+from megalite.train.standing import Place
+from megalite.train.watchdog import HANG_STATUS, Watchdog
+
+ACTION = Action(Kind.FORWARD, 0)
+POLLS = 20
+"""Within the time-out."""
+TIMEOUT = POLLS / 1024
+
+
+class Left(Exception):
+    """Instead of the process's end."""
+
+
+class World:
+    """Watchdogs of several ranks, and what becomes of them."""
+
+    def __init__(self, num_ranks: int, folder: Path) -> None:
+        self.left: list[int] = []
+        self.num_done = [1] * num_ranks
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        self.dogs: list[Watchdog] = []
+        for rank in range(num_ranks):
+            with Topology.fake(ParallelConfig(), num_ranks, rank) as topology:
+                board = Board(store, rank, num_ranks, patience=5.0)
+                done, leave = self._done(rank), self._leave(rank)
+                dog = Watchdog(TIMEOUT, topology, board, folder, done, leave, sys._getframe)
+            self.num_done[rank] = 2  # the first iteration is over
+            self.dogs.append(dog)
+
+    def tick(self, *ranks: int, times: int = 1) -> None:
+        for _ in range(times):
+            for rank in ranks:
+                if rank not in self.left:
+                    self.dogs[rank].tick()
+
+    def _done(self, rank: int) -> Callable[[], int]:
+        return lambda: self.num_done[rank]
+
+    def _leave(self, rank: int) -> Callable[[int], None]:
+        def leave(status: int) -> None:
+            assert status == HANG_STATUS
+            self.left.append(rank)
+
+        return leave
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(watchdog, "_LEAVE_SECONDS", 0.0001)
+    monkeypatch.setattr(watchdog, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "within", lambda seconds, function: function())
+    waiting = Place("all_reduce over dp", "step.py:1", "", (0, 1, 2))
+    monkeypatch.setattr(watchdog, "place_of", lambda *_, **__: waiting)
+    monkeypatch.setattr(watchdog, "_collectives", lambda topology: ())
+    return World(3, tmp_path)
+
+
+def test_ranks_that_all_stand_still_end_with_one_report(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.tick(0, 1, 2, times=POLLS)
+    assert world.left == []  # the first look saw an iteration
+    world.tick(0, 1, 2, times=2)
+    assert sorted(world.left) == [0, 1, 2]
+    assert capsys.readouterr().err.count("error: hang") == 1
+
+
+def test_a_rank_that_gets_on_keeps_the_run(world: World) -> None:
+    for _ in range(3 * POLLS):
+        world.dogs[2].begins(ACTION)
+        world.tick(0, 1, 2)
+    assert world.left == []
+    world.tick(0, 1, 2, times=POLLS + 2)
+    assert sorted(world.left) == [0, 1, 2]
+
+
+def test_a_silent_rank_does_not_keep_it(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.tick(0, 1, 2)
+    world.tick(0, 1, times=POLLS + 10)
+    assert sorted(world.left) == [0, 1]
+    assert "did not arrive: rank 2" in (text := capsys.readouterr().err)
+    assert "rank 2: did not answer; last heard of at iteration 3" in text
+
+
+def test_a_higher_rank_reports_where_the_lowest_is_silent(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.tick(0, 1, 2)
+    world.tick(1, 2, times=POLLS + 10)
+    assert sorted(world.left) == [1, 2]
+    assert capsys.readouterr().err.count("did not arrive: rank") == 1
+
+
+def test_a_rank_whose_training_is_over_is_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.tick(0, 1, 2)
+    world.dogs[1].post_end()
+    world.tick(0, 2, times=POLLS + 10)
+    assert sorted(world.left) == [0, 2]
+    assert "rank 1: has left training after iteration 2" in capsys.readouterr().err
+
+
+def test_what_may_take_any_time_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "takes_any_time", lambda frame: True)
+    world.tick(0, 1, 2, times=5 * POLLS)
+    assert world.left == []
+
+
+def test_the_first_iteration_may_take_longer(world: World) -> None:
+    for rank in range(3):
+        world.num_done[rank] = 1
+    world.tick(0, 1, 2, times=3 * POLLS - 1)
+    assert world.left == []
+    world.tick(0, 1, 2, times=2)
+    assert sorted(world.left) == [0, 1, 2]
+
+
+def test_actions_that_take_long_make_it_patient(world: World) -> None:
+    world.num_done[0] = 1  # in its first iteration, of slow actions
+    for _ in range(2):
+        world.tick(0, 1, 2, times=POLLS)
+        world.tick(0, 1, 2, times=POLLS)
+        world.dogs[0].ends(ACTION)
+    world.num_done[0] = 2
+    world.tick(0, 1, 2, times=3 * POLLS)
+    assert world.left == []
+
+
+def test_without_the_store_a_rank_ends_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def silent(*_: object) -> None:
+        raise Silence("no answer in 5 s")
+
+    monkeypatch.setattr(Board, "post", silent)
+    world.tick(1, times=POLLS)
+    assert world.left == []
+    world.tick(1)
+    assert world.left == [1]
+    assert "rank 1 has made no progress for 0 s" in capsys.readouterr().err
+
+
+def test_a_store_that_never_answers_is_left_after_its_time() -> None:
+    released = threading.Event()
+
+    class Stopped:
+        def set(self, *_: object) -> None:
+            released.wait()
+
+    board = Board(Stopped(), 0, 1, patience=0.05)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(Silence, match="no answer"):
+            board.num_leaving() if _ else board.end(1)
+    released.set()
+
+
+def test_stacks_name_every_thread() -> None:
+    text = all_stacks()
+    assert text.startswith("thread MainThread:")
+    assert "test_stacks_name_every_thread" in text
