@@ -24,11 +24,14 @@ class Tolerance:
 TOLERANCES = {
     "fp64": Tolerance(loss=1e-11, grad_norm=1e-9, gradient=1e-9, weight=1e-9),
     "fp32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-3, weight=math.inf),
+    "fp16": Tolerance(loss=1e-3, grad_norm=math.inf, gradient=0.05, weight=math.inf),
+    "bf16": Tolerance(loss=2e-3, grad_norm=math.inf, gradient=0.1, weight=math.inf),
 }
 """By the config's params_dtype.
 
-In fp32 no bound holds for the weights: where a gradient is as small as its rounding error, Adam divides the
-one by the other, and the weight steps by the learning rate in a direction of chance. fp64 is the proof.
+In fp32 and below no bound holds for the weights: where a gradient is as small as its rounding error, Adam
+divides the one by the other, and the weight steps by the learning rate in a direction of chance. fp64 is the
+proof. In 16 bits runs drift apart with time: what holds is the first gradient, and the loss.
 """
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config import Config
 from megalite.local_ranks import run_ranks
-from megalite.model.stage import GPTStage
 from megalite.parallel.shard import gather_full, spec_of
 from megalite.topology import Topology
+from megalite.train.chunks import named_parameters
 from megalite.train.prepare import build_data, resolve_vocabulary
 from megalite.train.timers import Timers
 from megalite.train.trainer import Trainer
@@ -54,21 +54,19 @@ def _record_rank(topology: Topology, config: Config, num_iterations: int) -> Rec
     trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
     # Dropout by counter makes this pass the same as the first iteration's.
     trainer.train_step.gradients(trainer.progress.consumed_samples)
-    gradients = _gather(trainer.stage, topology, lambda parameter: parameter.grad)
+    gradients = _gather(trainer, trainer.optimizer.gradient)
     results = [trainer.step() for _ in range(num_iterations)]
-    weights = _gather(trainer.stage, topology, lambda parameter: parameter.data)
+    trainer.optimizer.finish_weights()
+    weights = _gather(trainer, trainer.optimizer.weight)
     return Record([r.loss for r in results], [r.grad_norm for r in results], gradients, weights)
 
 
-def _gather(
-    stage: GPTStage, topology: Topology, part: Callable[[nn.Parameter], Tensor | None]
-) -> dict[str, Tensor]:
-    """This stage's full tensors, without the vocabulary's padding; given by the first of its ranks alone."""
+def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The full tensors of a rank's chunks, without the vocabulary's padding, on the first such rank."""
+    topology, vocab_size = trainer.topology, trainer.config.model.vocab_size
     full: dict[str, Tensor] = {}
-    for name, parameter in stage.named_parameters():
-        local = part(parameter)
-        assert local is not None
-        tensor = gather_full(local, spec_of(parameter), topology)
+    for name, parameter in named_parameters(trainer.chunks):
+        tensor = gather_full(local(name), spec_of(parameter), topology)
         is_vocabulary = name.startswith(("embedding.word.", "output."))
-        full[name] = tensor[: stage.vocab_size].clone() if is_vocabulary else tensor
+        full[name] = tensor[:vocab_size].clone() if is_vocabulary else tensor
     return full if topology.tp.is_first and topology.dp.is_first else {}

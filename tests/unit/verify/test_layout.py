@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, TrainingConfig
+from megalite.config.stages import layers_per_stage
 from megalite.errors import ConfigError, UserError
 from megalite.presets import PRESETS
 from megalite.verify.layout import Layout
@@ -15,6 +16,14 @@ from megalite.verify.layout import Layout
         ("tp2pp2dp2", Layout(2, 2, 2), 8),
         ("dp4mbs2", Layout(dp=4, mbs=2), 4),
         ("mbs4", Layout(mbs=4), 1),
+        ("tp2+sp", Layout(tp=2, sp=True), 2),
+        ("tp2pp2mbs4+sp", Layout(tp=2, pp=2, mbs=4, sp=True), 4),
+        ("tp2pp2v2dp2", Layout(2, 2, 2, v=2), 8),
+        ("tp2dp2+sp+zero1+gather", Layout(tp=2, dp=2, sp=True, zero=1, gather=True), 4),
+        ("dp4+zero2", Layout(dp=4, zero=2), 4),
+        ("pp2+selective+uneven", Layout(pp=2, recompute="selective", uneven=True), 2),
+        ("pp4zb", Layout(pp=4, zero_bubble="zb"), 4),
+        ("pp2zbvmbs1", Layout(pp=2, zero_bubble="zbv", mbs=1), 2),
     ],
 )
 def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: int) -> None:
@@ -23,7 +32,9 @@ def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: 
     assert layout.world_size == world_size
 
 
-@pytest.mark.parametrize("name", ["", "tp", "tp0", "tp2x", "cp2", "2tp", "tp2 pp2"])
+@pytest.mark.parametrize(
+    "name", ["", "tp", "tp0", "tp2x", "cp2", "2tp", "tp2 pp2", "tp2sp", "+sp", "tp2+", "tp2+zz"]
+)
 def test_another_name_is_a_mistake(name: str) -> None:
     with pytest.raises(UserError, match="write tp2pp2"):
         Layout.parse(name)
@@ -46,6 +57,12 @@ def test_a_layout_changes_nothing_but_the_layout() -> None:
         _config().optimizer,
         _config().data,
     )
+
+
+def test_recomputation_and_an_uneven_split_are_of_the_layout() -> None:
+    config = Layout.parse("pp2+full+uneven").apply(_config(), global_batch_size=8)
+    assert config.recompute.recompute_granularity == "full"
+    assert layers_per_stage(config) == (1, 3)
 
 
 def test_a_layout_that_the_model_cannot_have_is_told() -> None:

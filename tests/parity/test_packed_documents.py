@@ -1,0 +1,135 @@
+"""Packed documents in any layout: positions, attention and loss that end with a document.
+
+Random tokens hold four ends of documents a sample; every rank has other documents, so that a mean over a
+microbatch's or a rank's own tokens would show.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
+from megalite.data.mock import MockDataset
+from megalite.presets import PRESETS
+from megalite.topology import Topology
+from megalite.train.prepare import build_data
+from megalite.train.timers import Timers
+from megalite.train.trainer import Trainer
+from megalite.verify.compare import TOLERANCES, compare
+from megalite.verify.layout import Layout
+from megalite.verify.record import Record, record_run
+
+NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
+VOCABULARY = 200
+EOD = VOCABULARY - 1
+DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}
+OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+ADDED = (
+    ("reset_position_ids", "eod_mask_loss"),
+    ("reset_attention_mask", "eod_mask_loss"),
+    ("eod_mask_loss", "reset_attention_mask"),
+)
+"""Each option, and one that it is added to: with one at least, random tokens have documents."""
+
+
+def _config(model: str, dropout: float, *options: str) -> Config:
+    return Config(
+        model=replace(
+            PRESETS[model],
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+            vocab_size=VOCABULARY,
+            params_dtype="fp64",
+            seq_length=32,
+        ),
+        optimizer=OptimizerConfig(lr=3e-3, lr_decay_style="constant"),
+        data=DataConfig(mock_data=True, **dict.fromkeys(options, True)),
+        training=TrainingConfig(
+            micro_batch_size=2, global_batch_size=GLOBAL_BATCH_SIZE, train_iters=NUM_ITERATIONS, eval_iters=2
+        ),
+    )
+
+
+@functools.cache
+def _reference(model: str, *options: str) -> Record:
+    return record_run(_config(model, DROPOUT[model], *options), NUM_ITERATIONS, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "options"),
+    [
+        *((model, layout, OPTIONS) for model in DROPOUT for layout in ("tp2pp2dp2", "dp4mbs1")),
+        # Between the first and the last stage, for attention's mask alone and for rotary angles alone.
+        ("gpt-tiny", "pp4", ("reset_attention_mask",)),
+        ("llama-tiny", "pp4", ("reset_position_ids",)),
+    ],
+)
+def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
+    layout = Layout.parse(name)
+    config = layout.apply(_config(model, DROPOUT[model], *options), GLOBAL_BATCH_SIZE)
+    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
+
+
+def test_same_run_beside_all_that_cuts_or_recomputes() -> None:
+    """Hidden states are cut by the sequence and documents are not; rank 0 has the first stage and last."""
+    config = _config("gpt-tiny", 0.1, *OPTIONS)
+    config = replace(config, model=replace(config.model, num_layers=4))
+    cut = Layout.parse("tp2pp2dp2").apply(config, GLOBAL_BATCH_SIZE)
+    cut = replace(
+        cut,
+        parallel=replace(cut.parallel, sequence_parallel=True, pipeline_schedule="zb-v", zero_stage=2),
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
+    )
+    runs = (record_run(one, NUM_ITERATIONS, ranks) for one, ranks in ((cut, 8), (config, 1)))
+    assert not compare(*runs).excesses(TOLERANCES["fp64"])
+
+
+@pytest.mark.parametrize("model", DROPOUT)
+def test_each_option_changes_the_run(model: str) -> None:
+    """But restarting positions for ALiBi, whose distances stay what they were."""
+    for option, beside in ADDED:
+        difference = _reference(model, option, beside).losses[0] - _reference(model, beside).losses[0]
+        if model == "bloom-tiny" and option == "reset_position_ids":
+            assert difference == 0.0
+        else:
+            assert abs(difference) > 1e-5
+
+
+@pytest.mark.parametrize("model", DROPOUT)
+def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topology) -> None:
+    """In training and evaluation: against one pass over the whole batch and torch's mean."""
+    config = _config(model, 0.0, "eod_mask_loss")
+    trainer = Trainer(config, one_rank, build_data(config, one_rank, Timers()), Timers())
+    (stage,) = trainer.chunks
+    training, validation = (
+        MockDataset(2 * GLOBAL_BATCH_SIZE, 32, VOCABULARY, config.training.seed, split, EOD)
+        for split in (0, 1)
+    )
+
+    def expected(dataset: MockDataset, num_samples: int) -> torch.Tensor:
+        text = torch.stack([torch.from_numpy(dataset[i]) for i in range(num_samples)])
+        tokens, labels = text[:, :-1], text[:, 1:]
+        hidden = stage.hidden_states(tokens, torch.arange(num_samples), None)
+        logits = stage.logits(hidden).transpose(0, 1)[..., :VOCABULARY]
+        return F.cross_entropy(logits[tokens != EOD], labels[tokens != EOD])
+
+    weights = dict(stage.named_parameters())
+    mean = expected(training, GLOBAL_BATCH_SIZE)
+    gradients = torch.autograd.grad(mean, list(weights.values()))
+    loss, grad_norm = trainer.train_step.gradients(0)
+    assert loss == pytest.approx(mean.item(), rel=1e-13)
+    assert grad_norm == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-12)
+    for name, gradient in zip(weights, gradients, strict=True):
+        torch.testing.assert_close(
+            trainer.optimizer.gradient(name), gradient, rtol=1e-9, atol=1e-14, msg=name
+        )
+
+    assert trainer.datasets.valid is not None
+    evaluated = trainer.evaluate(trainer.datasets.valid, 0)
+    assert evaluated == pytest.approx(expected(validation, 2 * GLOBAL_BATCH_SIZE).item(), rel=1e-13)

@@ -1,0 +1,58 @@
+"""Training in 16 bits: one curve in any layout, and the curve of fp32."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from megalite.verify.compare import TOLERANCES, compare
+from megalite.verify.layout import Layout
+from megalite.verify.record import Record, record_run
+from tests.parity import test_layout_table as table
+
+NUM_ITERATIONS = 50
+
+
+@functools.cache
+def _run(name: str, dtype: str, corpus: str) -> Record:
+    layout = Layout.parse(name)
+    config = table._config("gpt-tiny", dtype, corpus)
+    config = replace(
+        config,
+        training=replace(config.training, train_iters=NUM_ITERATIONS),
+        # A scale with which no iteration is skipped, and a rate at which rounding does not grow.
+        optimizer=replace(config.optimizer, initial_loss_scale=2.0**12, lr=1e-3),
+    )
+    config = layout.apply(config, table.GLOBAL_BATCH_SIZE)
+    return record_run(config, NUM_ITERATIONS, layout.world_size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp2+zero1",
+        "tp2+sp",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tp2", "pp2", "dp4+zero2", "tp2pp2dp2+sp+zero1+gather", "pp4zb", "pp2v2")
+        ),
+    ],
+)
+def test_bf16_in_any_layout(name: str, corpus: str) -> None:
+    comparison = compare(_run(name, "bf16", corpus), _run("mbs2", "bf16", corpus))
+    assert not comparison.excesses(TOLERANCES["bf16"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_the_curve_is_that_of_fp32(dtype: str, corpus: str) -> None:
+    run, reference = _run("mbs2", dtype, corpus), _run("mbs2", "fp32", corpus)
+    assert reference.losses[-1] < 0.9 * reference.losses[0]  # it has come some way
+    assert run.losses == pytest.approx(reference.losses, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_fp16_in_another_layout(corpus: str) -> None:
+    comparison = compare(_run("tp2dp2+zero1", "fp16", corpus), _run("mbs2", "fp16", corpus))
+    assert not comparison.excesses(TOLERANCES["fp16"])

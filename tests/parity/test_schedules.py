@@ -1,0 +1,82 @@
+"""The layout table's rows of pipeline schedules and uneven stages: the same run as on one rank."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.presets import PRESETS
+from megalite.verify.compare import TOLERANCES, compare
+from megalite.verify.layout import Layout
+from megalite.verify.record import Record, record_run
+
+NUM_ITERATIONS = 10
+GLOBAL_BATCH_SIZE = 8
+FIRST_ROWS = ("pp2v2", "pp4zb", "pp2zbv")
+COMBINED = (
+    *("tp2pp2v2", "tp2pp2zb", "tp2pp2zbv", "pp2v2dp2", "pp2zbdp2", "pp2zbvdp2"),
+    *("tp2pp2v2dp2", "tp2pp2zbvdp2"),
+)
+UNEVEN = {
+    "given": {"pipeline_layers": (1, 3)},
+    "ends": {"decoder_first_pipeline_num_layers": 3},
+    "standalone": {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+        "num_virtual_stages_per_pipeline_rank": 3,
+    },
+}
+"""Splits of four layers on two ranks; the last one has stages of the embedding or the loss alone."""
+
+
+def _config(model: str, dtype: str, corpus: str) -> Config:
+    return Config(
+        model=replace(
+            PRESETS[model],
+            hidden_dropout=0.1 if model == "gpt-tiny" else 0.0,
+            attention_dropout=0.1 if model == "gpt-tiny" else 0.0,
+            vocab_size=2048,
+            params_dtype=dtype,
+            seq_length=64,
+        ),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.1),
+        data=DataConfig(data_path=(corpus,), split="949,50,1"),
+        training=TrainingConfig(
+            micro_batch_size=2,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            train_iters=NUM_ITERATIONS,
+            eval_iters=0,
+        ),
+    )
+
+
+@functools.cache
+def _reference(model: str, dtype: str, corpus: str) -> Record:
+    return record_run(_config(model, dtype, corpus), NUM_ITERATIONS, 1)
+
+
+def _excesses(config: Config, model: str, dtype: str, corpus: str, world_size: int) -> list[str]:
+    run = record_run(config, NUM_ITERATIONS, world_size)
+    return compare(run, _reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST_ROWS, *(pytest.param(name, marks=pytest.mark.slow) for name in COMBINED)]
+)
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gpt-tiny", pytest.param("llama-tiny", marks=pytest.mark.slow)])
+def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
+    layout = Layout.parse(name)
+    config = layout.apply(_config(model, dtype, corpus), GLOBAL_BATCH_SIZE)
+    assert not _excesses(config, model, dtype, corpus, layout.world_size)
+
+
+@pytest.mark.parametrize("split", ["given", "standalone", pytest.param("ends", marks=pytest.mark.slow)])
+def test_uneven_stages(split: str, corpus: str) -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, **UNEVEN[split])
+    config = replace(_config("gpt-tiny", "fp64", corpus), parallel=parallel)
+    config.validate(2)
+    assert not _excesses(config, "gpt-tiny", "fp64", corpus, 2)

@@ -1,0 +1,56 @@
+"""Rows of the layout table in which data-parallel ranks share out state and gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.verify.layout import Layout
+from megalite.verify.record import Record, record_run
+from tests.parity import test_layout_table as table
+
+LAYOUTS = ("dp2+zero1", "dp4+zero1+gather", "dp2+zero2", "dp4+zero2+gather", "pp2dp2+zero2")
+SLOW_LAYOUTS = ("tp2dp2+zero1", "tp2dp2+zero2", "pp2dp2+zero1+gather", "dp2mbs1+zero2", "tp2pp2dp2+zero2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *LAYOUTS,
+        "tp2pp2dp2+sp+zero1+gather",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_same_run(dtype: str, name: str, corpus: str) -> None:
+    table.test_same_run("gpt-tiny", dtype, name, corpus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("model", ["bloom-tiny", "llama-tiny"])
+def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
+    table.test_same_run(model, "fp64", name, corpus)
+
+
+def _run(name: str, dtype: str, corpus: str) -> Record:
+    layout = Layout.parse(name)
+    config = layout.apply(table._config("gpt-tiny", dtype, corpus), table.GLOBAL_BATCH_SIZE)
+    return record_run(config, 10, layout.world_size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp2",
+        pytest.param("dp4", marks=pytest.mark.slow),
+        pytest.param("tp2pp2dp2+sp", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_zero_1_is_bitwise_the_run_without(dtype: str, name: str, corpus: str) -> None:
+    whole = _run(name, dtype, corpus)
+    for shared in (_run(f"{name}+zero1", dtype, corpus), _run(f"{name}+zero1+gather", dtype, corpus)):
+        assert (shared.losses, shared.grad_norms) == (whole.losses, whole.grad_norms)
+        for part in ("gradients", "weights"):
+            expected, found = getattr(whole, part), getattr(shared, part)
+            assert all(found[key].equal(expected[key]) for key in expected)
