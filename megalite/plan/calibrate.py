@@ -1,0 +1,143 @@
+"""This machine's own rates, measured: of products, of copies, and of a link if there is one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megalite.config import ParallelConfig
+from megalite.local_ranks import run_ranks
+from megalite.model.stage import DTYPES
+from megalite.plan.gpu import Gpu
+from megalite.plan.products import dtype_rate
+from megalite.topology import Topology
+
+SECONDS = 0.3
+"""That each measurement takes about."""
+LINK_ELEMENTS = 4_000_000
+"""In fp32, of a message that measures the link."""
+
+
+def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
+    """The first GPU of this machine, or one core of it, as a kind of GPU; ranks are its GPUs or its cores.
+
+    The rates are those that programs get: their shares are 1, but for the attention product's.
+
+    Args:
+        dtype: that products are measured in.
+        is_quick: with small sizes and once.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_threads = torch.get_num_threads()
+    try:
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # as training's ranks have
+        kind = DTYPES[dtype]
+        product = _product_rate(device, kind, is_quick)
+        attention = _attention_rate(device, kind, is_quick)
+        copy = _copy_rate(device, is_quick)
+    finally:
+        torch.set_num_threads(num_threads)
+    ranks = _num_ranks(device)
+    link = _link_gbps(device, ranks, copy)
+    rate = product / dtype_rate(kind.itemsize)
+    return Gpu(
+        tflops=rate / 1e12,
+        memory_gib=_memory_bytes(device, ranks) / 2**30,
+        memory_gbps=copy / 1e9,
+        num_sms=_num_sms(device),
+        node_gbps=link,
+        network_gbps=link,
+        gpus_per_node=ranks,
+        product_share=1.0,
+        attention_share=attention / rate,
+        memory_share=1.0,
+        link_share=1.0,
+        residual_gb=2.2 if device.type == "cuda" else 0.4,
+    )
+
+
+def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:
+    """Work a second, of the best of several runs."""
+    best, end = float("inf"), time.perf_counter() + (0.0 if is_quick else SECONDS)
+    function()
+    while True:
+        _wait(device)
+        start = time.perf_counter()
+        function()
+        _wait(device)
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now >= end:
+            return work / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> float:
+    size = 256 if is_quick else 8192 if device.type == "cuda" else 1024
+    x = torch.randn(size, size, device=device).to(dtype)
+    return _rate(2.0 * size**3, lambda: x @ x, device, is_quick)
+
+
+def _attention_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> float:
+    """Of the half of the scores that the causal mask leaves, as `attention` counts them."""
+    heads, length, size = (
+        (4, 128, 64) if is_quick else (16, 4096, 128) if device.type == "cuda" else (4, 1024, 64)
+    )
+    q = torch.randn(1, heads, length, size, device=device).to(dtype)
+    work = 4.0 * heads * length**2 * size / 2
+    small_head = min(1.0, (size + 64) / 192)
+    run = lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)  # noqa: E731
+    return _rate(work, run, device, is_quick) / small_head
+
+
+def _copy_rate(device: torch.device, is_quick: bool) -> float:
+    """Bytes read and written a second."""
+    count = 1_000_000 if is_quick else 256_000_000 if device.type == "cuda" else 32_000_000
+    source = torch.zeros(count // 4, device=device)
+    target = torch.empty_like(source)
+    return _rate(2.0 * 4 * source.numel(), lambda: target.copy_(source), device, is_quick)
+
+
+def _num_ranks(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _memory_bytes(device: torch.device, ranks: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = next(float(line.split()[1]) for line in lines if line.startswith("MemTotal:"))
+    return kib * 1024 / ranks
+
+
+def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
+    """Between two GPUs, or of an all-reduce of two processes; what a copy has where there is one rank."""
+    if ranks < 2:
+        return copy / 1e9
+    if device.type == "cuda":
+        source = torch.zeros(LINK_ELEMENTS * 16, device="cuda:0")
+        target = torch.empty_like(source, device="cuda:1")
+        return _rate(4.0 * source.numel(), lambda: target.copy_(source), device, False) / 1e9
+    parallel = ParallelConfig(data_parallel_size=2)
+    return min(run_ranks(_all_reduce_rate, parallel, 2)) / 1e9
+
+
+def _all_reduce_rate(topology: Topology) -> float:
+    """Bytes that pass a rank in a second: of two ranks, as many as there are in the message."""
+    message = torch.zeros(LINK_ELEMENTS)
+    return _rate(4.0 * LINK_ELEMENTS, lambda: dist.all_reduce(message), topology.device, True)

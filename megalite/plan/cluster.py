@@ -1,0 +1,33 @@
+"""The GPUs of a run and how far they are from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.plan.gpu import Gpu
+
+HOP_SECONDS = 6e-6
+"""Latency of one step of a ring, over either link."""
+START_SECONDS = 20e-6
+"""A collective's own time, before its first byte."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs; ranks fill one node after the other.
+
+    Attributes:
+        node_gbps: gigabytes a second of a GPU to the others in its node, one way.
+        network_gbps: of a GPU to other nodes, one way, while all GPUs of its node send.
+    """
+
+    gpu: Gpu
+    world_size: int
+    gpus_per_node: int
+    node_gbps: float
+    network_gbps: float
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last of which may be used in part."""
+        return -(-self.world_size // self.gpus_per_node)

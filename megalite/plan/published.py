@@ -1,0 +1,164 @@
+"""Published runs, a line each of a CSV file, as jobs."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
+from megalite.config.model import Activation, PositionEmbedding
+from megalite.config.recompute import Module
+from megalite.plan.cluster import Cluster
+from megalite.plan.gpu import find_gpu
+from megalite.plan.job import Job
+from megalite.plan.layout import with_even_stages
+from megalite.plan.program import Program
+
+OTHER_NETWORKS = {"BigScience": 6.25, "DeepSpeed": 1.6}
+"""Gigabytes a second and GPU of sources whose nodes are not the usual ones: Jean Zay's have four adapters of
+100 Gb/s, the 16 V100s of the autotuner's table one of them for eight GPUs."""
+_MEGATRON = Program(fused_attention=False, fused_passes=True)
+_DEEPSPEED = replace(_MEGATRON, gradient_bytes=2, shared_copy_bytes=4, buffer_bytes=3e9)
+_MODERN = Program(fused_attention=True)
+_NEMO = Program(fused_attention=True, fused_passes=True, tp_share=0.4, gradient_bytes=2)
+PROGRAMS = {
+    "Megatron-LM README Sep": _MEGATRON,
+    "Megatron-LM README H100": _NEMO,
+    "Narayanan": _MEGATRON,
+    "Korthikanti": _MEGATRON,
+    "Megatron-Turing": _MEGATRON,
+    "BigScience": _DEEPSPEED,
+    "seed 000": replace(_DEEPSPEED, fused_passes=False, buffer_bytes=1e9),
+    "NVIDIA DGX": _NEMO,
+    "Llama-3": _NEMO,
+    "nanotron": replace(_MODERN, keeps_gathered=True),
+}
+"""By how a source's name begins; others run one of the time of fused attention."""
+POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
+ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "relu"}
+SELECTIVE_OP: tuple[Module, ...] = ("layernorm", "mlp_act", "core_attn")
+"""The nearest that there is here to keeping the outputs of every other operator."""
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A run and what was said of it.
+
+    Attributes:
+        seconds: of an iteration; None where none was published.
+        memory_gb: of its largest rank.
+        ran_out_of_memory: it did not run.
+    """
+
+    name: str
+    source: str
+    job: Job
+    parameters_b: float
+    seconds: float | None
+    memory_gb: float | None
+    ran_out_of_memory: bool
+
+
+def read_published(path: Path) -> Iterator[Published]:
+    """The runs of a file, in its order."""
+    with path.open(newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            yield _published(row)
+
+
+def _published(row: Mapping[str, str]) -> Published:
+    return Published(
+        row["case_id"],
+        row["source"],
+        job_of(row),
+        float(row["params_b_calc"]),
+        _number(row["iter_time_s"]),
+        _number(row["mem_gb"]),
+        not row["iter_time_s"] and "(OOM" in row["notes"],
+    )
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def job_of(row: Mapping[str, str]) -> Job:
+    """The line's model, layout and cluster."""
+    gpu = find_gpu(row["gpu"])
+    cp = int(row["cp"] or 1)
+    network = next((gbps for word, gbps in OTHER_NETWORKS.items() if word in row["source"]), gpu.network_gbps)
+    cluster = Cluster(gpu, int(row["n_gpus"]), int(row["gpus_per_node"]), gpu.node_gbps, network)
+    return Job(_config(row), cluster, program_of(row), cp)
+
+
+def program_of(row: Mapping[str, str]) -> Program:
+    """The source's; DeepSpeed keeps fp32 sums beside gradients in bf16, but not beside those in fp16."""
+    found = (program for source, program in PROGRAMS.items() if row["source"].startswith(source))
+    program = next(found, _MODERN)
+    if program.shared_copy_bytes and row["dtype"] == "bf16":
+        return replace(program, gradient_bytes=6, shared_copy_bytes=0)
+    return program
+
+
+def _config(row: Mapping[str, str]) -> Config:
+    micro = int(row["mbs"] or 4)
+    dp = int(row["dp"])
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=int(row["tp"]),
+        pipeline_model_parallel_size=int(row["pp"]),
+        data_parallel_size=dp,
+        sequence_parallel=row["sp"] == "1" and row["tp"] != "1",
+        zero_stage=int(row["zero"]),
+        overlap_grad_reduce=program_of(row).fused_attention,
+        num_virtual_stages_per_pipeline_rank=_chunks(row),
+    )
+    config = Config(
+        model=_model(row),
+        parallel=parallel,
+        recompute=_recompute(row["recompute"]),
+        training=TrainingConfig(
+            micro_batch_size=micro, global_batch_size=int(row["gbs"] or micro * dp), train_iters=1
+        ),
+    )
+    return with_even_stages(config)
+
+
+def _chunks(row: Mapping[str, str]) -> int | None:
+    """As listed; two layers in each where they are said to be interleaved and no number is."""
+    if row["vpp"] or "interleaved 1F1B used" not in row["notes"]:
+        return int(row["vpp"]) if row["vpp"] else None
+    return -(-int(row["layers"]) // (2 * int(row["pp"])))
+
+
+def _model(row: Mapping[str, str]) -> ModelConfig:
+    arch = row["arch"]
+    is_llama, is_bloom = arch == "llama", row["source"].startswith("BigScience")
+    return ModelConfig(
+        num_layers=int(row["layers"]),
+        hidden_size=int(row["hidden"]),
+        ffn_hidden_size=int(row["ffn"]),
+        num_attention_heads=int(row["heads"]),
+        num_query_groups=int(row["kv_groups"]),
+        seq_length=int(row["seq"]),
+        vocab_size=int(row["vocab"]),
+        pad_vocab_size_to=int(row["vocab"]),
+        position_embedding_type="alibi" if is_bloom else POSITIONS.get(arch, "learned_absolute"),
+        embed_layernorm=is_bloom,
+        normalization="RMSNorm" if is_llama else "LayerNorm",
+        activation=ACTIVATIONS.get(arch, "gelu"),
+        add_bias_linear=arch == "gpt",
+        untie_embeddings_and_output_weights=row["tied"] == "0",
+        params_dtype=row["dtype"],  # type: ignore[arg-type]
+    )
+
+
+def _recompute(text: str) -> RecomputeConfig:
+    if text == "full":
+        return RecomputeConfig(recompute_granularity="full")
+    if text == "selective":
+        return RecomputeConfig(recompute_granularity="selective")
+    if text == "selective_op":
+        return RecomputeConfig(recompute_granularity="selective", recompute_modules=SELECTIVE_OP)
+    return RecomputeConfig()

@@ -1,0 +1,230 @@
+"""A plan's command line: its own flags, and those of training."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megalite.cli import parse
+from megalite.cli.fields import fields_by_flag
+from megalite.cli.tool import ToolParser, positive_int
+from megalite.cli.words import split_words
+from megalite.config import Config, DataConfig
+from megalite.errors import UserError
+from megalite.plan.cluster import Cluster
+from megalite.plan.estimate import Costs
+from megalite.plan.gpu import GPUS, Gpu, find_gpu
+from megalite.plan.job import Job
+from megalite.plan.layout import LAYOUT_FIELDS, changed_fields, layout_flags, with_even_stages, with_layout
+from megalite.plan.program import own_program
+
+DESCRIPTION = """Plans a run before there is a cluster for it: memory of a rank, time of an iteration, price.
+
+python tools/plan.py --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536
+python tools/plan.py --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
+
+Takes the flags of the run, all that pretrain_gpt.py knows (its --help lists them), and these:"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked.
+
+    Attributes:
+        config: as the command line has it, but for what a plan needs not and what `assumed` says.
+        cluster: what it runs on.
+        words: the flags that belong to training, as they were given.
+        given: fields that a flag or a file gives: a search leaves them alone.
+        assumed: what the plan takes for granted, in words.
+        top: rows of a search's table; None where one layout is planned.
+    """
+
+    config: Config
+    cluster: Cluster
+    costs: Costs
+    words: tuple[str, ...]
+    given: frozenset[str]
+    assumed: tuple[str, ...]
+    notices: tuple[str, ...]
+    top: int | None
+    is_json: bool
+    cp: int
+    padded_vocab_size: int | None
+
+    def job(self, config: Config | None = None, cluster: Cluster | None = None) -> Job:
+        """The request, or what a search makes of it."""
+        config = config or self.config
+        return Job(config, cluster or self.cluster, own_program(config.model), self.cp)
+
+    def fixed(self, values: Mapping[str, Any]) -> Request:
+        """The same with these fields of the layout given too, but for those that are already."""
+        new = {name: value for name, value in values.items() if name not in self.given}
+        return replace(self, config=with_layout(self.config, **new), given=self.given | new.keys())
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """Reads a command line.
+
+    Raises:
+        UserError: with all mistakes.
+    """
+    own, rest = _parser().parse_known_args(arguments)
+    config, notices = parse(rest)
+    given = _fields_given(rest)
+    config, assumed = _completed(config, own, rest, given)
+    return Request(
+        config,
+        _cluster(own, config),
+        Costs(own.train_tokens, own.watts, own.price_per_gpu_hour),
+        tuple(rest),
+        frozenset(given) | changed_fields(config),
+        assumed,
+        tuple(notices),
+        own.top if own.search else None,
+        own.json,
+        own.context_parallel_size,
+        own.padded_vocab_size,
+    )
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(description=DESCRIPTION)
+    parser.add_argument("--gpu", help=f"kind of GPU: {', '.join(GPUS)}")
+    parser.add_argument(
+        "--gpu-set", nargs="+", default=[], metavar="NAME=VALUE", help="figures of it that are others"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine's rates, plan with them"
+    )
+    parser.add_argument("--world-size", type=positive_int, help="GPUs; default tp x pp x dp")
+    parser.add_argument("--gpus-per-node", type=positive_int, help="by default what such servers have")
+    parser.add_argument(
+        "--node-gbps", type=_positive, help="gigabytes/s of a GPU to its node's others, one way"
+    )
+    parser.add_argument("--network-gbps", type=_positive, help="gigabytes/s of a GPU to other nodes, one way")
+    parser.add_argument("--padded-vocab-size", type=positive_int, help="rows of the vocabulary's table")
+    parser.add_argument(
+        "--context-parallel-size", type=positive_int, default=1, help="of another program's run; none here"
+    )
+    parser.add_argument("--train-tokens", type=_positive, help="of the whole run, as in 300e9")
+    parser.add_argument("--watts", type=_positive, help="of a GPU and its part of the node: tells the energy")
+    parser.add_argument("--price-per-gpu-hour", type=_positive, help="tells the price")
+    parser.add_argument("--search", action="store_true", help="try every layout; what is given stays")
+    parser.add_argument(
+        "--top", type=positive_int, default=10, help="rows of the search's table (default 10)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _fields_given(words: Sequence[str]) -> set[str]:
+    table, (flags, _) = fields_by_flag(), split_words(words)
+    return {table[flag.flag].name for flag in flags if flag.flag in table}
+
+
+def _completed(
+    config: Config, own: argparse.Namespace, words: Sequence[str], given: set[str]
+) -> tuple[Config, tuple[str, ...]]:
+    """With what a plan does not need left at something sound, and what it needs and nobody said."""
+    assumed: list[str] = []
+    model = config.model
+    vocabulary = own.padded_vocab_size or (model.pad_vocab_size_to if model.vocab_size is None else None)
+    if vocabulary is not None:
+        model = replace(model, vocab_size=min(model.vocab_size or vocabulary, vocabulary))
+        model = replace(model, pad_vocab_size_to=vocabulary)
+    elif model.vocab_size is None:
+        raise UserError("the vocabulary's size is not known: give --padded-vocab-size or --vocab-size")
+    if "attention_dropout" not in given and not _is_described(words) and not _recomputes_scores(config):
+        model = replace(model, attention_dropout=0.0)
+        assumed.append(
+            "--attention-dropout 0, for the fused attention product; training's default of 0.1 keeps the "
+            "scores of every layer: give --attention-dropout 0.1 to plan that"
+        )
+    before = replace(config, model=model, data=DataConfig(mock_data=True))
+    config = with_even_stages(before)
+    if config is not before and config.parallel.pipeline_layers is not None and not own.search:
+        counts = " ".join(map(str, config.parallel.pipeline_layers))
+        assumed.append(f"--pipeline-layers {counts}, since the stages do not divide --num-layers")
+    return before if own.search else config, tuple(assumed)
+
+
+def _is_described(words: Sequence[str]) -> bool:
+    """Whether a preset or a file says what the flags do not."""
+    return any(flag.flag in ("--preset", "--config") for flag in split_words(words)[0])
+
+
+def _recomputes_scores(config: Config) -> bool:
+    """Whether the attention product's scores are not kept, be they written out or not."""
+    recompute = config.recompute
+    return recompute.recompute_granularity == "full" or "core_attn" in recompute.modules
+
+
+def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
+    if own.calibrate:
+        from megalite.plan.calibrate import measured_gpu  # torch, which nothing else here needs
+
+        gpu = measured_gpu(config.model.params_dtype)
+    elif own.gpu is None:
+        raise UserError(
+            f"--gpu is missing: give one of {', '.join(GPUS)}, or --calibrate for this machine's own"
+        )
+    else:
+        gpu = find_gpu(own.gpu)
+    gpu = _changed(gpu, own.gpu_set)
+    parallel, cp = config.parallel, own.context_parallel_size
+    if own.world_size is not None and own.world_size % cp:
+        raise UserError(f"--world-size {own.world_size} is not divisible by --context-parallel-size {cp}")
+    smallest = parallel.tp * parallel.pp * cp
+    return Cluster(
+        gpu,
+        own.world_size or smallest * (parallel.data_parallel_size or 1),
+        own.gpus_per_node or gpu.gpus_per_node,
+        own.node_gbps or gpu.node_gbps,
+        own.network_gbps or gpu.network_gbps,
+    )
+
+
+def _changed(gpu: Gpu, words: Sequence[str]) -> Gpu:
+    """With the figures of --gpu-set."""
+    kinds = {field.name: type(getattr(gpu, field.name)) for field in fields(gpu)}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in kinds:
+            raise UserError(f"--gpu-set {word}: a GPU has no {name!r}, choose of {', '.join(kinds)}")
+        try:
+            value = _positive(text)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"--gpu-set {word}: {error}") from None
+        gpu = replace(gpu, **{name: kinds[name](value)})
+    return gpu
+
+
+def start_command(request: Request, config: Config) -> str:
+    """What starts the run: the words that were given, with this layout in the place of theirs."""
+    table, (flags, _) = fields_by_flag(), split_words(request.words)
+    kept: list[str] = []
+    for flag in flags:
+        if flag.flag not in table or table[flag.flag].name not in LAYOUT_FIELDS:
+            kept += [flag.name, *flag.words]
+    kept += layout_flags(config)
+    if request.padded_vocab_size is not None:
+        kept += ["--pad-vocab-size-to", str(request.padded_vocab_size)]
+    if any(text.startswith("--attention-dropout") for text in request.assumed):
+        kept += ["--attention-dropout", "0"]
+    cluster = request.cluster
+    nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
+    ranks = min(cluster.world_size, cluster.gpus_per_node)
+    return f"torchrun {nodes}--nproc-per-node {ranks} pretrain_gpt.py {shlex.join(kept)}"

@@ -1,0 +1,180 @@
+"""The planner's command line: what it prints, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megalite.errors import UserError
+from megalite.plan.answer import answer
+from megalite.plan.layout import with_even_stages
+from megalite.plan.request import read_request
+
+CONTRACT = {
+    "parameters",
+    "iteration_time_s",
+    "tflops_per_gpu",
+    "mfu",
+    "memory_gb",
+    "memory_gb_by_stage",
+    "bubble_fraction",
+    "fits",
+}
+GPT = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
+    "--padded-vocab-size 51200 --bf16 --global-batch-size 64"
+)
+SMALL = f"--gpu a100-80 --world-size 16 {GPT}"
+
+
+def plan(text: str):
+    (line,) = answer(["--json", *text.split()])
+    return json.loads(line)
+
+
+def lines(text: str) -> str:
+    return "\n".join(answer(text.split()))
+
+
+def test_the_object_of_one_layout() -> None:
+    found = plan(f"{SMALL} --tp 2 --pp 2 --zero-stage 1")
+    assert found.keys() >= CONTRACT
+    assert len(found["memory_gb_by_stage"]) == 2
+    assert found["memory_gb"] == max(found["memory_gb_by_stage"])
+    assert found["fits"] is True
+    assert found["mfu"] == pytest.approx(found["tflops_per_gpu"] / 312)
+    by_kind = found["memory_gb_by_stage_and_kind"]
+    assert [sum(kinds.values()) for kinds in by_kind] == pytest.approx(found["memory_gb_by_stage"])
+    assert sum(found["seconds_by_kind"].values()) == pytest.approx(found["iteration_time_s"])
+
+
+def test_it_needs_no_torch() -> None:
+    program = (
+        "import sys; from megalite.plan.answer import answer; "
+        f"list(answer({['--json', *SMALL.split()]!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens"),
+    [
+        ("--train-iters 100", 100 * 64 * 2048),
+        ("--train-samples 640", 640 * 2048),
+        ("--train-iters 5 --train-tokens 3e9", 3e9),
+    ],
+)
+def test_costs_of_the_whole_run(length: str, tokens: float) -> None:
+    found = plan(f"{SMALL} {length} --watts 600 --price-per-gpu-hour 2")
+    assert found["train_tokens"] == tokens
+    hours = tokens / found["tokens_per_second"] / 3600 * 16
+    assert found["gpu_hours"] == pytest.approx(hours)
+    assert found["days"] == pytest.approx(hours / 16 / 24)
+    assert found["energy_mwh"] == pytest.approx(hours * 600 / 1e6)
+    assert found["price"] == pytest.approx(hours * 2)
+
+
+def test_costs_are_not_made_up() -> None:
+    assert not plan(SMALL).keys() & {"days", "energy_mwh", "price"}
+    assert not plan(f"{SMALL} --train-tokens 1e9").keys() & {"energy_mwh", "price"}
+
+
+def test_what_is_assumed_is_said_and_started() -> None:
+    found = plan(SMALL)
+    assert "--attention-dropout 0" in found["assumed"][0]
+    assert found["command"].endswith("--attention-dropout 0")
+    assert not plan(f"{SMALL} --attention-dropout 0.1")["assumed"]
+    assert not plan(f"{SMALL} --recompute-granularity full")["assumed"]
+    assert not plan("--gpu h100 --preset gpt2-124m --global-batch-size 8")["assumed"]
+
+
+def test_scores_in_memory_cost_memory() -> None:
+    written_out = plan(f"{SMALL} --attention-dropout 0.1")
+    assert written_out["memory_gb"] > plan(SMALL)["memory_gb"]
+
+
+def test_layers_that_stages_do_not_divide() -> None:
+    found = plan(f"{SMALL.replace('--num-layers 24', '--num-layers 22')} --pp 4")
+    assert "--pipeline-layers 5 6 6 5" in found["command"]
+    config = read_request(f"{SMALL} --pp 4 --pipeline-layers 9 5 5 5".split()).config
+    assert with_even_stages(config) is config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            SMALL.replace("a100-80", "a101"),
+            ["--gpu a101", "a100-80, a800-80", "--gpu-set", "megalite/plan/gpu.py"],
+        ),
+        (SMALL.replace("--gpu a100-80", ""), ["--gpu is missing"]),
+        (f"{SMALL} --gpu-set speed=3", ["no 'speed'", "tflops"]),
+        (f"{SMALL} --gpu-set tflops=fast", ["tflops=fast", "no number above 0"]),
+        (f"{SMALL} --tp 5", ["--tp 5"]),
+        (f"{SMALL} --frobnicate", ["unknown flag --frobnicate"]),
+        (SMALL.replace("--padded-vocab-size 51200", ""), ["--padded-vocab-size"]),
+        (f"{SMALL} --watts -3", ["no number above 0"]),
+        (f"{SMALL.replace('--global-batch-size 64', '')} --search", ["--global-batch-size"]),
+    ],
+)
+def test_mistakes(text: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        list(answer(text.split()))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_figures_of_a_gpu_can_be_others() -> None:
+    faster = plan(f"{SMALL} --gpu-set tflops=624 product_share=0.7")
+    assert faster["iteration_time_s"] < plan(SMALL)["iteration_time_s"]
+
+
+def test_the_search_is_in_order_and_its_command_plans_alike() -> None:
+    found = plan(f"{SMALL} --search --top 5")
+    layouts = found["layouts"]
+    assert len(layouts) == 5
+    assert all(each["fits"] for each in layouts)
+    times = [each["iteration_time_s"] for each in layouts]
+    assert times == sorted(times)
+    words = layouts[0]["command"].split("pretrain_gpt.py ")[1]
+    again = plan(f"--gpu a100-80 --world-size 16 {words}")
+    assert again["iteration_time_s"] == pytest.approx(times[0])
+    assert found["fitting"] > 5
+    assert any("--zero-stage 3" in text for text in found["refused"])
+
+
+def test_the_search_leaves_alone_what_was_given() -> None:
+    found = plan(f"{SMALL} --search --tp 2 --recompute-granularity full --top 20")
+    assert all("--tp 2" in each["command"] for each in found["layouts"])
+    assert all("--recompute-granularity full" in each["command"] for each in found["layouts"])
+
+
+def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
+    words = "--gpu a100-80 --world-size 8 --preset bloom-176b --global-batch-size 64 --bf16 --search"
+    with pytest.raises(UserError, match=r"no layout fits 8 GPUs of 85\.3 GB") as caught:
+        list(answer(words.split()))
+    text = str(caught.value)
+    assert "GB too much" in text
+    assert "--world-size 64 would hold it" in text
+
+
+def test_the_text_says_the_same() -> None:
+    text = lines(f"{SMALL} --tp 2 --pp 2 --train-tokens 1e9 --watts 500 --price-per-gpu-hour 2")
+    for word in (
+        "billion parameters",
+        "first stage",
+        "last stage",
+        "fits",
+        "MFU",
+        "causal",
+        "days",
+        "MWh",
+        "price",
+    ):
+        assert word in text
+    table = lines(f"{SMALL} --search --top 3 --tp 2 --pp 2")
+    assert "layouts fit" in table
+    assert "refused, as:" in table
+    assert table.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")

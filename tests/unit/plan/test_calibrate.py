@@ -1,0 +1,26 @@
+"""Measuring this machine: what comes out is a kind of GPU that a plan can be made with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from megalite.plan.answer import answer
+from megalite.plan.calibrate import measured_gpu
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_figure_is_measured(dtype: str) -> None:
+    gpu = measured_gpu(dtype, is_quick=True)
+    assert all(value > 0 for value in asdict(gpu).values())
+    assert gpu.product_share == gpu.memory_share == gpu.link_share == 1.0
+
+
+@pytest.mark.slow
+def test_a_plan_with_them() -> None:
+    words = "--calibrate --preset gpt2-124m --global-batch-size 8 --train-iters 10"
+    text = "\n".join(answer(words.split()))
+    assert "every rank" in text
+    assert "whole run" in text

@@ -1,0 +1,108 @@
+"""Planned memory against what the model keeps for real, and the ZeRO stages' formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config import ModelConfig, RecomputeConfig
+from megalite.model.stage import GPTStage
+from megalite.plan.memory import _stage_elements, rank_memories
+from megalite.plan.parameters import rank_parameters
+from megalite.topology import Topology
+from tests.live_bytes import LiveBytes
+from tests.unit.plan.test_parameters import job_of
+
+GPT = ModelConfig(
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=2,
+    seq_length=32,
+    vocab_size=128,
+    params_dtype="fp64",
+)
+# As on a GPU: torch on a CPU keeps more of an RMSNorm, and copies shared keys and values.
+LLAMA = replace(
+    GPT,
+    position_embedding_type="rope",
+    activation="swiglu",
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+MODELS = {"gpt": GPT, "gpt, fused attention": replace(GPT, attention_dropout=0.0), "llama": LLAMA}
+RECOMPUTE = {
+    "nothing": RecomputeConfig(),
+    "full": RecomputeConfig(recompute_granularity="full"),
+    "two layers at a time": RecomputeConfig(recompute_granularity="full", recompute_num_layers=2),
+    "parts": RecomputeConfig(
+        recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")
+    ),
+    "mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+}
+SLACK = 0.04
+"""Statistics of norms and of the fused attention product."""
+
+
+def _kept(topology: Topology, model: ModelConfig, num_layers: int, recompute: RecomputeConfig) -> float:
+    stage = GPTStage(model, topology, range(num_layers), seed=3, recompute=recompute)
+    ids = torch.zeros(2, GPT.seq_length, dtype=torch.int64)
+    arguments = ids, ids, torch.arange(2), None
+    stage(*arguments)  # tables that are made once
+    with LiveBytes() as memory:
+        loss = stage(*arguments)
+        kept = memory.count()
+        del loss
+    return kept / 8
+
+
+QUICK = {("gpt", "nothing"), ("gpt, fused attention", "full"), ("llama", "parts"), ("llama", "mlp")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name, mode) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for mode in RECOMPUTE
+    ],
+)
+def test_activations_are_those_that_the_model_keeps(name: str, mode: str, one_rank: Topology) -> None:
+    model, recompute = MODELS[name], RECOMPUTE[mode]
+    job = job_of(model, 1, 1)
+    config = replace(
+        job.config, recompute=recompute, training=replace(job.config.training, micro_batch_size=2)
+    )
+    job = replace(job, config=config)
+    planned = _stage_elements(job, 4) - _stage_elements(job, 2)
+    kept = _kept(one_rank, model, 4, recompute) - _kept(one_rank, model, 2, recompute)
+    assert kept == pytest.approx(planned, rel=SLACK)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "bytes_of"),
+    [
+        (0, lambda d: 18),
+        (1, lambda d: 6 + 12 / d),
+        (2, lambda d: 2 + 16 / d),
+        (3, lambda d: 18 / d),
+    ],
+)
+@pytest.mark.parametrize("dp", [2, 8])
+def test_bytes_of_a_parameter(zero_stage: int, bytes_of, dp: int) -> None:
+    job = job_of(replace(GPT, params_dtype="bf16"), 1, 1)
+    parallel = replace(job.config.parallel, zero_stage=zero_stage)
+    cluster = replace(job.cluster, world_size=dp)
+    job = replace(job, config=replace(job.config, parallel=parallel), cluster=cluster)
+    (memory,) = rank_memories(job)
+    state = memory.weights + memory.gradients + memory.optimizer
+    assert state == pytest.approx(bytes_of(dp) * rank_parameters(job, 0))
+
+
+def test_the_first_stage_holds_the_most_microbatches() -> None:
+    memories = rank_memories(job_of(GPT, 1, 4))
+    activations = [memory.activations for memory in memories]
+    assert activations == [pytest.approx(activations[-1] * in_flight) for in_flight in (4, 3, 2, 1)]
+    assert [memory.logits > 0 for memory in memories] == [False, False, False, True]

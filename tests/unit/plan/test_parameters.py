@@ -1,0 +1,75 @@
+"""Counts of parameters against the model itself, on meta tensors of any rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.model.stage import GPTStage
+from megalite.pipeline.partition import layers_of_stages
+from megalite.plan.cluster import Cluster
+from megalite.plan.gpu import GPUS
+from megalite.plan.job import Job
+from megalite.plan.parameters import rank_parameters, total_parameters
+from megalite.plan.program import own_program
+from megalite.presets import PRESETS
+from megalite.topology import Topology
+
+GPU = GPUS["a100-80"]
+
+
+def job_of(model: ModelConfig, tp: int, pp: int) -> Job:
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    config = Config(
+        model=model, parallel=parallel, training=TrainingConfig(train_iters=1, global_batch_size=8)
+    )
+    cluster = Cluster(GPU, tp * pp, 8, GPU.node_gbps, GPU.network_gbps)
+    return Job(config, cluster, own_program(model))
+
+
+def _built(job: Job, rank: int) -> int:
+    topology = Topology.fake(job.config.parallel, job.tp * job.pp, rank * job.tp)
+    with topology as fake, torch.device("meta"):
+        layers = layers_of_stages(job.config.model.num_layers, job.layers)[rank]
+        stage = GPTStage(job.config.model, fake, layers, seed=1, has_weights=False)
+        return sum(parameter.numel() for parameter in stage.parameters())
+
+
+MODELS = {
+    "gpt": replace(PRESETS["gpt2-124m"], num_layers=4),
+    "bloom": replace(PRESETS["bloom-560m"], num_layers=4),
+    "llama": replace(PRESETS["llama3-8b"], num_layers=4, hidden_size=512, ffn_hidden_size=1024),
+    "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) -> None:
+    job = job_of(MODELS[name], tp, pp)
+    for rank in range(pp):
+        assert rank_parameters(job, rank) == _built(job, rank)
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("gpt3-175b", 174.6),
+        ("bloom-176b", 176.2),
+        ("llama2-7b", 6.74),
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.6),
+    ],
+)
+def test_published_sizes(preset: str, billions: float) -> None:
+    assert total_parameters(PRESETS[preset], 1) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_is_its_stages(name: str) -> None:
+    model = replace(MODELS[name], untie_embeddings_and_output_weights=True)
+    job = job_of(model, 1, 4)
+    assert sum(rank_parameters(job, rank) for rank in range(4)) == total_parameters(model, 1)
