@@ -1,0 +1,1 @@
+"""Other programs' models: Hugging Face folders and Megatron's checkpoints, to and from megalite's."""

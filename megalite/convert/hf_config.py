@@ -1,0 +1,147 @@
+"""Our config of a model from the ``config.json`` of transformers' GPT-2, BLOOM and Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megalite.config import ModelConfig
+from megalite.errors import UserError
+
+HFConfig = Mapping[str, Any]
+
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+    "silu": "swiglu",
+}
+
+
+def config_of(hf: HFConfig) -> ModelConfig:
+    """The same model in our words.
+
+    Args:
+        hf: ``config.json`` read as JSON, or a config's ``to_dict()``.
+
+    Raises:
+        UserError: an architecture, or an option of one, that megalite's model does not have.
+    """
+    kind = hf.get("model_type")
+    if kind not in READERS:
+        raise UserError(f"model_type {kind!r} cannot be converted: {', '.join(READERS)} can")
+    return ModelConfig(**READERS[kind](hf))
+
+
+def _gpt2(hf: HFConfig) -> dict[str, Any]:
+    _require(
+        hf, "gpt2", scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
+    _require_equal(hf, "embd_pdrop", "resid_pdrop", default=0.1)
+    return {
+        "num_layers": _first(hf, "n_layer", "num_hidden_layers"),
+        "hidden_size": _first(hf, "n_embd", "hidden_size"),
+        "num_attention_heads": _first(hf, "n_head", "num_attention_heads"),
+        "ffn_hidden_size": hf.get("n_inner"),
+        "seq_length": _first(hf, "n_positions", "max_position_embeddings"),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "learned_absolute",
+        "activation": _activation(hf.get("activation_function", "gelu_new")),
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "hidden_dropout": hf.get("resid_pdrop", 0.1),
+        "attention_dropout": hf.get("attn_pdrop", 0.1),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def _bloom(hf: HFConfig) -> dict[str, Any]:
+    _require(hf, "bloom", apply_residual_connection_post_layernorm=False)
+    return {
+        "num_layers": _first(hf, "n_layer", "num_hidden_layers"),
+        "hidden_size": _first(hf, "n_embed", "hidden_size"),  # as transformers: the old name wins
+        "num_attention_heads": _first(hf, "n_head", "num_attention_heads"),
+        "seq_length": hf.get("seq_length", 2048),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "alibi",
+        "embed_layernorm": True,
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "hidden_dropout": hf.get("hidden_dropout", 0.0),
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def _llama(hf: HFConfig) -> dict[str, Any]:
+    _require_equal(hf, "attention_bias", "mlp_bias", default=False)
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"llama's hidden_act {activation!r} cannot be converted: silu can")
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": _unless(hf.get("num_key_value_heads"), hf["num_attention_heads"]),
+        "kv_channels": _unless(hf.get("head_dim"), hf["hidden_size"] // hf["num_attention_heads"]),
+        "seq_length": hf.get("max_position_embeddings", 2048),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "rope",
+        "rotary_base": _rotary_base(hf),
+        "normalization": "RMSNorm",
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "add_bias_linear": hf.get("attention_bias", False),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {"gpt2": _gpt2, "bloom": _bloom, "llama": _llama}
+"""What each `model_type` says in fields of ours."""
+
+
+def _first(hf: HFConfig, *names: str) -> Any:
+    """The value under the first of its names in use; attributes were renamed over the years."""
+    for name in names:
+        if hf.get(name) is not None:
+            return hf[name]
+    raise UserError(f"transformers' config has no {' or '.join(names)}")
+
+
+def _unless(value: int | None, default: int) -> int | None:
+    """A size that is left out where it is what it would be anyway: one model has one config."""
+    return None if value == default else value
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATIONS or name == "silu":  # ungated SiLU is another model
+        known = ", ".join(known for known in ACTIVATIONS if known != "silu")
+        raise UserError(f"activation {name!r} cannot be converted: {known} can")
+    return ACTIVATIONS[name]
+
+
+def _rotary_base(hf: HFConfig) -> float:
+    """The base of the angles; since version 5 it stands among the `rope_parameters`."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"rope_type {kind!r} cannot be converted: plain rotary embeddings (default) can")
+    return float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+
+
+def _require(hf: HFConfig, kind: str, **needed: bool) -> None:
+    for name, value in needed.items():
+        if hf.get(name, value) != value:
+            raise UserError(f"{kind} with {name} {hf[name]} cannot be converted: only {value} can")
+
+
+def _require_equal(hf: HFConfig, first: str, second: str, default: object) -> None:
+    values = hf.get(first, default), hf.get(second, default)
+    if values[0] != values[1]:
+        raise UserError(f"{first} {values[0]} and {second} {values[1]} must be equal to be converted")

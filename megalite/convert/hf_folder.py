@@ -1,0 +1,172 @@
+"""A model in a folder of Hugging Face's form: config.json beside safetensors or pytorch_model.bin files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.progress import Progress
+from megalite.config import Config, ModelConfig
+from megalite.convert.foreign_files import open_weights
+from megalite.convert.hf import all_entries, end_entries, family_of
+from megalite.convert.hf_config import config_of
+from megalite.convert.hf_families import VOCABULARY
+from megalite.convert.precision import precision_of
+from megalite.convert.settings import Settings
+from megalite.convert.tokenizer_files import tokenizer_in
+from megalite.errors import UserError
+
+CONFIG_FILE = "config.json"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""A model in one file; ``.index.json`` behind the name, one in several. The first that is there is read."""
+
+_NOT_WEIGHTS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+"""Masks and tables that old versions kept beside the weights."""
+
+
+class HFFolder:
+    """The tensors of such a folder under their own names, opened file by file as they are asked for.
+
+    Attributes:
+        config: config.json.
+        files: the file that each tensor stands in.
+
+    Raises:
+        UserError: the folder is none, or a file of it is missing or cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = _read_json(folder / CONFIG_FILE)
+        self._opened: dict[str, Mapping[str, Tensor]] = {}
+        self.files = self._weight_map()
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it stands in its file: a view of it."""
+        weights = self._open(self.files[name])
+        if name not in weights:
+            raise UserError(f"{self.folder / self.files[name]} lacks {name}, which the index says is there")
+        return weights[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def _open(self, file: str) -> Mapping[str, Tensor]:
+        if file not in self._opened:
+            self._opened[file] = open_weights(self.folder / file)
+        return self._opened[file]
+
+    def _weight_map(self) -> dict[str, str]:
+        for file in WEIGHT_FILES:
+            index = self.folder / f"{file}.index.json"
+            if index.exists():
+                return self._indexed(index)
+            if (self.folder / file).exists():
+                return dict.fromkeys(self._open(file), file)
+        raise UserError(f"{self.folder} holds none of {', '.join(WEIGHT_FILES)}, nor an .index.json of one")
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        files = _read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            raise UserError(f"{index} is damaged: its weight_map names no files of the folder")
+        missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
+        if missing:
+            raise UserError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} names")
+        return files
+
+
+class HFSource:
+    """Such a folder as a source of our full tensors.
+
+    Args:
+        settings: what the user says otherwise.
+
+    Raises:
+        UserError: the architecture is none of ours, or the folder lacks tensors or has others.
+    """
+
+    what = "Hugging Face"
+    progress = Progress()
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self._files = HFFolder(folder)
+        if "quantization_config" in self._files.config:
+            raise UserError(f"{folder} holds quantized weights: convert the model before its quantization")
+        model = _model_of(folder, self._files.config)
+        self._names = self._full_names(family_of(model).prefix)
+        base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
+        self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
+        self._entries = {entry.ours: entry for entry in all_entries(self.config.model)}
+        self._check_names(folder)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._files.tensor(self._names[self._entries[name].theirs[0]]).dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """One of our tensors; of the vocabulary the rows that stand for tokens."""
+        entry = self._entries[name]
+        theirs = {their: self._files.tensor(self._names[their]) for their in entry.theirs}
+        if entry.transform is not VOCABULARY:
+            return entry.from_hf(theirs, self.config.model)
+        (table,) = theirs.values()
+        return table[: self.config.model.vocab_size]
+
+    def _full_names(self, prefix: str) -> dict[str, str]:
+        """Their names with the prefix that some files lack, and as they are in the file."""
+        return {
+            name if name.startswith((prefix, "lm_head.")) else prefix + name: name
+            for name in self._files.files
+        }
+
+    def _check_names(self, folder: Path) -> None:
+        wanted = {name for entry in self._entries.values() for name in entry.theirs}
+        if missing := sorted(wanted - self._names.keys()):
+            raise UserError(f"{folder} lacks {_some(missing)}: is config.json another model's?")
+        if not self.config.model.untie_embeddings_and_output_weights:
+            wanted.add("lm_head.weight")  # the word table's second name
+        others = [name for name in self._names.keys() - wanted if not _NOT_WEIGHTS.fullmatch(name)]
+        if others:
+            raise UserError(
+                f"{folder} has tensors that this {family_of(self.config.model).model_type} has no place for: "
+                f"{_some(sorted(others))}"
+            )
+
+    def _dtype_of_first(self, model: ModelConfig) -> torch.dtype:
+        """The type of the word table, which stands for that of most tensors."""
+        (name,) = end_entries(model)[0].theirs
+        if name not in self._names:
+            raise UserError(f"{self._files.folder} lacks {name}: is config.json another model's?")
+        return self._files.tensor(self._names[name]).dtype
+
+
+def _model_of(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    try:
+        return config_of(config)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{folder / CONFIG_FILE} is damaged: {error!r}") from None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{file} is damaged: it is no JSON") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is damaged: it is no JSON object")
+    return found
