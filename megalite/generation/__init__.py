@@ -1,0 +1,1 @@
+"""A trained model at work: text from prompts, and the loss of text."""

@@ -1,0 +1,1 @@
+"""What is in a checkpoint, what is damaged, and how two of them differ."""

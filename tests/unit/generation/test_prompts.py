@@ -1,0 +1,65 @@
+"""Prompts from the command line and from files, and how much text may follow them."""
+
+import dataclasses
+
+import pytest
+
+from megalite.data.tokenizer import ByteTokenizer
+from megalite.errors import UserError
+from megalite.generation.prompts import DEFAULT_NEW_TOKENS, prompts_of, read_prompts
+from megalite.presets import PRESETS
+
+GPT = dataclasses.replace(PRESETS["gpt-tiny"], seq_length=10)
+BLOOM = dataclasses.replace(PRESETS["bloom-tiny"], seq_length=10)
+
+
+def test_files_of_prompts(tmp_path):
+    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("one\n\n  two \r\nthree")
+    objects.write_text('{"prompt": "a\\nb"}\n{"prompt": "c", "more": 1}\n')
+    assert read_prompts(None, str(lines)) == ["one", "  two ", "three"]
+    assert read_prompts(None, str(objects)) == ["a\nb", "c"]
+    assert read_prompts("as it is\n", None) == ["as it is\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"\n \n", "holds no prompt"),
+        ("binary.txt", b"\xff\xfe", "is not UTF-8"),
+        ("bad.jsonl", b'{"prompt": "a"}\nno json\n', "line 2 is no object"),
+        ("other.jsonl", b'{"text": "a"}\n', "line 1 is no object"),
+        ("gone.txt", None, "cannot be read: No such file"),
+    ],
+)
+def test_bad_files(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts(None, str(tmp_path / name))
+
+
+def new_tokens(model, length, asked):
+    (prompt,) = prompts_of(["x" * length], ByteTokenizer(), model, asked)
+    return prompt.max_new_tokens
+
+
+def test_room_in_a_learned_table():
+    """The last new token is never read: ten positions make eleven tokens."""
+    assert new_tokens(GPT, 4, None) == 7
+    assert new_tokens(GPT, 4, 7) == 7
+    assert new_tokens(GPT, 10, None) == 1
+    with pytest.raises(UserError, match=r"4 tokens and --max-new-tokens 8 need 11 positions.* 10"):
+        new_tokens(GPT, 4, 8)
+    with pytest.raises(UserError, match="prompt 0 has 11 tokens, and the model 10 positions"):
+        new_tokens(GPT, 11, None)
+
+
+def test_other_positions_have_no_end():
+    assert new_tokens(BLOOM, 40, None) == DEFAULT_NEW_TOKENS
+    assert new_tokens(BLOOM, 40, 1000) == 1000
+
+
+def test_an_empty_prompt_begins_a_document():
+    (prompt,) = prompts_of([""], ByteTokenizer(), BLOOM, None)
+    assert prompt.ids == [ByteTokenizer.eod]
