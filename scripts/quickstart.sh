@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a small GPT trained on 4 ranks: installs, tokenizes the corpus that ships here, trains with
-# tensor- and pipeline-parallel size 2, saves, and resumes. Everything it makes is in .venv and in runs/quickstart.
+# tensor- and pipeline-parallel size 2, saves, resumes, and writes a line of text. Everything it makes is in .venv and in runs/quickstart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,5 +26,9 @@ train --exit-interval 200
 
 say "Resuming from the checkpoint, up to the end"
 train
+
+say "Writing text with the model, on one rank"
+OMP_NUM_THREADS=1 .venv/bin/python tools/generate.py --load "$run/checkpoints" --prompt "And God said" \
+  --temperature 0.7 --top-p 0.9 --max-new-tokens 40 | tee "$run/text.txt"
 
 say "Done. Losses: $run/metrics.jsonl. Curves: .venv/bin/tensorboard --logdir $run/tensorboard"

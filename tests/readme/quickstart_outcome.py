@@ -1,4 +1,4 @@
-"""What scripts/quickstart.sh left in runs/quickstart: the loss fell, it learned, and the resumed run went on.
+"""What scripts/quickstart.sh left in runs/quickstart: the loss fell, it learned, resumed, and writes text.
 
 Run by .ci/run after the quickstart; its name keeps it out of the other tests, which need no such run.
 """
@@ -64,3 +64,12 @@ def test_files_for_tensorboard_and_a_checkpoint_are_there() -> None:
     assert list((RUN / "tensorboard").glob("events.out.tfevents.*"))
     assert (RUN / "checkpoints" / "latest").read_text().strip() == "iter_0000300"
     assert len(list((RUN / "checkpoints" / "iter_0000300").glob("*.safetensors"))) == 4
+
+
+def test_it_wrote_a_line_of_text() -> None:
+    text = (RUN / "text.txt").read_text()
+    assert text.startswith("And God said")
+    words = text.removeprefix("And God said").split()
+    assert len(words) > 5
+    corpus_words = sum(word.strip(".,;“”’").isalpha() for word in words)
+    assert corpus_words > len(words) / 2
