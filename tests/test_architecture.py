@@ -10,13 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "folders", "log", "host", "config"),
+    ("errors", "folders", "log", "host", "meeting", "config"),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),
-    ("checkpoint",),
-    ("train",),
-    ("verify",),
+    ("checkpoint", "plan"),
+    ("train", "convert"),
+    ("verify", "generation", "inspection"),
 )
 """Rooms of the package, ground floor first; those of a level import none of it, but for SAME_LEVEL."""
 SAME_LEVEL = {("config", "errors"), ("folders", "errors"), ("cli", "presets")}
