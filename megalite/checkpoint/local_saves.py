@@ -44,7 +44,7 @@ from megalite.topology import Topology
 
 FLAG = "--non-persistent-local-ckpt-dir"
 _RUN_ID = "run_id"
-_ID = re.compile(r"[0-9a-f]{16}")
+_ID = re.compile(r"([0-9a-f]{16}) ([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -221,17 +221,20 @@ def _tell_left_out(seen: Sequence[tuple[list[int], dict[int, str]]], common: set
 def _run_id(save: Path) -> str:
     """The name of the run that saves to a folder, made at its first start.
 
+    It is written with the folder's inode: a copy of the folder has another one, and is another run.
+
     Raises:
         UserError: the folder cannot be written.
     """
     file = save / _RUN_ID
     with suppress(OSError, UnicodeDecodeError):
-        if _ID.fullmatch(found := file.read_text().strip()):
-            return found
+        found = _ID.fullmatch(file.read_text().strip())
+        if found and int(found[2]) == save.stat().st_ino:
+            return found[1]
     make_writable(save, "--save")
     name = secrets.token_hex(8)
     try:
-        replace_text(file, f"{name}\n")
+        replace_text(file, f"{name} {save.stat().st_ino}\n")
     except OSError as error:
         raise UserError(f"--save {save} cannot be written ({error.strerror}): give another folder") from None
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -72,12 +73,25 @@ def flip(folder: Path) -> None:
     file.write_bytes(content)
 
 
+def as_copied(folder: Path) -> None:
+    """The folder is a copy of the one that the run saved to, as another run's that goes on from it."""
+    (folder / "save").rename(folder / "original")
+    shutil.copytree(folder / "original", folder / "save")
+
+
+def as_moved(folder: Path) -> None:
+    (folder / "save").rename(folder / "elsewhere")
+    (folder / "elsewhere").rename(folder / "save")
+
+
 CHANGES = {
     "nothing": (lambda folder: None, (12, "same")),
     "a bit": (flip, (10, "same")),
     "a lost node": (lambda folder: rank_folder(folder, 1).rename(folder / "elsewhere"), (10, "same")),
     "cut short": (lambda folder: os.truncate(rank_folder(folder, 0) / "run.json", 30), (10, "same")),
     "another run": (lambda folder: (folder / "save" / "run_id").unlink(), (10, "same")),
+    "a copied run": (as_copied, (10, "same")),
+    "a moved run": (as_moved, (12, "same")),
     "more ranks": (lambda folder: None, (10, parallel(dp=4))),
     "another layout": (lambda folder: None, (10, parallel(tp=2))),
 }
