@@ -46,10 +46,7 @@ class DamagedCheckpoint(UserError):
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         self.folder, self.problems = folder, tuple(problems)
-        super().__init__(
-            f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): load another, "
-            "or leave out --load"
-        )
+        super().__init__(f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): take another")
 
     def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
         """Travels from a rank as what it was made of, not as its message."""
