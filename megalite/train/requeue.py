@@ -32,6 +32,12 @@ class RequeueNote:
             log.warning("%s cannot be written (%s)", self._file, error.strerror)
 
     def remove(self) -> None:
-        """Takes away what an earlier run left."""
-        if self._file is not None:
+        """Takes away what an earlier run left; where that fails it is told, as the run itself can go on."""
+        if self._file is None:
+            return
+        try:
             self._file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(
+                "%s cannot be deleted (%s): a script may take it for this run's", self._file, error.strerror
+            )
