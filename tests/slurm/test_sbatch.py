@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.data.indexed_writer import IndexedWriter
+from megalite.launching.request import write_job
 from tests.slurm.cluster import GPUS_PER_NODE, Slurm, missing_programs, slurm_cluster
 
 pytestmark = [
@@ -92,9 +93,34 @@ def test_a_warned_job_saves_is_requeued_and_ends(slurm: Slurm, inputs: Path) -> 
     slurm.start_now(job)
     state = slurm.wait(job, {"COMPLETED", "FAILED"}, END_SECONDS)
     told = log.read_text()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), f"{state}\n{told}"
     assert "received SIGUSR1: stopping after this iteration" in told
     assert "requeued: " in told
+    assert iterations(metrics) == list(range(1, 61))
+
+
+def test_a_script_that_make_sbatch_wrote_is_requeued_and_ends(slurm: Slurm, inputs: Path) -> None:
+    """With all of its flags in the file, and both nodes in the job."""
+    metrics, log, script = inputs / "metrics.jsonl", inputs / "log", inputs / "made.sbatch"
+    said = write_job(
+        [
+            *("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", str(GPUS_PER_NODE), "--time", "20"),
+            *("--cpus-per-task", "2", "--sbatch", f"output={log}", "--output", str(script), *TINY),
+            *("--vocab-size", "300", "--tokenizer-type", "byte", "--data-path", str(inputs / "corpus")),
+            *("--tp", "2", "--pp", "2", "--train-iters", "60", "--metrics-file", str(metrics)),
+        ],
+        "",
+    )
+    assert any("fits, " in line for line in said)
+    job = slurm.submit(script, arguments=(), folder=ROOT)
+    wait_for_iteration(metrics, 3, log)
+    slurm.signal(job, "USR1")
+    slurm.wait(job, {"PENDING"}, END_SECONDS)
+    slurm.start_now(job)
+    state = slurm.wait(job, {"COMPLETED", "FAILED"}, END_SECONDS)
+    told = log.read_text()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told
+    assert told.count(f"on n[1-2]: 2 x {GPUS_PER_NODE} ranks") == 2
     assert iterations(metrics) == list(range(1, 61))
 
 
