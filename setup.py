@@ -65,7 +65,7 @@ def kernels() -> list[Extension]:
         library_dirs=[str(root / "lib")],
         libraries=["torch_cpu"],  # loaded already wherever torch is imported: no path to it is recorded
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("Py_LIMITED_API", "0x030A0000")],
-        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", *EXACT_FLAGS],
+        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fopenmp-simd", *EXACT_FLAGS],
         py_limited_api=True,
         optional=True,
         language="c++",

@@ -4,8 +4,84 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
+#include <tuple>
 
 namespace megalite::cpu {
+
+torch::stable::Tensor bias_dropout_add(
+    const torch::stable::Tensor& x,
+    const std::optional<torch::stable::Tensor>& bias,
+    const torch::stable::Tensor& residual,
+    const torch::stable::Tensor& sample_numbers,
+    double p,
+    int64_t key,
+    int64_t base);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> bias_dropout_add_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& sample_numbers,
+    double p,
+    int64_t key,
+    int64_t base);
+
+torch::stable::Tensor bias_gelu(
+    const torch::stable::Tensor& x,
+    const std::optional<torch::stable::Tensor>& bias);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> bias_gelu_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& x,
+    const std::optional<torch::stable::Tensor>& bias);
+
+torch::stable::Tensor causal_softmax_(
+    torch::stable::Tensor scores,
+    const std::optional<torch::stable::Tensor>& slopes,
+    const std::optional<torch::stable::Tensor>& starts,
+    const std::optional<torch::stable::Tensor>& samples,
+    double scale,
+    double p,
+    int64_t key,
+    int64_t base,
+    int64_t first,
+    int64_t seq_length);
+
+void causal_softmax_backward_(
+    torch::stable::Tensor scores,
+    torch::stable::Tensor grad,
+    const torch::stable::Tensor& log_sums,
+    const std::optional<torch::stable::Tensor>& slopes,
+    const std::optional<torch::stable::Tensor>& starts,
+    const std::optional<torch::stable::Tensor>& samples,
+    double scale,
+    double p,
+    int64_t key,
+    int64_t base,
+    int64_t first,
+    int64_t seq_length);
+
+torch::stable::Tensor bias_swiglu(
+    const torch::stable::Tensor& x,
+    const std::optional<torch::stable::Tensor>& bias);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> bias_swiglu_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& x,
+    const std::optional<torch::stable::Tensor>& bias);
+
+torch::stable::Tensor cross_entropy_statistics(
+    const torch::stable::Tensor& logits,
+    const torch::stable::Tensor& targets,
+    int64_t start,
+    int64_t num_real);
+
+void cross_entropy_gradient_(
+    torch::stable::Tensor logits,
+    const torch::stable::Tensor& targets,
+    const torch::stable::Tensor& statistics,
+    const torch::stable::Tensor& grad,
+    int64_t start,
+    int64_t num_real);
 
 torch::stable::Tensor dropout(
     const torch::stable::Tensor& x,
@@ -23,5 +99,11 @@ void fill_normal_(
     int64_t base,
     int64_t run_length,
     int64_t run_stride);
+
+torch::stable::Tensor rotate(
+    const torch::stable::Tensor& x,
+    const torch::stable::Tensor& cosine,
+    const torch::stable::Tensor& sine,
+    bool inverse);
 
 }  // namespace megalite::cpu

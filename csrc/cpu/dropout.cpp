@@ -2,42 +2,29 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "../ops.h"
 #include "dtype.h"
 #include "isa.h"
+#include "mask.h"
 
 namespace megalite::cpu {
 namespace {
 
-constexpr int kPieceWords = 512;     // random words made at a time: they stay in the first-level cache
 constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
-
-struct Mask {
-  uint64_t key;
-  uint32_t threshold;
-  double scale;
-};
 
 // `count` consecutive elements of one sample, the first of which has the index `index` there.
 template <class T>
 MEGALITE_INLINE void drop_span(
     const T* __restrict x, T* __restrict out, int64_t count, uint64_t index, uint64_t sample, const Mask& mask) {
-  alignas(64) uint32_t words[kPieceWords];
   const auto scale = static_cast<Wide<T>>(mask.scale);
   const uint32_t threshold = mask.threshold;
-  while (count > 0) {
-    const int skip = static_cast<int>(index % kWordsPerBlock);
-    const int num = static_cast<int>(std::min<int64_t>(count, kPieceWords - skip));
-    const int num_blocks = (skip + num + kWordsPerBlock - 1) / kWordsPerBlock;
-    random_words(words, index / kWordsPerBlock, num_blocks, sample, mask.key);
+  for_words(count, index, sample, mask.key, [&](int64_t at, int num, const uint32_t* words) MEGALITE_BODY {
     for (int i = 0; i < num; ++i) {
-      const Wide<T> kept = widen(x[i]) * scale;
-      out[i] = narrow<T>(words[skip + i] >= threshold ? kept : Wide<T>{0});
+      const Wide<T> kept = widen(x[at + i]) * scale;
+      out[at + i] = narrow<T>(words[i] >= threshold ? kept : Wide<T>{0});
     }
-    x += num, out += num, index += num, count -= num;
-  }
+  });
 }
 
 // Elements [begin, end) of x seen as [outer, num_samples, rest].
@@ -73,8 +60,7 @@ torch::stable::Tensor dropout(
   const int64_t num_samples = x.size(1), numel = x.numel();
   if (numel == 0) return out;
   const int64_t rest = numel / (x.size(0) * num_samples);
-  const double threshold = std::min(std::nearbyint(p * 0x1p32), 0x1p32 - 1.0);
-  const Mask mask{static_cast<uint64_t>(key), static_cast<uint32_t>(threshold), 1.0 / (1.0 - p)};
+  const Mask mask = mask_of(p, key);
   dispatch_floating(input, [&](auto element) {
     using T = decltype(element);
     const T* source = static_cast<const T*>(input.const_data_ptr());

@@ -4,6 +4,9 @@
 // is vectorised for that target. Elsewhere (arm64, other compilers) the compiler's own target serves.
 #pragma once
 
+#include <cstdlib>
+#include <string>
+
 #include "../philox.h"
 
 #if defined(__GNUC__)
@@ -14,34 +17,51 @@
 
 namespace megalite::cpu {
 
+enum class Isa { kDefault, kAvx2, kAvx512 };
+
 #if defined(__x86_64__) && defined(__GNUC__)
 
+// The best that the processor has, or less where MEGALITE_CPU_CAPABILITY names less.
+inline Isa chosen_isa() {
+  static const Isa chosen = [] {
+    const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const char* asked = std::getenv("MEGALITE_CPU_CAPABILITY");
+    const std::string limit = asked ? asked : "avx512";
+    if (has_avx512 && limit == "avx512") return Isa::kAvx512;
+    return has_avx2 && limit != "default" ? Isa::kAvx2 : Isa::kDefault;
+  }();
+  return chosen;
+}
+
 template <class Body>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=512"))) void run_v4(
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,fma,prefer-vector-width=512"))) void run_avx512(
     const Body& body) {
   body();
 }
 
 template <class Body>
-__attribute__((target("avx2,bmi2"))) void run_v3(const Body& body) {
+__attribute__((target("avx2,bmi2,fma"))) void run_avx2(const Body& body) {
   body();
 }
 
 template <class Body>
 void run_for_isa(const Body& body) {
-  static const bool has_v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
-  if (has_v4) {
-    run_v4(body);
-  } else if (has_v3) {
-    run_v3(body);
-  } else {
-    body();
+  switch (chosen_isa()) {
+    case Isa::kAvx512:
+      return run_avx512(body);
+    case Isa::kAvx2:
+      return run_avx2(body);
+    case Isa::kDefault:
+      return body();
   }
 }
 
 #else
+
+inline Isa chosen_isa() { return Isa::kDefault; }
 
 template <class Body>
 void run_for_isa(const Body& body) {

@@ -14,7 +14,11 @@ Module = Literal["core_attn", "mlp", "mlp_act", "layernorm"]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Memory of activations against time in backward; the run is bitwise the same with any of it."""
+    """Memory of activations against time in backward.
+
+    The run is bitwise the same with any of it but the loss in chunks: the sum of a weight's gradient then has
+    another order.
+    """
 
     recompute_granularity: Granularity | None = field(
         default=None,
@@ -35,6 +39,8 @@ class RecomputeConfig:
     """Of selective: the attention product, the MLP with its norm, its activation (mlp_act), or the norms."""
     distribute_saved_activations: bool = field(default=False, metadata=flags("--partition-activations"))
     """Of full: keep a slice of each saved input on every tensor-parallel rank, and gather it in backward."""
+    cross_entropy_chunks: int = 1
+    """Compute the logits and the loss in this many parts, and again in backward: they never exist whole."""
 
     @property
     def modules(self) -> frozenset[Module]:

@@ -1,13 +1,42 @@
 """Operators of our own, one file each: schema, fake implementation, autograd, plain PyTorch reference."""
 
+from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
+from megalite.kernels.dropout_add import bias_dropout_add
+from megalite.kernels.gelu import bias_gelu
 from megalite.kernels.library import implementation
 from megalite.kernels.normal import fill_normal_
 from megalite.kernels.philox import site_key
+from megalite.kernels.rotary import rotate
+from megalite.kernels.softmax import CausalSoftmax, Drop
+from megalite.kernels.swiglu import bias_swiglu
 
-__all__ = ["describe", "dropout", "fill_normal_", "site_key"]
+__all__ = [
+    "CausalSoftmax",
+    "Drop",
+    "bias_dropout_add",
+    "bias_gelu",
+    "bias_swiglu",
+    "cross_entropy_gradient_",
+    "cross_entropy_statistics",
+    "describe",
+    "dropout",
+    "fill_normal_",
+    "rotate",
+    "site_key",
+]
 
-_OPS = ("dropout", "fill_normal_")
+_OPS = (
+    "bias_dropout_add",
+    "bias_gelu",
+    "bias_swiglu",
+    "causal_softmax_",
+    "cross_entropy_gradient_",
+    "cross_entropy_statistics",
+    "dropout",
+    "fill_normal_",
+    "rotate",
+)
 
 
 def describe(device_type: str = "cpu") -> str:

@@ -1,18 +1,28 @@
 """The compiled library of kernels: loads it if it is there, and says what serves where it is not."""
 
 import importlib
+import os
+import sys
 
 import torch
+
+from megalite.errors import UserError
 
 NAMESPACE = "megalite"
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+_LIBRARY = "megalite.kernels._C"
+_CAPABILITY = "MEGALITE_CPU_CAPABILITY"
+_CAPABILITIES = ("default", "avx2", "avx512")
 
 
 def _load() -> str:
     """Registers the compiled kernels with torch; returns why it could not, or an empty string."""
+    asked = os.environ.get(_CAPABILITY)
+    if asked is not None and asked not in _CAPABILITIES:
+        raise UserError(f"{_CAPABILITY}={asked} is none of {', '.join(_CAPABILITIES)}: unset it, or name one")
     try:
-        importlib.import_module("megalite.kernels._C")
+        importlib.import_module(_LIBRARY)
     except ModuleNotFoundError:
         return "not compiled when megalite was built: pip install --no-build-isolation . with a C++ compiler"
     except ImportError as error:  # built for another torch, another machine
@@ -24,9 +34,9 @@ LOAD_ERROR = _load()
 
 
 def implementation(op: str, device_type: str) -> str:
-    """Names what serves `op` on `device_type`: `compiled`, or `reference` with the reason in brackets."""
+    """What serves `op` on `device_type`: `compiled` and for what, or `reference` and why."""
     key = _DISPATCH_KEYS.get(device_type)
     if key and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key):
-        return "compiled"
+        return f"compiled ({sys.modules[_LIBRARY].capability()})" if device_type == "cpu" else "compiled"
     reason = LOAD_ERROR if device_type == "cpu" else f"no compiled kernel for {device_type}"
     return f"reference ({reason})"

@@ -8,7 +8,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.model.attention import Attention, Core
+from megalite.model.attention import Attention
+from megalite.model.attention_core import Core
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import Places
@@ -18,7 +19,9 @@ from megalite.parallel.shard import Placement
 
 
 class TransformerLayer(nn.Module):
-    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
+    """x + drop(attention(norm(x)) + bias), then x + drop(mlp(norm(x)) + bias).
+
+    Both blocks leave the bias of their last product to the pass that drops and adds.
 
     Args:
         recomputed: parts of it that backward computes again, by their names in `RecomputeConfig`.
@@ -52,9 +55,9 @@ class TransformerLayer(nn.Module):
         base = self.place.first_position(x.shape[0]) * x.shape[-1]
         attend = partial(self.attention, sample_numbers=sample_numbers, places=places)
         y = self.before_attention(self.attention_norm, x, attend)
-        x = x + self.attention_dropout(y, sample_numbers, base)
+        x = self.attention_dropout.add(y, self.attention.projection.bias, x, sample_numbers, base)
         y = self.run(self._mlp, x)
-        return x + self.mlp_dropout(y, sample_numbers, base)
+        return self.mlp_dropout.add(y, self.mlp.down.bias, x, sample_numbers, base)
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self.before_mlp(self.mlp_norm, x, self.mlp)

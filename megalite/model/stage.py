@@ -6,20 +6,22 @@ Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, t = tp.siz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.model.attention import Core, build_core
+from megalite.model.attention_core import Core
+from megalite.model.backends import build_core
 from megalite.model.documents import Documents
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.layer import TransformerLayer
 from megalite.model.norm import build_norm
 from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.linear import column_product
-from megalite.parallel.loss import vocab_parallel_cross_entropy
+from megalite.parallel.loss import losses_in_chunks, vocab_parallel_cross_entropy
 from megalite.parallel.recompute import RecomputedLayers
 from megalite.parallel.rng import initialize
 from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
@@ -106,10 +108,25 @@ class GPTStage(nn.Module):
         self.run_layers = RecomputedLayers(recompute, place, len(self.layers))
         if self.is_last:
             self.final_norm = build_norm(config, place)
-            self.product = column_product(place)
+            self._make_loss(place, recompute.cross_entropy_chunks)
             self.output: nn.Module | None = None if tied else OutputWeight(config, place)
         if has_weights and topology.device.type != "meta":
             initialize(self, seed, topology)
+
+    def _make_loss(self, place: Placement, num_chunks: int) -> None:
+        """Chooses the product that makes the logits, and how the losses come of it.
+
+        In chunks the weight has one gradient of them all, summed by autograd in the weight's precision: the
+        schedule cannot put it off.
+        """
+        self.in_chunks: Callable[[Tensor, Tensor], Tensor] | None = None
+        if num_chunks > 1:
+            place = replace(place, weight_gradients=WeightGradients())
+            num_slices = place.tp.size if place.sequence_parallel else 1
+            self.in_chunks = partial(
+                losses_in_chunks, self._losses, num_chunks=num_chunks, num_slices=num_slices
+            )
+        self.product = column_product(place)
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -152,7 +169,7 @@ class GPTStage(nn.Module):
         x = self.hidden_states(tokens, sample_numbers, hidden, documents)
         if not self.is_last:
             return x
-        losses = vocab_parallel_cross_entropy(self.logits(x), labels.t(), self.vocab_size, self.tp)  # [s, b]
+        losses = self.token_losses(x, labels.t())
         if documents is not None and documents.loss_mask is not None:
             losses = losses.where(documents.loss_mask.t(), 0.0)
         return losses.sum()
@@ -172,6 +189,15 @@ class GPTStage(nn.Module):
             partial(layer, sample_numbers=sample_numbers, places=places) for layer in self.layers.values()
         ]
         return self.run_layers(layers, x)
+
+    def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """``[s, b, h]`` after the last layer, and the ids ``[s, b]`` of the next tokens -> ``[s, b]``."""
+        hidden = self.final_norm(hidden)
+        return self._losses(hidden, targets) if self.in_chunks is None else self.in_chunks(hidden, targets)
+
+    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.product(hidden, self.output_weight, None)
+        return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.tp)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[s, b, h]`` after the last layer -> this rank's columns of the logits, ``[s, b, v/t]``.

@@ -21,6 +21,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
             same slice of each of SwiGLU's two halves.
+        adds_bias: else it makes x A^T alone, and leaves `bias` to who adds it with what comes next.
         std: of the initial weights.
     """
 
@@ -32,6 +33,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool,
         std: float,
+        adds_bias: bool = True,
     ) -> None:
         super().__init__()
         self.product = column_product(place)
@@ -41,14 +43,20 @@ class ColumnParallelLinear(nn.Module):
         self.bias = (
             new_parameter(ParameterSpec(out_shape, shard, decay=False), place) if bias else None
         )  # [..., out/t]
+        self.adds_bias = adds_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, in]``, or ``[s/t, b, in]`` if sequence parallel -> ``[s, b, prod(out_shape)/t]``."""
-        return self.product(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias if self.adds_bias else None)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x A^T + b with A cut by its input features: the ranks' partial products are summed, b is added."""
+    """y = x A^T + b with A cut by its input features: the ranks' partial products are summed, b is added.
+
+    Args:
+        adds_bias: as in `ColumnParallelLinear`.
+        std: of the initial weights.
+    """
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool,
         std: float,
+        adds_bias: bool = True,
     ) -> None:
         super().__init__()
         self.product = row_product(place)
@@ -66,10 +75,11 @@ class RowParallelLinear(nn.Module):
         self.bias = (
             new_parameter(ParameterSpec((out_features,), decay=False), place) if bias else None
         )  # [out], whole on every rank
+        self.adds_bias = adds_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, in/t]`` -> ``[s, b, out]``, or ``[s/t, b, out]`` if sequence parallel."""
-        return self.product(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias if self.adds_bias else None)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels import dropout, fill_normal_, site_key
+from megalite.kernels import bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.parallel.shard import ParameterSpec, axis_of, spec_of
 from megalite.topology import Topology
 
@@ -76,3 +76,10 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         return dropout(x, self.p, self.key, sample_numbers, base=base)
+
+    def add(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, sample_numbers: Tensor, base: int = 0
+    ) -> Tensor:
+        """``residual + forward(x + bias)``, all ``[n, b, h]``, in one pass over them."""
+        p = self.p if self.training else 0.0
+        return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)

@@ -26,6 +26,7 @@ RECOMPUTE = {
         recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")
     ),
     "mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+    "loss": RecomputeConfig(cross_entropy_chunks=3),
 }
 LAYOUTS = (
     "mbs2",
@@ -34,10 +35,18 @@ LAYOUTS = (
     "pp4zb",
     "tp2+sp",
     "dp2+zero1+gather",
+    "dp2+zero3",
     "tp2pp2zbdp2+sp",
     "tp2pp2dp2+sp+zero1",
 )
-QUICK = {("full", "dp2+zero1+gather"), ("sliced", "tp2"), ("parts", "pp2v2"), ("parts", "tp2pp2zbdp2+sp")}
+QUICK = {
+    ("full", "dp2+zero1+gather"),
+    ("sliced", "tp2"),
+    ("parts", "pp2v2"),
+    ("parts", "tp2pp2zbdp2+sp"),
+    ("loss", "tp2pp2zbdp2+sp"),
+    ("loss", "dp2+zero3"),
+}
 
 
 def _slow_unless(is_quick: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -65,7 +74,7 @@ def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> No
     ],
 )
 def test_recomputed(model: str, kind: str, name: str, corpus: str) -> None:
-    """Within the table's bounds; that it is bitwise the layout's own run is tested on single stages."""
+    """Within the table's bounds; that layers' are bitwise the layout's own is tested on single stages."""
     layout = Layout.parse(name)
     config = layout.apply(
         replace(_config(model, "fp64", corpus), recompute=RECOMPUTE[kind]), GLOBAL_BATCH_SIZE

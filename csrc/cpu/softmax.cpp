@@ -1,0 +1,247 @@
+// Causal softmax of attention scores on the CPU; what it computes is told in megalite/kernels/softmax.py.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "../ops.h"
+#include "dtype.h"
+#include "elementary.h"
+#include "isa.h"
+#include "mask.h"
+
+namespace megalite::cpu {
+namespace {
+
+constexpr int kLanes = 32;           // partial maxima and sums: their order is the same on every processor
+constexpr int64_t kGrain = 1 << 14;  // scores that are worth a thread
+
+// Scores are [b, n, rows, keys]. Pointers are null where there is no such thing.
+struct Problem {
+  int64_t num_heads, rows, keys;
+  double scale;
+  const double* slopes;
+  const int64_t* starts;
+  const int64_t* samples;
+  bool drops;
+  Mask mask;
+  int64_t base, first, seq_length;
+};
+
+// One query's keys: those from `begin` on, `count` of them; the last one is its own.
+struct Row {
+  int64_t begin, count;
+  double slope;
+  uint64_t sample, index;  // of dropout: the index of the first key's weight within the sample
+};
+
+Row row_at(const Problem& problem, int64_t number) {
+  const int64_t query = problem.first + number % problem.rows;
+  const int64_t head = number / problem.rows % problem.num_heads;
+  const int64_t sample = number / (problem.rows * problem.num_heads);
+  const int64_t given = problem.starts ? problem.starts[sample * problem.seq_length + query] : 0;
+  const int64_t begin = std::clamp<int64_t>(given, 0, query);  // no memory but the row's is read, whatever comes
+  const int64_t before = problem.base + (head * problem.seq_length + query) * problem.seq_length;
+  return {
+      begin, query + 1 - begin, problem.slopes ? problem.slopes[head] : 0.0,
+      problem.samples ? static_cast<uint64_t>(problem.samples[sample]) : 0, static_cast<uint64_t>(before + begin)};
+}
+
+// The scaled and biased scores of a row's keys.
+template <class T>
+MEGALITE_INLINE void load_row(Wide<T>* __restrict x, const T* __restrict scores, const Row& row, double scale) {
+  const auto factor = static_cast<Wide<T>>(scale), slope = static_cast<Wide<T>>(row.slope);
+  const int count = static_cast<int>(row.count);
+  for (int i = 0; i < count; ++i) x[i] = widen(scores[i]) * factor + slope * static_cast<Wide<T>>(i + 1 - count);
+}
+
+template <class W>
+MEGALITE_INLINE W maximum(const W* __restrict x, int64_t count) {
+  W lanes[kLanes];
+  std::fill_n(lanes, kLanes, -std::numeric_limits<W>::infinity());
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = x[at + lane] > lanes[lane] ? x[at + lane] : lanes[lane];
+  }
+  for (; at < count; ++at) lanes[0] = std::max(lanes[0], x[at]);
+  return *std::max_element(lanes, lanes + kLanes);
+}
+
+// The sum of x[i] * y[i], in an order that depends on `count` alone.
+template <class W>
+MEGALITE_INLINE W dot(const W* __restrict x, const W* __restrict y, int64_t count) {
+  W lanes[kLanes] = {};
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += x[at + lane] * y[at + lane];
+  }
+  for (; at < count; ++at) lanes[at % kLanes] += x[at] * y[at];
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+template <class W>
+MEGALITE_INLINE void exponentiate(W* __restrict x, int64_t count, W subtrahend) {
+  for (int64_t i = 0; i < count; ++i) x[i] = exp_of(x[i] - subtrahend);
+}
+
+// What dropout multiplies each weight of a row by: 0 or 1 / (1 - p).
+template <class W>
+MEGALITE_INLINE void keep_factors(W* __restrict factors, const Row& row, const Mask& mask) {
+  const auto kept = static_cast<W>(mask.scale);
+  const uint32_t threshold = mask.threshold;
+  for_words(row.count, row.index, row.sample, mask.key, [&](int64_t at, int num, const uint32_t* words) MEGALITE_BODY {
+    for (int i = 0; i < num; ++i) factors[at + i] = words[i] >= threshold ? kept : W{0};
+  });
+}
+
+// Stores a row's keys, and zeros where it sees none.
+template <class T>
+MEGALITE_INLINE void store_row(T* __restrict out, const Wide<T>* __restrict x, const Row& row, int64_t keys) {
+  std::fill_n(out, row.begin, narrow<T>(0));
+  for (int64_t i = 0; i < row.count; ++i) out[row.begin + i] = narrow<T>(x[i]);
+  std::fill_n(out + row.begin + row.count, keys - row.begin - row.count, narrow<T>(0));
+}
+
+template <class W>
+MEGALITE_INLINE void multiply(W* __restrict x, const W* __restrict y, W factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) x[i] *= y[i] * factor;
+}
+
+// Scores become weights, after dropout; returns the logarithm of the sum of the exponentials.
+template <class T>
+MEGALITE_INLINE Wide<T> softmax_row(T* scores, const Row& row, const Problem& problem, Wide<T>* x, Wide<T>* factors) {
+  using W = Wide<T>;
+  load_row(x, scores + row.begin, row, problem.scale);
+  const W largest = maximum(x, row.count);
+  exponentiate(x, row.count, largest);
+  std::fill_n(factors, row.count, W{1});
+  const W sum = dot(x, factors, row.count);
+  if (problem.drops) keep_factors(factors, row, problem.mask);
+  multiply(x, factors, W{1} / sum, row.count);
+  store_row(scores, x, row, problem.keys);
+  return largest + std::log(sum);
+}
+
+// Scores become weights after dropout again, and their gradients those of the scores.
+template <class T>
+MEGALITE_INLINE void backward_row(
+    T* scores, T* grad, Wide<T> log_sum, const Row& row, const Problem& problem, Wide<T>* x, Wide<T>* factors,
+    Wide<T>* g) {
+  using W = Wide<T>;
+  load_row(x, scores + row.begin, row, problem.scale);
+  exponentiate(x, row.count, log_sum);
+  std::fill_n(factors, row.count, W{1});
+  if (problem.drops) keep_factors(factors, row, problem.mask);
+  for (int64_t i = 0; i < row.count; ++i) g[i] = widen(grad[row.begin + i]) * factors[i];
+  const W mean = dot(x, g, row.count);
+  const auto scale = static_cast<W>(problem.scale);
+  for (int64_t i = 0; i < row.count; ++i) g[i] = x[i] * (g[i] - mean) * scale;
+  multiply(x, factors, W{1}, row.count);
+  store_row(scores, x, row, problem.keys);
+  store_row(grad, g, row, problem.keys);
+}
+
+using Tensor = torch::stable::Tensor;
+
+const int64_t* int64_pointer(const std::optional<Tensor>& tensor, int64_t numel, const char* what) {
+  if (!tensor.has_value()) return nullptr;
+  STD_TORCH_CHECK(
+      tensor->is_cpu() && tensor->is_contiguous() && tensor->numel() == numel &&
+          tensor->scalar_type() == torch::headeronly::ScalarType::Long,
+      "causal_softmax: ", what, " must be contiguous int64 on the CPU, with ", numel, " elements");
+  return static_cast<const int64_t*>(tensor->const_data_ptr());
+}
+
+Problem problem_of(
+    const Tensor& scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
+    const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
+    int64_t seq_length) {
+  STD_TORCH_CHECK(scores.dim() == 4 && scores.is_contiguous(), "causal_softmax: scores must be contiguous, 4-D");
+  const int64_t num_samples = scores.size(0), num_heads = scores.size(1), rows = scores.size(2);
+  STD_TORCH_CHECK(
+      first >= 0 && first + rows <= scores.size(3) && scores.size(3) <= seq_length,
+      "causal_softmax: a query lies beyond the keys, or a key beyond the sequence");
+  STD_TORCH_CHECK(p == 0.0 || samples.has_value(), "causal_softmax: dropout needs sample numbers");
+  const double* slope = nullptr;
+  if (slopes.has_value()) {
+    STD_TORCH_CHECK(
+        slopes->is_cpu() && slopes->is_contiguous() && slopes->numel() == num_heads &&
+            slopes->scalar_type() == torch::headeronly::ScalarType::Double,
+        "causal_softmax: slopes must be contiguous fp64 [n] on the CPU");
+    slope = static_cast<const double*>(slopes->const_data_ptr());
+  }
+  return {
+      num_heads, rows, scores.size(3), scale, slope, int64_pointer(starts, num_samples * seq_length, "starts"),
+      int64_pointer(samples, num_samples, "samples"), p > 0.0, mask_of(p, key), base, first, seq_length};
+}
+
+// Calls `body(row's number, its range, buffers)` for every query, each buffer as long as there are keys.
+template <class W, class Body>
+void for_each_row(const Problem& problem, int64_t num_rows, int num_buffers, const Body& body) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, problem.keys));
+  torch::stable::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
+    std::vector<W> buffers(num_buffers * problem.keys);
+    run_for_isa([&]() MEGALITE_BODY {
+      for (int64_t number = begin; number < end; ++number) body(number, row_at(problem, number), buffers.data());
+    });
+  });
+}
+
+}  // namespace
+
+Tensor causal_softmax_(
+    Tensor scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
+    const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
+    int64_t seq_length) {
+  const Problem problem =
+      problem_of(scores, slopes, starts, samples, scale, p, key, base, first, seq_length);
+  using torch::headeronly::ScalarType;
+  const bool is_double = scores.scalar_type() == ScalarType::Double;
+  const int64_t num_samples = scores.size(0);
+  auto log_sums = torch::stable::new_empty(
+      scores, {num_samples, problem.num_heads, problem.rows}, is_double ? ScalarType::Double : ScalarType::Float);
+  dispatch_floating(scores, [&](auto element) {
+    using T = decltype(element);
+    T* values = static_cast<T*>(scores.mutable_data_ptr());
+    auto* sums = static_cast<Wide<T>*>(log_sums.mutable_data_ptr());
+    for_each_row<Wide<T>>(problem, log_sums.numel(), 2, [&](int64_t number, const Row& row, Wide<T>* x) MEGALITE_BODY {
+      sums[number] = softmax_row(values + number * problem.keys, row, problem, x, x + problem.keys);
+    });
+  });
+  return log_sums;
+}
+
+void causal_softmax_backward_(
+    Tensor scores, Tensor grad, const Tensor& log_sums, const std::optional<Tensor>& slopes,
+    const std::optional<Tensor>& starts, const std::optional<Tensor>& samples, double scale, double p, int64_t key,
+    int64_t base, int64_t first, int64_t seq_length) {
+  const Problem problem =
+      problem_of(scores, slopes, starts, samples, scale, p, key, base, first, seq_length);
+  using torch::headeronly::ScalarType;
+  const bool is_double = scores.scalar_type() == ScalarType::Double;
+  STD_TORCH_CHECK(
+      grad.is_contiguous() && grad.numel() == scores.numel() && grad.scalar_type() == scores.scalar_type(),
+      "causal_softmax_backward_: grad must be contiguous, and as scores");
+  STD_TORCH_CHECK(
+      log_sums.is_contiguous() && log_sums.numel() == scores.size(0) * problem.num_heads * problem.rows &&
+          log_sums.scalar_type() == (is_double ? ScalarType::Double : ScalarType::Float),
+      "causal_softmax_backward_: log_sums must be what causal_softmax_ returned");
+  dispatch_floating(scores, [&](auto element) {
+    using T = decltype(element);
+    T* values = static_cast<T*>(scores.mutable_data_ptr());
+    T* gradients = static_cast<T*>(grad.mutable_data_ptr());
+    const auto* sums = static_cast<const Wide<T>*>(log_sums.const_data_ptr());
+    for_each_row<Wide<T>>(problem, log_sums.numel(), 3, [&](int64_t number, const Row& row, Wide<T>* x) MEGALITE_BODY {
+      const int64_t keys = problem.keys, at = number * keys;
+      backward_row(values + at, gradients + at, sums[number], row, problem, x, x + keys, x + 2 * keys);
+    });
+  });
+}
+
+}  // namespace megalite::cpu

@@ -1,0 +1,119 @@
+"""Cross-entropy over a part of the vocabulary: two passes over the logits, and no other memory of their size.
+
+The first pass finds three numbers a token; the second one, in backward, leaves the gradient where the logits
+were. What ranks tell each other in between is in `megalite.parallel.loss`.
+"""
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+
+_STATISTICS = f"{NAMESPACE}::cross_entropy_statistics"
+_GRADIENT = f"{NAMESPACE}::cross_entropy_gradient_"
+_PIECE = 1 << 20  # logits the reference computes at a time: bounds its temporaries
+
+torch.library.define(_STATISTICS, "(Tensor logits, Tensor targets, int start, int num_real) -> Tensor")
+torch.library.define(
+    _GRADIENT,
+    "(Tensor(a!) logits, Tensor targets, Tensor statistics, Tensor grad, int start, int num_real) -> ()",
+)
+
+
+def cross_entropy_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
+    """What a part of the vocabulary adds to each token's cross-entropy. It has no gradient of its own.
+
+    Args:
+        logits: contiguous, ``[rows, columns]``, of the tokens of the vocabulary from `start` on.
+        targets: int64 ``[rows]``, token ids.
+        start: the first column's token.
+        num_real: columns from here on are padding and take no part.
+
+    Returns:
+        ``[3, rows]`` in fp32, in fp64 for fp64: the largest logit (-inf where no column is real), the sum of
+        exp(logit - largest), and the target's logit (0 where the target is none of these columns).
+    """
+    result: Tensor = torch.ops.megalite.cross_entropy_statistics(logits, targets, start, num_real)
+    return result
+
+
+def cross_entropy_gradient_(
+    logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
+) -> Tensor:
+    """Puts grad * (softmax - onehot(target)) in the logits' place, and 0 in the padding's.
+
+    Args:
+        logits: as in `cross_entropy_statistics`, and so `targets`, `start` and `num_real`.
+        statistics: ``[2, rows]`` over the whole vocabulary: the largest logit and the sum of exponentials.
+        grad: ``[rows]``, of the tokens' losses, in the statistics' dtype.
+
+    Returns:
+        `logits`.
+    """
+    torch.ops.megalite.cross_entropy_gradient_(logits, targets, statistics, grad, start, num_real)
+    torch.autograd.graph.increment_version(logits)  # who has saved the logits for a backward must know
+    return logits
+
+
+@torch.no_grad()
+def statistics_reference(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
+    """Plain PyTorch implementation of the first pass."""
+    rows, columns = logits.shape
+    out = logits.new_zeros(3, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
+    out[0] = -torch.inf
+    if num_real == 0:
+        return out
+    for piece in _pieces(rows, columns):
+        real = logits[piece, :num_real].to(out.dtype)
+        largest = out[0, piece] = real.amax(-1)
+        column, is_mine = _columns(targets[piece], start, num_real)
+        out[2, piece] = real.gather(-1, column).squeeze(-1).where(is_mine, 0.0)
+        base = largest.where(largest != -torch.inf, 0.0)
+        out[1, piece] = (real - base[:, None]).exp_().sum(-1)
+    return out
+
+
+@torch.no_grad()
+def gradient_reference(
+    logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
+) -> None:
+    """Plain PyTorch implementation of the second pass."""
+    rows, columns = logits.shape
+    for piece in _pieces(rows, columns):
+        largest, total = statistics[:, piece]
+        real = logits[piece, :num_real].to(statistics.dtype).sub_(largest[:, None]).exp_()
+        real.mul_((grad[piece] / total)[:, None])
+        if num_real:
+            column, is_mine = _columns(targets[piece], start, num_real)
+            real.scatter_add_(-1, column, grad[piece].neg().where(is_mine, 0.0)[:, None])
+        logits[piece, :num_real] = real.to(logits.dtype)
+    logits[:, num_real:] = 0.0
+
+
+def _pieces(rows: int, columns: int) -> list[slice]:
+    step = max(1, _PIECE // max(1, columns))
+    return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
+def _columns(targets: Tensor, start: int, num_real: int) -> tuple[Tensor, Tensor]:
+    """The targets' columns, ``[rows, 1]`` and 0 where there is none, and whether there is one, ``[rows]``."""
+    column = targets - start
+    is_mine = (column >= 0) & (column < num_real)
+    return column.where(is_mine, 0)[:, None], is_mine
+
+
+torch.library.register_kernel(_STATISTICS, None, statistics_reference)  # a compiled kernel goes before it
+torch.library.register_kernel(_GRADIENT, None, gradient_reference)
+
+
+@torch.library.register_fake(_STATISTICS)
+def _fake_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty((3, targets.numel()), dtype=dtype)
+
+
+@torch.library.register_fake(_GRADIENT)
+def _fake_gradient(
+    logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
+) -> None:
+    """Changes nothing that a meta tensor knows."""

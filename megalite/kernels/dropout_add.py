@@ -1,0 +1,130 @@
+"""What ends a block of the transformer in one pass: residual + dropout(x + bias)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.dropout import reference as dropout_reference
+from megalite.kernels.library import NAMESPACE
+from megalite.kernels.philox import signed64
+
+_OP = f"{NAMESPACE}::bias_dropout_add"
+_BACKWARD = f"{NAMESPACE}::bias_dropout_add_backward"
+
+torch.library.define(
+    _OP,
+    "(Tensor x, Tensor? bias, Tensor residual, Tensor sample_numbers, float p, int key, int base) -> Tensor",
+)
+torch.library.define(
+    _BACKWARD, "(Tensor grad, Tensor sample_numbers, float p, int key, int base) -> (Tensor, Tensor)"
+)
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    key: int,
+    sample_numbers: Tensor,
+    *,
+    base: int = 0,
+) -> Tensor:
+    """Residual + dropout(x + bias), with the mask that `dropout` has for the same key, samples and base.
+
+    Computed in fp32 (fp64 in fp64) and rounded once. No mask is stored, and `x` neither: backward makes the
+    mask again, and adds up the bias' gradient on its way.
+
+    Args:
+        x: ``[n, b, h]``, fp64, fp32, bf16 or fp16.
+        bias: ``[h]``, or None.
+        residual: as `x`.
+        p: probability of a zero, 0 <= p < 1.
+        key: 64 bits, from `site_key(seed, site's name)`.
+        sample_numbers: int64 ``[b]``, each sample's number in the run.
+        base: index of the first element within the sample's full tensor.
+
+    Raises:
+        ValueError: `p` or `base` out of range, or sample numbers that do not fit dim 1 of `x`.
+    """
+    if not 0.0 <= p < 1.0 or base < 0:
+        raise ValueError(f"bias_dropout_add needs 0 <= p < 1 and base >= 0: got {p} and {base}")
+    if x.dim() != 3 or sample_numbers.shape != x.shape[1:2] or sample_numbers.dtype != torch.int64:
+        raise ValueError(
+            f"bias_dropout_add needs x [n, b, h] and int64 sample_numbers [b]: got {tuple(x.shape)} and "
+            f"{sample_numbers.dtype} {tuple(sample_numbers.shape)}"
+        )
+    if p == 0.0 and bias is None:
+        return residual + x
+    result: Tensor = torch.ops.megalite.bias_dropout_add(
+        x, bias, residual, sample_numbers, p, signed64(key), base
+    )
+    return result
+
+
+def reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    sample_numbers: Tensor,
+    p: float,
+    key: int,
+    base: int,
+) -> Tensor:
+    """Plain PyTorch implementation: bitwise equal to the compiled one."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(dtype) if bias is None else x.to(dtype) + bias
+    dropped = dropout_reference(wide, sample_numbers, p, key, base, x.shape[-1])
+    return (residual + dropped).to(x.dtype)
+
+
+def backward_reference(
+    grad: Tensor, sample_numbers: Tensor, p: float, key: int, base: int
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch implementation of the gradients of `x` (bitwise the compiled one's) and of the bias."""
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    dropped = dropout_reference(wide, sample_numbers, p, key, base, grad.shape[-1])
+    return dropped.to(grad.dtype), dropped.flatten(0, 1).sum(0).to(grad.dtype)
+
+
+torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.register_kernel(_BACKWARD, None, backward_reference)
+
+
+@torch.library.register_fake(_OP)
+def _fake(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    sample_numbers: Tensor,
+    p: float,
+    key: int,
+    base: int,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_backward(
+    grad: Tensor, sample_numbers: Tensor, p: float, key: int, base: int
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape), grad.new_empty(grad.shape[-1:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bias, _, sample_numbers, *ctx.site = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(sample_numbers)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (sample_numbers,) = ctx.saved_tensors
+    if ctx.site[0] == 0.0:
+        x_grad, bias_grad = grad, grad.flatten(0, 1).sum(0)
+    else:
+        x_grad, bias_grad = torch.ops.megalite.bias_dropout_add_backward(grad, sample_numbers, *ctx.site)
+    return x_grad, bias_grad if ctx.has_bias else None, grad, None, None, None, None
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

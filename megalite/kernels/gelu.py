@@ -1,0 +1,73 @@
+"""Bias and GELU in one pass, in the tanh form; the erf form is PyTorch's own, which is as fast."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+
+_OP = f"{NAMESPACE}::bias_gelu"
+_BACKWARD = f"{NAMESPACE}::bias_gelu_backward"
+
+torch.library.define(_OP, "(Tensor x, Tensor? bias) -> Tensor")
+torch.library.define(_BACKWARD, "(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Y / 2 (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))) of y = x + bias (Hendrycks and Gimpel 2016).
+
+    Computed in fp32 (fp64 in fp64) and rounded once. Backward adds up the bias' gradient on its way.
+
+    Args:
+        x: ``[..., n]``, fp64, fp32, bf16 or fp16.
+        bias: ``[n]``, of the same dtype, or None.
+    """
+    result: Tensor = torch.ops.megalite.bias_gelu(x, bias)
+    return result
+
+
+def reference(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Plain PyTorch implementation."""
+    return F.gelu(_sum(x, bias), approximate="tanh").to(x.dtype)
+
+
+def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch implementation of the gradients of `x` and of the bias."""
+    wide = _sum(x, bias)
+    result = torch.ops.aten.gelu_backward(grad.to(wide.dtype), wide, approximate="tanh")
+    return result.to(x.dtype), result.flatten(0, -2).sum(0).to(x.dtype)
+
+
+def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
+    return wide if bias is None else wide + bias
+
+
+torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.register_kernel(_BACKWARD, None, backward_reference)
+
+
+@torch.library.register_fake(_OP)
+def _fake(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
+    x, bias = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, bias = ctx.saved_tensors
+    x_grad, bias_grad = torch.ops.megalite.bias_gelu_backward(grad, x, bias)
+    return x_grad, None if bias is None else bias_grad.view(bias.shape)
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,0 +1,56 @@
+"""Rotary position embedding in one pass (Su et al. 2021), in the form that pairs a head's two halves."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+
+_OP = f"{NAMESPACE}::rotate"
+
+torch.library.define(_OP, "(Tensor x, Tensor cosine, Tensor sine, bool inverse) -> Tensor")
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turns each pair (i, i + d/2) of a head's elements by its token's angle.
+
+    Computed in the tables' dtype and rounded once. The gradient is turned back: of `x` nothing is kept.
+
+    Args:
+        x: ``[s, b, n, d]``, fp64, fp32, bf16 or fp16; heads that lie apart are read where they lie.
+        cosine: ``[s, b or 1, 1, d]`` in fp32, in fp64 for fp64; its two halves are equal.
+        sine: likewise.
+
+    Returns:
+        ``[s, b, n, d]``, contiguous.
+    """
+    result: Tensor = torch.ops.megalite.rotate(x, cosine, sine, False)
+    return result
+
+
+def reference(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
+    """Plain PyTorch implementation."""
+    first, second = x.chunk(2, dim=-1)
+    crossed = torch.cat((second, -first) if inverse else (-second, first), dim=-1)
+    return (x * cosine + crossed * sine).to(x.dtype).contiguous()
+
+
+torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+
+
+@torch.library.register_fake(_OP)
+def _fake(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cosine, sine, ctx.inverse = inputs
+    ctx.save_for_backward(cosine, sine)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return torch.ops.megalite.rotate(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,0 +1,198 @@
+"""Causal softmax of attention scores: scale, ALiBi, documents and dropout in one pass over a block of them.
+
+A block is what some consecutive queries make of the keys up to the last of them. Both operators work in
+place, so that a block of scores is the only memory that they need; keys after a query's own are neither
+computed with nor read. The backward gets the scores again, and needs of the forward one number a query: no
+weights are kept, and never a mask of dropout.
+
+Shapes: b samples, n heads, rows queries of the block, keys that the block has, s the whole sequence.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+from megalite.kernels.philox import signed64
+
+_OP = f"{NAMESPACE}::causal_softmax_"
+_BACKWARD = f"{NAMESPACE}::causal_softmax_backward_"
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor? samples, float scale, float p, int key, int base, int first, "
+    "int seq_length"
+)
+
+torch.library.define(_OP, f"(Tensor(a!) scores, {_REST}) -> Tensor")
+torch.library.define(_BACKWARD, f"(Tensor(a!) scores, Tensor(b!) grad, Tensor log_sums, {_REST}) -> ()")
+
+
+class Drop(NamedTuple):
+    """Dropout of attention weights by counter.
+
+    Weight (query i, key j) of head h has the index ``base + (h * s + i) * s + j`` within its sample, as in
+    `megalite.kernels.dropout`.
+
+    Attributes:
+        p: probability of a zero; 0 drops nothing.
+        key: 64 bits, from `site_key(seed, site's name)`.
+        sample_numbers: int64 ``[b]``, each sample's number in the run.
+        base: index of the first head's first weight.
+    """
+
+    p: float
+    key: int
+    sample_numbers: Tensor
+    base: int = 0
+
+
+class CausalSoftmax(NamedTuple):
+    """softmax(scale * scores + slope * (key - query)) over the keys that a query sees, and then dropout.
+
+    Attributes:
+        seq_length: s, of the whole sequence.
+        scale: of the scores.
+        slopes: of ALiBi, fp64 ``[n]``; None for no bias.
+        starts: int64 ``[b, s]``, the first key that each query sees, its own at the latest; None where all
+            see from the first on.
+        drop: of the weights; None for none.
+    """
+
+    seq_length: int
+    scale: float
+    slopes: Tensor | None = None
+    starts: Tensor | None = None
+    drop: Drop | None = None
+
+    def weights_(self, scores: Tensor, first: int) -> Tensor:
+        """Turns scores into weights, zeros where a query sees nothing.
+
+        Args:
+            scores: ``[b, n, rows, keys]``, contiguous, fp64, fp32, bf16 or fp16, computed with in fp32 at the
+                least.
+            first: the place of the first query in the sequence.
+
+        Returns:
+            Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in fp32 at the least.
+        """
+        result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self._arguments(first))
+        return result
+
+    def backward_(self, scores: Tensor, grad: Tensor, log_sums: Tensor, first: int) -> None:
+        """Turns scores into weights again, and the gradient of the weights into that of the unscaled scores.
+
+        Args:
+            scores: as `weights_` got them.
+            grad: of what `weights_` made of them, and of the same shape.
+            log_sums: what `weights_` returned.
+        """
+        torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self._arguments(first))
+
+    def part(self, samples: slice, heads: slice) -> "CausalSoftmax":
+        """The same for some of the samples and heads."""
+        drop = self.drop
+        if drop is not None:
+            drop = drop._replace(
+                sample_numbers=drop.sample_numbers[samples],
+                base=drop.base + heads.start * self.seq_length**2,
+            )
+        return self._replace(
+            slopes=None if self.slopes is None else self.slopes[heads],
+            starts=None if self.starts is None else self.starts[samples],
+            drop=drop,
+        )
+
+    def _arguments(self, first: int) -> tuple[object, ...]:
+        where = (first, self.seq_length)
+        if self.drop is None or self.drop.p == 0.0:
+            return self.slopes, self.starts, None, self.scale, 0.0, 0, 0, *where
+        p, key, samples, base = self.drop
+        return self.slopes, self.starts, samples.contiguous(), self.scale, p, signed64(key), base, *where
+
+
+def _biased(scores: Tensor, slopes: Tensor | None, starts: Tensor | None, scale: float, first: int) -> Tensor:
+    """Scaled scores in fp32 at the least, -inf where a query sees nothing."""
+    rows, keys = scores.shape[2:]
+    x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    queries = torch.arange(first, first + rows, device=scores.device)[:, None]
+    places = torch.arange(keys, device=scores.device)
+    if slopes is not None:
+        x += slopes.to(x.dtype)[:, None, None] * (places - queries)
+    hidden = places > queries  # [rows, keys]
+    if starts is not None:
+        hidden = hidden | (places < starts[:, None, first : first + rows, None])  # [b, 1, rows, keys]
+    return x.masked_fill_(hidden, -torch.inf)
+
+
+def _keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: int) -> Tensor | float:
+    """What dropout multiplies each weight by: 0 or 1 / (1 - p); a head at a time, as dropout counts."""
+    if p == 0.0 or samples is None:
+        return 1.0
+    base, first, seq_length = place
+    ones = x.new_ones(()).expand(x.shape[2], x.shape[0], x.shape[3])  # [rows, b, keys]
+    heads = [
+        torch.ops.megalite.dropout(
+            ones, samples, p, key, base + (h * seq_length + first) * seq_length, seq_length
+        )
+        for h in range(x.shape[1])
+    ]
+    return torch.stack(heads).permute(2, 0, 1, 3)
+
+
+def reference(
+    scores: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    scale: float,
+    p: float,
+    key: int,
+    base: int,
+    first: int,
+    seq_length: int,
+) -> Tensor:
+    """Plain PyTorch implementation of `CausalSoftmax.weights_`: the same masks of dropout, bit by bit."""
+    x = _biased(scores, slopes, starts, scale, first)
+    log_sums = x.logsumexp(-1)
+    weights = (x - log_sums[..., None]).exp_()
+    scores.copy_(weights * _keep_factors(x, samples, p, key, base, first, seq_length))
+    return log_sums
+
+
+def reference_backward(
+    scores: Tensor,
+    grad: Tensor,
+    log_sums: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    scale: float,
+    p: float,
+    key: int,
+    base: int,
+    first: int,
+    seq_length: int,
+) -> None:
+    """Plain PyTorch implementation of `CausalSoftmax.backward_`."""
+    x = _biased(scores, slopes, starts, scale, first)
+    is_hidden = x.isneginf()
+    weights = (x - log_sums[..., None]).exp_()
+    keep = _keep_factors(x, samples, p, key, base, first, seq_length)
+    g = grad.to(x.dtype).masked_fill(is_hidden, 0.0) * keep
+    mean = (weights * g).sum(-1, keepdim=True)
+    grad.copy_((weights * (g - mean)).mul_(scale))
+    scores.copy_(weights * keep)
+
+
+torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.register_kernel(_BACKWARD, None, reference_backward)
+
+
+@torch.library.register_fake(_OP)
+def _fake(scores: Tensor, *_: object) -> Tensor:
+    return scores.new_empty(scores.shape[:3], dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *_: object) -> None:
+    """Changes nothing that a meta tensor knows."""

@@ -1,0 +1,80 @@
+"""Bias and SwiGLU in one pass: SiLU of the first half of the features gates the second (Shazeer 2020)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+
+_OP = f"{NAMESPACE}::bias_swiglu"
+_BACKWARD = f"{NAMESPACE}::bias_swiglu_backward"
+
+torch.library.define(_OP, "(Tensor x, Tensor? bias) -> Tensor")
+torch.library.define(_BACKWARD, "(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)")
+
+
+def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(g) * u of (g, u) = the two halves of x + bias.
+
+    Computed in fp32 (fp64 in fp64) and rounded once. Backward keeps `x` alone, makes the gradients of both
+    halves in one tensor, and adds up the bias' gradient on its way.
+
+    Args:
+        x: ``[..., 2 n]``, fp64, fp32, bf16 or fp16.
+        bias: ``[2, n]``, of the same dtype, or None.
+
+    Returns:
+        ``[..., n]``.
+    """
+    result: Tensor = torch.ops.megalite.bias_swiglu(x, bias)
+    return result
+
+
+def reference(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Plain PyTorch implementation."""
+    gate, up = _halves(x, bias)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch implementation of the gradients of `x` and of the bias, the latter as ``[2 n]``."""
+    gate, up = _halves(x, bias)
+    wide = grad.to(gate.dtype)
+    of_gate = torch.ops.aten.silu_backward(wide * up, gate)
+    result = torch.cat((of_gate, wide * F.silu(gate)), dim=-1)
+    return result.to(x.dtype), result.flatten(0, -2).sum(0).to(x.dtype)
+
+
+def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide if bias is None else wide + bias.flatten()).chunk(2, dim=-1)
+
+
+torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.register_kernel(_BACKWARD, None, backward_reference)
+
+
+@torch.library.register_fake(_OP)
+def _fake(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None], output: Tensor) -> None:
+    x, bias = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, bias = ctx.saved_tensors
+    x_grad, bias_grad = torch.ops.megalite.bias_swiglu_backward(grad, x, bias)
+    return x_grad, None if bias is None else bias_grad.view(bias.shape)
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,0 +1,81 @@
+"""The loss in parts: the same numbers, and never the whole logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.config import RecomputeConfig
+from megalite.model.documents import Documents
+from megalite.model.stage import GPTStage
+from megalite.parallel.loss import losses_in_chunks
+from megalite.presets import PRESETS
+from megalite.topology import Topology
+
+B, S, V = 2, 96, 4096
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+def run(topology: Topology, num_chunks: int, tied: bool) -> tuple[Tensor, dict[str, Tensor], int]:
+    model = replace(
+        PRESETS["gpt-tiny"],
+        vocab_size=V - 3,
+        seq_length=S,
+        params_dtype="fp64",
+        untie_embeddings_and_output_weights=not tied,
+    )
+    recompute = RecomputeConfig(cross_entropy_chunks=num_chunks)
+    stage = GPTStage(model, topology, range(1), seed=3, recompute=recompute)
+    ids = torch.randint(V - 3, (B, S), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(B * S).view(B, S) % 5 > 0
+    with LargestTensor() as largest:
+        loss = stage(ids, ids.flip(1), torch.arange(B), None, Documents(None, None, mask))
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in stage.named_parameters()}, largest.num_elements
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("num_chunks", [2, 5, S + 3])
+def test_any_number_of_chunks_gives_the_same(num_chunks: int, tied: bool, one_rank: Topology) -> None:
+    (loss, grads, _), (same, others, _) = (run(one_rank, count, tied) for count in (1, num_chunks))
+    torch.testing.assert_close(same, loss, rtol=1e-13, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(others[name], grad, rtol=1e-11, atol=1e-13)
+
+
+def test_the_whole_logits_never_exist(one_rank: Topology) -> None:
+    assert run(one_rank, 1, True)[2] == B * S * V
+    weight = PRESETS["gpt-tiny"].hidden_size * V
+    assert run(one_rank, 24, True)[2] <= max(weight, B * S * V // 24)
+
+
+def test_slices_of_the_sequence_keep_their_targets() -> None:
+    """Two ranks' slices, gathered by the function as sequence parallelism does."""
+    whole = torch.arange(12.0).view(12, 1, 1).requires_grad_()
+    targets = torch.arange(12)[:, None]
+    first, second = whole.unflatten(0, (2, 6)).unbind(0)
+
+    def losses(hidden: Tensor, targets: Tensor) -> Tensor:
+        places = hidden[:, 0, 0].detach().long()
+        both = torch.cat((hidden, second[places]))[..., 0]  # what the other rank holds of this chunk
+        assert torch.equal(both, targets)
+        return both * 1.0
+
+    assert torch.equal(losses_in_chunks(losses, first, targets, 4, 2), targets)
