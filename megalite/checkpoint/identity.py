@@ -166,7 +166,7 @@ def _unknown(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """The fields with the defaults that follow from others, and without what has no effect."""
     fields = dataclasses.asdict(model)
-    for name in PADDING:
+    for name in (*PADDING, "attention_backend"):
         del fields[name]
     try:
         fields["ffn_hidden_size"] = model.ffn_size

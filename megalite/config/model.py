@@ -13,6 +13,7 @@ PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
+AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "flex", "fused", "unfused", "local"]
 
 _SWIGLU_FFN_MULTIPLE = 64
 
@@ -65,6 +66,11 @@ class ModelConfig:
     """Probability of dropping an element of the embeddings and of each block's output."""
     attention_dropout: float = 0.1
     """Probability of dropping an attention weight."""
+    attention_backend: AttentionBackend = field(
+        default="auto", metadata=flags(sets={"--use-flash-attn": "flash", "--use-flash-attn-v2": "flash"})
+    )
+    """What computes attention; fused: any of flash, cudnn, efficient; local: unfused, which alone has dropout
+    (docs/attention.md)."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; output projections take it / sqrt(2 x layers)."""
     params_dtype: ParamsDtype = field(

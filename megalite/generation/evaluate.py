@@ -18,7 +18,7 @@ from megalite.errors import UserError
 from megalite.generation.text_loss import LossMeter, TextLoss
 from megalite.generation.trained import Trained, end_of_document, load_model
 from megalite.generation.windows import windows
-from megalite.model.attention import FusedCore
+from megalite.model.attention_core import SdpaCore
 from megalite.parallel.deferred import WeightGradients
 from megalite.topology import Topology
 from megalite.train.evaluation import Evaluator
@@ -145,7 +145,7 @@ def _sequences(corpus: IndexedDataset, vocab_size: int) -> Iterator[npt.NDArray[
 def _meter(trained: Trained, reading: Reading, topology: Topology) -> LossMeter:
     reading.check(trained.config)
     ends = document_ends(trained.config, topology)
-    return LossMeter(load_model(trained, topology, FusedCore), topology, ends, reading.batch_size)
+    return LossMeter(load_model(trained, topology, SdpaCore), topology, ends, reading.batch_size)
 
 
 def evaluate_split(

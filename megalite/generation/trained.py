@@ -19,7 +19,8 @@ from megalite.data.tokenizer_digest import tokenizer_digest
 from megalite.errors import ConfigError, UserError
 from megalite.generation.flags import ModelFlags
 from megalite.log import configure_logging, log
-from megalite.model.attention import Core, build_core
+from megalite.model.attention_core import Core
+from megalite.model.backends import build_core
 from megalite.model.stage import GPTStage
 from megalite.optim.part import Part
 from megalite.parallel.shard import Placement, new_parameter, spec_of
@@ -78,7 +79,8 @@ def open_trained(flags: ModelFlags, topology: Topology) -> Trained:
         raise UserError(f"--load {flags.load} holds no checkpoint: give the folder that --save wrote")
     with topology.agreed():
         config = _config_of(manifest)
-        model = replace(config.model, pad_vocab_size_to=None)  # rows that stand for no token are free
+        # Rows that stand for no token are free, and so is how attention is computed.
+        model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto")
         if flags.dtype is not None:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
         _check_layout(model, flags, topology)

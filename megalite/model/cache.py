@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.model.attention import AttentionCore, Drop
+from megalite.kernels import Drop
+from megalite.model.attention_core import SdpaCore
 from megalite.model.documents import Documents
-from megalite.model.positions import Angles, Places
+from megalite.model.positions import Angles, Places, attention_bias
 from megalite.parallel.shard import Placement
 
 
-class CachedCore(AttentionCore):
+class CachedCore(SdpaCore):
     """The attention product of a model that reads a sequence in pieces: a prompt, then token after token.
 
     `begin` comes before the first piece. A piece's tokens come with the positions that `positions` gives, as
@@ -75,7 +76,7 @@ class CachedCore(AttentionCore):
         is_plain = first == 0 or num_tokens == 1  # the causal order alone, or all that is there
         bias: Tensor | None = None
         if self.has_bias or self.padding is not None or not is_plain:
-            bias = self.build_bias(self.config, self.place, self.length, first)[None]
+            bias = attention_bias(self.config, self.place, self.length, first)
         if self.padding is not None and bias is not None:
             bias = bias.masked_fill(self._hidden(first), -torch.inf)
         return Places(bias, self.rotate.beyond(documents.position_ids))
@@ -101,8 +102,8 @@ class CachedLayer:
         """Queries and keys turn by their own place: what is kept stays as it is."""
         return self.shared.rotate(x, angles)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop) -> Tensor:
-        """``[b, n/t, s, d]`` and twice ``[b, g', s, d]``, new alone -> ``[b, n/t, s, d]``, by `Places.bias`.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+        """``[b, n/t, s, d]`` and twice ``[b, g', s, d]``, new alone -> ``[b, n/t, s, d]``, by `Places.mask`.
 
         Nothing is dropped: this is no training.
         """
@@ -116,7 +117,7 @@ class CachedLayer:
             q,
             self.keys[:, :, :length],
             self.values[:, :, :length],
-            attn_mask=bias,
-            is_causal=bias is None and num_tokens > 1,
+            attn_mask=mask,
+            is_causal=mask is None and num_tokens > 1,
             enable_gqa=q.shape[1] != k.shape[1],
         )

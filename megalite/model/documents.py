@@ -13,7 +13,8 @@ class Documents:
 
     Attributes:
         position_ids: int64 ``[b, s]``, each token's position, below s.
-        document_ids: int64 ``[b, s]``, a number for each document: tokens attend to those of their own.
+        document_ids: int64 ``[b, s]``, a number for each document, unlike its neighbours': tokens attend to
+            those of their own.
         loss_mask: bool ``[b, s]``, True where the loss of predicting the next token counts.
     """
 

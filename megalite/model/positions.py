@@ -1,4 +1,4 @@
-"""How a token's place enters attention: rotary angles, ALiBi's bias, or the causal order alone.
+"""How a token's place enters attention: rotary angles, ALiBi's slopes, or the causal order alone.
 
 Shapes: s sequence, b microbatch, n heads of this rank, d head size.
 """
@@ -6,12 +6,14 @@ Shapes: s sequence, b microbatch, n heads of this rank, d head size.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.kernels import rotate
 from megalite.parallel.shard import Placement
 
 
@@ -26,11 +28,11 @@ class Places(NamedTuple):
     """Where a microbatch's tokens stand for attention, the same in all layers.
 
     Attributes:
-        bias: additive mask ``[b, n/t or 1, s, s]``; None where every sample has the same.
+        mask: what the attention core made of the documents, for itself; None where every sample is whole.
         angles: of rotary positions; None where every sample has the same, or there are none.
     """
 
-    bias: Tensor | None = None
+    mask: Any = None
     angles: Angles | None = None
 
 
@@ -53,9 +55,7 @@ class Rotary:
 
     def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
         """``[s, b, n, d]`` -> ``[s, b, n, d]``, by these angles or those of the places in the sample."""
-        cosine, sine = self._tables(x.shape[0]) if angles is None else angles
-        first, second = x.chunk(2, dim=-1)
-        return (x * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
+        return rotate(x, *(self._tables(x.shape[0]) if angles is None else angles))
 
     def at(self, position_ids: Tensor) -> Angles:
         """The angles of tokens at positions ``[b, s]``."""
@@ -110,34 +110,36 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / below) for i in range(num_heads - below)]
 
 
-def alibi_bias(config: ModelConfig, place: Placement, seq_length: int, first: int = 0) -> Tensor:
-    """Slope * (key - query position) for this rank's heads, -inf for keys after the query, ``[n/t, s, s]``.
+def local_slopes(config: ModelConfig, place: Placement) -> list[float] | None:
+    """ALiBi's slopes of this rank's heads; None where positions enter in another way."""
+    if config.position_embedding_type != "alibi":
+        return None
+    num_heads = config.num_attention_heads // place.tp.size
+    return alibi_slopes(config.num_attention_heads)[place.tp.rank * num_heads :][:num_heads]
 
-    Distances and not positions: near keys, which weigh most, then keep their precision far into a sample.
+
+def attention_bias(config: ModelConfig, place: Placement, seq_length: int, first: int = 0) -> Tensor:
+    """What is added to scaled scores, -inf for keys after the query, ``[1, n/t or 1, s, s]``.
+
+    With ALiBi slope * (key - query position) for keys up to the query, else 0. Distances and not positions:
+    near keys, which weigh most, then keep their precision far into a sample.
 
     Args:
-        first: the rows of the queries before this one are left out: ``[n/t, s - first, s]``.
+        first: the rows of the queries before this one are left out: ``[1, n/t or 1, s - first, s]``.
     """
-    num_heads = config.num_attention_heads // place.tp.size
-    first_head = place.tp.rank * num_heads
-    slopes = alibi_slopes(config.num_attention_heads)[first_head : first_head + num_heads]
     positions = torch.arange(seq_length, dtype=torch.float64, device=place.device)
     distances = positions - positions[first:, None]  # [s - first, s]
-    distances.masked_fill_(distances > 0, -torch.inf)
-    return torch.stack([(slope * distances).to(place.dtype) for slope in slopes])
-
-
-def causal_bias(config: ModelConfig, place: Placement, seq_length: int, first: int = 0) -> Tensor:
-    """0 for keys up to the query and -inf after it, ``[1, s, s]``, from row `first` on."""
-    shape = (1, seq_length - first, seq_length)
-    return torch.full(shape, -torch.inf, dtype=place.dtype, device=place.device).triu(1 + first)
+    after = distances > 0
+    slopes = local_slopes(config, place) or [0.0]
+    heads = [(slope * distances).masked_fill_(after, -torch.inf).to(place.dtype) for slope in slopes]
+    return torch.stack(heads)[None]
 
 
 def within_documents(bias: Tensor, document_ids: Tensor) -> Tensor:
     """Adds to a bias that no token attends beyond its document.
 
     Args:
-        bias: ``[n/t or 1, s, s]``.
+        bias: ``[1, n/t or 1, s, s]``.
         document_ids: ``[b, s]``, a number for each document.
 
     Returns:
@@ -145,3 +147,17 @@ def within_documents(bias: Tensor, document_ids: Tensor) -> Tensor:
     """
     foreign = document_ids[:, :, None] != document_ids[:, None]  # [b, s, s]
     return bias.masked_fill(foreign[:, None], -torch.inf)
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """The place in its sample of the first token of each token's document, int64 ``[b, s]``.
+
+    Documents stand one after the other: where two have one number they are two all the same.
+    """
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = document_ids.diff(dim=1, prepend=document_ids[:, :1] - 1) != 0
+    return places.where(begins, 0).cummax(dim=1).values
+
+
+ROTATIONS: dict[str, Callable[[ModelConfig, Placement], Rotary | NoRotation]] = {"rope": Rotary}
+"""Position embeddings that turn queries and keys."""

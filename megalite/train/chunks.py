@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import nn
 
 from megalite.config import Config
 from megalite.config.stages import layers_per_stage, num_chunks
+from megalite.model.backends import build_core
 from megalite.model.stage import GPTStage
 from megalite.parallel.deferred import WeightGradients
 from megalite.pipeline.partition import layers_of_stages
@@ -42,6 +44,7 @@ def build_chunks(config: Config, topology: Topology, weight_gradients: WeightGra
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.recompute,
             has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,
+            attention=partial(build_core, has_documents=config.data.reset_attention_mask),
         )
         chunks.append(chunk)
     return chunks

@@ -39,6 +39,18 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Dropout of attention weights is by counter, which no kernel but our own knows."""
+    model = config.model
+    if model.attention_dropout > 0.0 and model.attention_backend not in ("auto", "unfused", "local"):
+        yield Problem(
+            ("attention_backend", "attention_dropout"),
+            f"--attention-backend {model.attention_backend} (or its flag) with --attention-dropout "
+            f"{model.attention_dropout}: only unfused drops attention weights, the same ones in any layout; "
+            "give --attention-backend auto, or --attention-dropout 0",
+        )
+
+
 def position_table(config: Config, world_size: int | None) -> Iterator[Problem]:
     """A learned position table has a row for each position of a sample."""
     model = config.model

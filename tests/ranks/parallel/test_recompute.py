@@ -3,9 +3,9 @@
 Korthikanti et al. 2022, table 2, counts the bytes of a layer's saved activations, 2 an element and 1 an
 element of a dropout mask: s b h (10 + 24/t + 5 a s / (h t)) with tensor parallelism, and with sequence
 parallelism all of it divided by t. Here masks are not stored, and an element has the size of its type. That
-leaves, in elements, s b h (4 + 12/t + 2 a s / (h t)): the norms' inputs and outputs (4), queries, keys,
-values and context (4), the activation's input and output (8), the outputs of softmax and its dropout
-(2 a s / h).
+leaves, in elements, s b h (4 + 12/t): the norms' inputs and outputs (4), queries, keys, values and context
+(4), the activation's input and output (8). The table's 2 a s / (h t), the outputs of softmax and its dropout,
+are computed again from one number a query and head, a / (h t).
 """
 
 import itertools
@@ -139,13 +139,13 @@ def test_gradients_are_bitwise_the_same(results):
 
 
 def layer_elements(t, sequence_parallel, *without):
-    """What one layer keeps, by the table; the scaled queries of the product written out are 1 more."""
+    """What one layer keeps, by the table."""
     per_token = 1 / t if sequence_parallel else 1
     parts = {
         "residual": 2 * per_token,  # inputs of the norms
         "norms": 2 * per_token,  # inputs of the column-parallel products
         "qkv": 4 / t,  # and the row-parallel product's input
-        "core": 2 * HEADS * S / H / t + 1 / t,
+        "core": HEADS / H / t,
         "hidden": 4 / t,
         "activation": 4 / t,
     }

@@ -100,6 +100,6 @@ def test_no_token_sees_nothing(preset, one_rank):
     cached.core.begin(CAPACITY, torch.tensor([0, 4]))
     for num_tokens in (9, 1, 3):
         positions = cached.core.positions(2, num_tokens)
-        bias = cached.core.places(Documents(position_ids=positions)).bias
+        bias = cached.core.places(Documents(position_ids=positions)).mask
         assert not bias.isneginf().all(-1).any()
         assert bias[1, :, -1, :4].isneginf().all()

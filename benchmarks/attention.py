@@ -1,0 +1,136 @@
+#!/usr/bin/env python
+"""Time of attention backends, forward and backward, as ratios to PyTorch's scaled_dot_product_attention.
+
+python benchmarks/attention.py --threads 1
+
+Shapes keep the work of a row about the same: sequence length, batch, heads, head size. With one thread the
+clock is the process' CPU time, which a busy neighbour changes less; with more it is the wall's. Backends run
+turn by turn, and each figure is the median of its rounds. `plain` is what a careful user writes without a
+fused kernel: scores, bias, softmax and weights whole in memory; `dropout` is unfused with a tenth of the
+weights dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megalite import host
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.kernels import Drop
+from megalite.model.attention_core import AttentionCore, SdpaCore
+from megalite.model.documents import Documents
+from megalite.model.positions import attention_bias
+from megalite.model.stage import DTYPES
+from megalite.model.unfused import UnfusedCore
+from megalite.parallel.shard import Placement
+from megalite.topology import Launch, Topology
+
+SHAPES = (
+    (128, 8, 16, 64),
+    (256, 4, 16, 64),
+    (512, 2, 12, 64),
+    (1024, 1, 12, 64),
+    (2048, 1, 4, 64),
+    (4096, 1, 2, 64),
+    (512, 1, 8, 128),
+    (2048, 1, 2, 128),
+    (512, 1, 2, 448),
+    (2048, 1, 1, 448),
+)
+"""Sequence length, samples, heads, head size."""
+KINDS = {"causal": "none", "alibi": "alibi", "packed": "none"}
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain(bias: Tensor) -> Run:
+    """The product with whole scores, and a bias that was made before."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)
+        return torch.softmax(scores.add_(bias), dim=-1) @ v
+
+    return run
+
+
+def of_core(core: AttentionCore, ids: Tensor | None, drop: Drop) -> Run:
+    """A core with what the documents come to, made before as a stage does."""
+    mask = core.places(Documents(document_ids=ids)).mask
+    return lambda q, k, v: core(q, k, v, mask, drop)
+
+
+def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Topology) -> dict[str, Run]:
+    """What is compared, the first being what the others are compared with."""
+    s, b, n, d = shape
+    config = ModelConfig(
+        num_attention_heads=n, hidden_size=n * d, seq_length=s, position_embedding_type=KINDS[kind]
+    )
+    place = Placement(topology.tp, dtype, topology.device)
+    ids = (torch.arange(s) * 4 // s).expand(b, s) if kind == "packed" else None
+    nothing, some = Drop(0.0, 1, torch.arange(b)), Drop(0.1, 1, torch.arange(b))
+    sdpa, unfused = SdpaCore(config, place), UnfusedCore(config, place)
+    bias = attention_bias(config, place, s) if ids is None else sdpa.mask(ids)
+    return {
+        "sdpa": of_core(sdpa, ids, nothing),
+        "unfused": of_core(unfused, ids, nothing),
+        "plain": plain(bias),
+        "dropout": of_core(unfused, ids, some),
+    }
+
+
+def seconds_of(runs: dict[str, Run], qkv: Tensor, grad: Tensor, rounds: int) -> dict[str, float]:
+    """Median seconds of a forward and a backward, turn by turn after a round of warm-up."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            start = clock()
+            q, k, v = (part.squeeze(3).permute(1, 2, 0, 3) for part in qkv.split(1, dim=3))
+            run(q, k, v).permute(2, 0, 1, 3).flatten(2).backward(grad)
+            taken[name].append(clock() - start)
+    return {name: statistics.median(some[1:]) for name, some in taken.items()}
+
+
+def rows(args: argparse.Namespace, topology: Topology) -> Iterator[str]:
+    """One for each dtype, kind of positions, and shape, as it is measured."""
+    for dtype, kind, shape in itertools.product(args.dtypes, args.kinds, SHAPES):
+        s, b, n, d = shape
+        if args.seq_lengths and s not in args.seq_lengths:
+            continue
+        qkv = torch.randn(s, b, n, 3, d).to(DTYPES[dtype]).requires_grad_()
+        grad = torch.randn(s, b, n * d).to(DTYPES[dtype])
+        runs = runs_of(shape, kind, DTYPES[dtype], topology)
+        base, *others = seconds_of(runs, qkv, grad, args.rounds).values()
+        ratios = " ".join(f"{other / base:7.2f}" for other in others)
+        yield f"{dtype:>5} {kind:>7} {s:5} {b:2} {n:3} {d:4} {base * 1e3:8.1f} {ratios}"
+
+
+def main() -> None:
+    """Prints the rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["fp32", "bf16"])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--seq-lengths", nargs="+", type=int, help="of the shapes, only these")
+    args = parser.parse_args()
+    host.keep_freed_memory()
+    with Topology.start(ParallelConfig(num_threads=args.threads), Launch(0, 1, 0, 1)) as topology:
+        torch.set_num_threads(args.threads)
+        print(f"torch {torch.__version__}, {args.threads} thread(s); times over sdpa's, smaller is faster")
+        print("dtype    kind     s  b   n    d  sdpa ms unfused   plain dropout")
+        for row in rows(args, topology):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

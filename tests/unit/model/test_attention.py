@@ -1,0 +1,264 @@
+"""Every attention backend that a CPU has, forward and backward, against the formula in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from megalite.config import ModelConfig
+from megalite.errors import UserError
+from megalite.kernels import Drop, dropout, site_key
+from megalite.model.attention_core import AttentionCore
+from megalite.model.backends import BACKENDS, Case, build_core, choose, preference
+from megalite.model.documents import Documents
+from megalite.model.flex import FlexCore
+from megalite.model.positions import alibi_slopes, document_starts
+from megalite.model.unfused import Blocking, UnfusedCore
+from megalite.parallel.shard import Placement
+from megalite.topology import Axis, Topology
+from tests.live_bytes import LiveBytes
+
+HEADS, GROUPS = 4, 2
+KEY = site_key(1, "layers.0.attention.weights")
+ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+CASES = {
+    "causal": {},
+    "alibi": {"position_embedding_type": "alibi"},
+    "rope": {"position_embedding_type": "rope"},
+    "gqa": {"num_query_groups": GROUPS},
+    "gqa alibi": {"num_query_groups": GROUPS, "position_embedding_type": "alibi"},
+    "big heads": {"kv_channels": 448, "position_embedding_type": "alibi"},
+}
+
+
+def config_of(**changes: object) -> ModelConfig:
+    shape = {
+        "num_attention_heads": HEADS,
+        "hidden_size": 64 * HEADS,
+        "attention_dropout": 0.0,
+        "seq_length": 37,
+    }
+    return ModelConfig(**{**shape, **changes})
+
+
+def place_of(topology: Topology, dtype: torch.dtype, tp: Axis | None = None) -> Placement:
+    return Placement(tp or topology.tp, dtype, topology.device)
+
+
+def inputs(config: ModelConfig, s: int, dtype: torch.dtype, b: int = 2) -> list[Tensor]:
+    """Queries, keys and values as a layer hands them over, ``[b, n, s, d]``, and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads, config.num_attention_heads)
+    return [
+        torch.randn(s, b, n, config.head_dim, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .permute(1, 2, 0, 3)
+        for n in heads
+    ]
+
+
+def document_ids(s: int) -> Tensor:
+    """Two samples of several documents, one of them of one token, with a number that comes again."""
+    ends = torch.tensor([[0.1, 0.13, 0.6, 0.9], [0.5, 0.55, 0.57, 2.0]]) * s
+    return (torch.arange(s)[:, None] >= ends[:, None]).sum(-1)
+
+
+def expected(
+    config: ModelConfig, parts: list[Tensor], ids: Tensor | None, kept: Tensor | float = 1.0
+) -> list[Tensor]:
+    """Output and gradients by the formula, whole and in fp64."""
+    *leaves, grad = (part.double().requires_grad_() for part in parts)
+    q, k, v = leaves
+    s, shared = q.shape[2], config.num_attention_heads // config.num_kv_heads
+    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    distance = torch.arange(s) - torch.arange(s)[:, None]
+    scores = q @ k.transpose(2, 3) / math.sqrt(config.head_dim)
+    if config.position_embedding_type == "alibi":
+        slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float64)
+        scores = scores + slopes[:, None, None] * distance
+    hidden = distance > 0
+    if ids is not None:
+        hidden = hidden | (ids[:, None, :, None] != ids[:, None, None])
+    out = (torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) * kept) @ v
+    return [out, *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def computed(
+    core: AttentionCore, parts: list[Tensor], ids: Tensor | None, drop: Drop | None = None
+) -> list[Tensor]:
+    """The same by a core."""
+    *leaves, grad = (part.detach().requires_grad_() for part in parts)
+    mask = core.places(Documents(document_ids=ids)).mask
+    out = core(*leaves, mask, drop or Drop(0.0, KEY, torch.arange(len(grad))))
+    return [out, *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.dtype) -> None:
+    for name, result, reference in zip(("output", "q", "k", "v"), results, references, strict=True):
+        assert result.dtype == dtype
+        error = (result.double() - reference).abs().max() / reference.abs().max().clamp_min(1.0)
+        assert error < ROUNDING[dtype], (name, error)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+def test_a_backend_is_the_formula(
+    backend: str, case: str, packed: bool, dtype: torch.dtype, one_rank: Topology
+) -> None:
+    config = config_of(attention_backend=backend, **CASES[case])
+    for s in (1, 37, 130):
+        core = build_core(config, place_of(one_rank, dtype), has_documents=packed)
+        parts, ids = inputs(config, s, dtype), document_ids(s) if packed else None
+        assert_close(computed(core, parts, ids), expected(config, parts, ids), dtype)
+
+
+@pytest.mark.parametrize("blocking", [Blocking(5, 1), Blocking(16, 12000), Blocking(1000, 1 << 30)], ids=str)
+@pytest.mark.parametrize("case", ["alibi", "gqa alibi"])
+def test_no_cut_changes_what_comes_out(case: str, blocking: Blocking, one_rank: Topology) -> None:
+    """Blocks of some queries, tiles of some heads: with documents and dropout, whose indices count on."""
+    s, config = 37, config_of(attention_dropout=0.3, **CASES[case])
+    core = UnfusedCore(config, place_of(one_rank, torch.float64))
+    core.blocking = blocking
+    parts, ids, numbers = inputs(config, s, torch.float64), document_ids(s), torch.tensor([2**40, 3])
+    kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0]
+    assert_close(
+        computed(core, parts, ids, Drop(0.3, KEY, numbers)), expected(config, parts, ids, kept), torch.float64
+    )
+
+
+@pytest.mark.parametrize("case", ["alibi", "gqa alibi"])
+def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
+    """Each of two has its heads' slopes and masks."""
+    s, config, numbers = 21, config_of(attention_dropout=0.5, **CASES[case]), torch.arange(2)
+    parts = inputs(config, s, torch.float64)
+    place = place_of(one_rank, torch.float64)
+    whole = computed(UnfusedCore(config, place), parts, None, Drop(0.5, KEY, numbers))
+    halves = []
+    for rank in range(2):
+        axis = dataclasses.replace(one_rank.tp, size=2, rank=rank)
+        core = UnfusedCore(config, place_of(one_rank, torch.float64, axis))
+        mine = [part.chunk(2, dim=1)[rank] for part in parts]
+        base = rank * HEADS // 2 * s * s
+        halves.append(computed(core, mine, None, Drop(0.5, KEY, numbers, base)))
+    for together, *apart in zip(whole, *halves, strict=True):
+        torch.testing.assert_close(torch.cat(apart, dim=1), together, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case", CASES)
+def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> None:
+    """Forward alone, and not compiled: that is all that FlexAttention has on a CPU."""
+    config, s = config_of(**CASES[case]), 130
+    core = FlexCore(config, place_of(one_rank, torch.float64), partial(flex_attention))
+    parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
+    mask = core.places(Documents(document_ids=ids)).mask
+    result = core(*parts[:3], mask, Drop(0.0, KEY, torch.arange(2)))
+    with torch.enable_grad():
+        reference = expected(config, parts, ids)[0]
+    torch.testing.assert_close(result, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) -> None:
+    """Nor is anything kept but queries, keys, values, the output and a number or so a query."""
+    config = config_of(attention_backend=backend)
+    core = build_core(config, place_of(one_rank, torch.float32))
+    parts = inputs(config, 1024, torch.float32, b=1)
+    leaves = [part.detach().requires_grad_() for part in parts[:3]]
+    with LiveBytes() as memory:
+        out = core(*leaves, None, Drop(0.0, KEY, torch.arange(1)))
+        assert memory.count() <= 1.1 * out.nbytes
+        assert out.nbytes < 1024 * 1024 * HEADS * 4 / 4
+
+
+def test_a_plan_runs_it_on_tensors_without_memory(one_rank: Topology) -> None:
+    config = config_of(attention_dropout=0.1, **CASES["gqa alibi"])
+    core = UnfusedCore(config, Placement(one_rank.tp, torch.bfloat16, torch.device("meta")))
+    parts = [part.to("meta") for part in inputs(config, 37, torch.bfloat16)]
+    ids, numbers = document_ids(37).to("meta"), torch.arange(2, device="meta")
+    out, *grads = computed(core, parts, ids, Drop(0.1, KEY, numbers))
+    assert [x.shape for x in (out, *grads)] == [parts[3].shape, *(part.shape for part in parts[:3])]
+    assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
+
+
+def test_the_second_document_of_a_number_is_another_one() -> None:
+    ids = torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]])
+    assert document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
+
+
+def case_of(topology: Topology, dtype: torch.dtype, device: str = "cpu", **changes: object) -> Case:
+    has_documents = bool(changes.pop("has_documents", False))
+    place = Placement(topology.tp, dtype, torch.device(device))
+    return Case(config_of(**changes), place, has_documents)
+
+
+def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
+    case = partial(case_of, one_rank)
+    assert choose(case(torch.float32))[0] == "flash"
+    assert choose(case(torch.float16))[0] == "flash"
+    assert choose(case(torch.bfloat16))[0] == "unfused"
+    for long_with_bias in ({"position_embedding_type": "alibi"}, {"has_documents": True}):
+        assert choose(case(torch.float32, seq_length=1024, **long_with_bias))[0] == "unfused"
+        assert choose(case(torch.float32, seq_length=1023, **long_with_bias))[0] == "flash"
+    name, line = choose(case(torch.float32, attention_dropout=0.1))
+    assert name == "unfused"
+    assert line.startswith("unfused, chosen for cpu in fp32; not flash: ")
+    assert choose(case(torch.bfloat16, "meta"))[0] == "fused"
+
+
+def test_auto_always_ends_with_what_serves_everything(one_rank: Topology) -> None:
+    for device in ("cpu", "cuda", "meta"):
+        assert preference(case_of(one_rank, torch.float32, device))[-1] == "unfused"
+
+
+def test_megatrons_names_have_a_meaning(one_rank: Topology) -> None:
+    assert choose(case_of(one_rank, torch.float32, attention_backend="local")) == (
+        "unfused",
+        "unfused, as asked for by the name local",
+    )
+    assert choose(case_of(one_rank, torch.float32, attention_backend="fused"))[0] == "fused"
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "why"),
+    [
+        ("cudnn", {}, "it runs on CUDA GPUs alone; give auto, or flash, fused, unfused"),
+        ("efficient", {}, "it runs on CUDA GPUs alone; give auto, or flash, fused, unfused"),
+        ("flex", {}, "FlexAttention has no backward on a CPU; give auto, or flash, fused, unfused"),
+        ("flash", {"attention_dropout": 0.1}, "--attention-dropout is above 0; give auto, or unfused"),
+        ("flex", {"attention_dropout": 0.1}, "--attention-dropout is above 0; give auto, or unfused"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_what_can(
+    backend: str, changes: dict[str, float], why: str, one_rank: Topology
+) -> None:
+    config = config_of(attention_backend=backend, **changes)
+    with pytest.raises(UserError, match=f"^--attention-backend {backend} cannot serve this run: .*{why}$"):
+        build_core(config, place_of(one_rank, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_is_the_formula_on_a_gpu(backend: str, case: str, packed: bool, one_rank: Topology) -> None:
+    config = config_of(attention_backend=backend, params_dtype="bf16", **CASES[case])
+    place = Placement(one_rank.tp, torch.bfloat16, torch.device("cuda"))
+    try:
+        core = build_core(config, place, has_documents=packed)
+    except UserError as error:
+        pytest.skip(str(error))
+    parts, ids = inputs(config, 130, torch.bfloat16), document_ids(130) if packed else None
+    results = computed(core, [part.cuda() for part in parts], None if ids is None else ids.cuda())
+    assert_close([result.cpu() for result in results], expected(config, parts, ids), torch.bfloat16)
