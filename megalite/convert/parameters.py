@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megalite.config import ModelConfig
 from megalite.model.stage import GPTStage
 from megalite.parallel.shard import ParameterSpec, spec_of
-from megalite.topology import AXES, Axis, Topology
+from megalite.topology import AXES, WORLD, Axis, Topology
 
 
 def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
@@ -29,5 +29,5 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
 
 def _alone() -> Topology:
     """A world of one rank that communicates with nobody, so that no process group has to be started."""
-    axes = {name: Axis(name, 1, 0, (0,), cast(dist.ProcessGroup, None)) for name in AXES}
+    axes = {name: Axis(name, 1, 0, (0,), cast(dist.ProcessGroup, None)) for name in (*AXES, WORLD)}
     return Topology(rank=0, world_size=1, device=torch.device("meta"), mesh=cast(DeviceMesh, None), **axes)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megalite.config import OptimizerConfig, ParallelConfig
+from megalite.observer import Observer, observed
 from megalite.optim.adamw import AdamW
 from megalite.optim.gradients import MESSAGE_DTYPES, main_dtype
 from megalite.optim.loss_scaler import build_loss_scaler
-from megalite.optim.norm import global_norm
+from megalite.optim.norm import global_norm, sum_of_squares
 from megalite.optim.part import Part
 from megalite.optim.rows import Rows
 from megalite.optim.sharding import share_out
@@ -28,6 +28,7 @@ class FullyShardedOptimizer:
     Attributes:
         rows: of each parameter.
         scaler: gives the factor that the loss of each backward pass must be multiplied by.
+        observers: told of each part of the work, by the name of Megatron-LM's timer.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class FullyShardedOptimizer:
         self.held = [rows for rows in self.rows if rows.main.numel() > 0]
         self.adamw = AdamW(self.held, config, topology.device)
         self.scaler = build_loss_scaler(config, dtype)
-        self.update = ClippedUpdate(self.adamw, self.scaler, config.clip_grad)
+        self.observers: list[Observer[str]] = []
+        self.update = ClippedUpdate(self.adamw, self.scaler, config.clip_grad, self.observers)
 
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients; each microbatch's are summed over the ranks, and added, as backward runs."""
@@ -76,13 +78,14 @@ class FullyShardedOptimizer:
         Returns:
             Their global norm, as if the scaler had not scaled the loss.
         """
-        if self.sums_over_tp:
-            self._sum_over_tp()
-        if scale is not None:
-            torch._foreach_mul_([rows.gradient for rows in self.held], scale)
-        return global_norm((rows.gradient for rows in self._counted()), self.topology).item() / (
-            self.scaler.scale
-        )
+        with observed(self.observers, "all-grads-sync"):
+            if self.sums_over_tp:
+                self._sum_over_tp()
+        with observed(self.observers, "optimizer-unscale-and-check-inf"):
+            if scale is not None:
+                torch._foreach_mul_([rows.gradient for rows in self.held], scale)
+            counted = (rows.gradient for rows in self._counted())
+            return global_norm(counted, self.topology).item() / self.scaler.scale
 
     def params_norm(self) -> float:
         """2-norm of the whole model's weights, the same on every rank; every rank calls it."""
@@ -93,8 +96,12 @@ class FullyShardedOptimizer:
         count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
         for rows in self._counted():
             count += (rows.gradient == 0.0).sum()
-        dist.all_reduce(count)
-        return int(count)
+        return int(all_reduce(count, self.topology.world))
+
+    def gradient_squares(self) -> dict[str, Tensor]:
+        """As `Optimizer.gradient_squares`."""
+        device = self.topology.device
+        return {rows.name: sum_of_squares([rows.gradient], device) for rows in self._counted()}
 
     def bad_gradients(self) -> list[str]:
         """Names of the parameters of whose complete gradient this rank has a part that is not finite."""

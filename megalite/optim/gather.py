@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import nn
 
 from megalite.optim.flat import Bucket
-from megalite.parallel.collectives import flat_gather
+from megalite.parallel.collectives import Pending, flat_gather
 from megalite.topology import Axis
 
 
@@ -31,7 +30,7 @@ class WeightGatherer:
     def __init__(self, buckets: Sequence[Bucket], dp: Axis, units: Sequence[Unit] = ()) -> None:
         self.dp = dp
         self.overlap = bool(units)
-        self._in_flight: dict[Bucket, dist.Work] = {}
+        self._in_flight: dict[Bucket, Pending] = {}
         bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
         needs = [[bucket_of[parameter] for parameter in unit.parameters] for unit in units]
         used = dict.fromkeys(bucket for needed in needs for bucket in needed)
@@ -53,5 +52,5 @@ class WeightGatherer:
 
     def _wait(self, buckets: Sequence[Bucket], *_: Any) -> None:
         for bucket in buckets:
-            if work := self._in_flight.pop(bucket, None):
-                work.wait()
+            if sent := self._in_flight.pop(bucket, None):
+                sent.wait()

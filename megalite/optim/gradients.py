@@ -11,11 +11,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalite.optim.flat import Bucket, Slot
-from megalite.parallel.collectives import flat_gather, flat_scatter_sum
+from megalite.parallel.collectives import Pending, flat_gather, flat_scatter_sum, start_all_reduce
 from megalite.topology import Axis
 
 ACCUMULATION_DTYPES = {torch.float64: torch.float64}
@@ -33,11 +32,11 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 class Message(NamedTuple):
     """A bucket's gradients on their way; `arrive` puts the sum where it belongs."""
 
-    work: dist.Work
+    sent: Pending
     arrive: Callable[[], object]
 
     def wait(self) -> None:
-        self.work.wait()
+        self.sent.wait()
         self.arrive()
 
 
@@ -107,9 +106,7 @@ class WholeGradients:
     def start(self) -> Message:
         """Starts the sum over the ranks."""
         message = self.whole.to(self.message_dtype)  # the buffer itself where it has that dtype
-        work = dist.all_reduce(message, group=self.dp.group, async_op=True)
-        assert work is not None
-        return Message(work, partial(_put, message, self.whole))
+        return Message(start_all_reduce(message, self.dp), partial(_put, message, self.whole))
 
     def gathered(self) -> Tensor:
         """The complete gradient of the whole bucket, ``[size]``; every rank of dp calls it."""
@@ -129,8 +126,7 @@ class ScatteredGradients(WholeGradients):
     def start(self) -> Message:
         message = self.whole.to(self.message_dtype)
         result = message[self.owned]  # both NCCL and gloo scatter in place
-        work = flat_scatter_sum(result, message, self.dp)
-        return Message(work, partial(_put, result, self.summed))
+        return Message(flat_scatter_sum(result, message, self.dp), partial(_put, result, self.summed))
 
     def gathered(self) -> Tensor:
         whole = torch.empty_like(self.whole)
@@ -172,8 +168,7 @@ class ShardGradients(WholeGradients):
         message = self.whole.to(self.message_dtype)
         self.buffer = None  # the message keeps the memory until it has arrived
         result = message[self.owned]
-        work = flat_scatter_sum(result, message, self.dp)
-        return Message(work, partial(self.sums.add_, result))
+        return Message(flat_scatter_sum(result, message, self.dp), partial(self.sums.add_, result))
 
     def gathered(self) -> Tensor:
         whole = self._zeros()

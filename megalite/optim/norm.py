@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megalite.parallel.collectives import all_reduce
 from megalite.topology import Topology
 
 BLOCK = 2**16
@@ -24,9 +24,11 @@ def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:
     Returns:
         A scalar in fp64: squares of fp32 norms overflow fp32 long before the gradient itself does.
     """
-    squares = torch.zeros((), dtype=torch.float64, device=topology.device)
+    return all_reduce(sum_of_squares(gradients, topology.device), topology.world).sqrt()
+
+
+def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Of all elements, a scalar in fp64."""
     if blocks := [block for grad in gradients for block in grad.view(-1).split(BLOCK)]:
-        squares = torch.stack(torch._foreach_norm(blocks)).double().square().sum()
-    if topology.world_size > 1:
-        dist.all_reduce(squares)
-    return squares.sqrt()
+        return torch.stack(torch._foreach_norm(blocks)).double().square().sum()
+    return torch.zeros((), dtype=torch.float64, device=device)

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
+from megalite.observer import Observer, observed
 from megalite.optim.adamw import AdamW, BucketState
 from megalite.optim.flat import Bucket, make_buckets
 from megalite.optim.gather import Unit, WeightGatherer
 from megalite.optim.gradients import GRADIENTS, MESSAGE_DTYPES, WholeGradients
 from megalite.optim.loss_scaler import build_loss_scaler
-from megalite.optim.norm import global_norm
+from megalite.optim.norm import global_norm, sum_of_squares
 from megalite.optim.part import Part
 from megalite.optim.reducer import GradReducer
 from megalite.optim.update import ClippedUpdate
@@ -32,6 +32,7 @@ class Optimizer:
         gradients: of each bucket.
         states: main weights and moments of what this rank owns of each bucket, in the same order.
         scaler: gives the factor that the loss of each backward pass must be multiplied by.
+        observers: told of each part of the work, by the name of Megatron-LM's timer.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Optimizer:
         self.states = [BucketState(each.bucket, each.owned) for each in self.gradients]
         self.adamw = AdamW(self.states, config, topology.device)
         self.scaler = build_loss_scaler(config, dtype)
-        self.update = ClippedUpdate(self.adamw, self.scaler, config.clip_grad)
+        self.observers: list[Observer[str]] = []
+        self.update = ClippedUpdate(self.adamw, self.scaler, config.clip_grad, self.observers)
         self.gatherer: WeightGatherer | None = None
         if stage > 0:
             buckets = [each.bucket for each in self.gradients]
@@ -98,13 +100,15 @@ class Optimizer:
         Returns:
             Their global norm, as if the scaler had not scaled the loss.
         """
-        self.reducer.finish()
-        if self.sums_over_tp:
-            self._sum_over_tp()
-        if scale is not None and self.gradients:
-            torch._foreach_mul_([each.summed for each in self.gradients], scale)
-        counted = [each.shard for each in self.gradients if self._counts(each.bucket)]
-        return global_norm(counted, self.topology).item() / self.scaler.scale
+        with observed(self.observers, "all-grads-sync"):
+            self.reducer.finish()
+            if self.sums_over_tp:
+                self._sum_over_tp()
+        with observed(self.observers, "optimizer-unscale-and-check-inf"):
+            if scale is not None and self.gradients:
+                torch._foreach_mul_([each.summed for each in self.gradients], scale)
+            counted = [each.shard for each in self.gradients if self._counts(each.bucket)]
+            return global_norm(counted, self.topology).item() / self.scaler.scale
 
     def params_norm(self) -> float:
         """2-norm of the whole model's weights, the same on every rank; every rank calls it."""
@@ -117,9 +121,23 @@ class Optimizer:
         for each in self.gradients:
             if self._counts(each.bucket):
                 count += each.bucket.num_elements(each.bucket.shard) - each.shard.count_nonzero()
-        if self.topology.world_size > 1:
-            dist.all_reduce(count)
-        return int(count)
+        return int(all_reduce(count, self.topology.world))
+
+    def gradient_squares(self) -> dict[str, Tensor]:
+        """Sum of squares of what this rank counts of each parameter's complete gradient, by name.
+
+        The world's ranks count each element once. After an update the gradients are scaled and clipped: only
+        their proportions are those of before.
+        """
+        squares = {}
+        for each in self.gradients:
+            shard = each.bucket.shard
+            for slot in each.bucket.slots if self._counts(each.bucket) else ():
+                start, end = max(slot.start, shard.start), min(slot.end, shard.stop)
+                if start < end:
+                    part = each.shard[start - shard.start : end - shard.start]
+                    squares[slot.name] = sum_of_squares([part], self.topology.device)
+        return squares
 
     def bad_gradients(self) -> list[str]:
         """Names of the parameters of whose complete gradient this rank has a part that is not finite."""

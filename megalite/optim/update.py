@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megalite.observer import Observer, observed
 from megalite.optim.adamw import AdamW
 from megalite.optim.loss_scaler import LossScaler
 
@@ -18,12 +19,20 @@ class ClippedUpdate:
     Args:
         scaler: that scaled the loss; told of each norm.
         clip_grad: the largest norm that is not clipped; 0 clips none.
+        observers: told of clipping and of the update.
     """
 
-    def __init__(self, adamw: AdamW, scaler: LossScaler, clip_grad: float) -> None:
+    def __init__(
+        self,
+        adamw: AdamW,
+        scaler: LossScaler,
+        clip_grad: float,
+        observers: Sequence[Observer[str]] = (),
+    ) -> None:
         self.adamw = adamw
         self.scaler = scaler
         self.clip_grad = clip_grad
+        self.observers = observers
 
     def __call__(
         self, gradients: Sequence[Tensor], learning_rate: float, weight_decay: float, grad_norm: float
@@ -45,6 +54,8 @@ class ClippedUpdate:
         if self.clip_grad > 0.0:
             factor *= min(1.0, self.clip_grad / (grad_norm + 1e-6))  # torch's and Megatron's formula
         if factor != 1.0 and gradients:
-            torch._foreach_mul_(list(gradients), factor)
-        self.adamw.step(gradients, learning_rate, weight_decay)
+            with observed(self.observers, "optimizer-clip-main-grad"):
+                torch._foreach_mul_(list(gradients), factor)
+        with observed(self.observers, "optimizer-inner-step"):
+            self.adamw.step(gradients, learning_rate, weight_decay)
         return True

@@ -75,56 +75,60 @@ class Pending(NamedTuple):
     Attributes:
         tensor: its result, not to be read before `wait`.
         axis: what it runs over, for who wants to know where a rank waits.
+        what: the collective's name.
     """
 
     tensor: Tensor
     work: dist.Work | None
     axis: Axis | None = None
+    what: str = ""
 
     def wait(self) -> Tensor:
         """The result."""
         if self.work is not None:
+            assert self.axis is not None
+            self.axis.wait_begins(self.what)
             self.work.wait()
+            self.axis.wait_ends(self.what)
         return self.tensor
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sums the ranks' `x` in place."""
-    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis)
+    return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis, "all-reduce")
 
 
 def start_gather(x: Tensor, axis: Axis) -> Pending:
     """Joins the ranks' slices of the first dim: ``[s / size, ...]`` -> ``[s, ...]``."""
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     work = _all_gather(whole.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(whole, work, axis)
+    return Pending(whole, work, axis, "all-gather")
 
 
 def start_scatter_sum(x: Tensor, axis: Axis) -> Pending:
     """Sums the ranks' `x` and keeps this rank's slice: ``[s, ...]`` -> ``[s / size, ...]``."""
     mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     work = _reduce_scatter(mine.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(mine, work, axis)
+    return Pending(mine, work, axis, "reduce-scatter")
 
 
-def flat_gather(whole: Tensor, mine: Tensor, axis: Axis) -> dist.Work:
+def flat_gather(whole: Tensor, mine: Tensor, axis: Axis) -> Pending:
     """Starts to join the ranks' flat tensors in `whole`, of which `mine` may be this rank's part."""
-    work = _all_gather(whole, mine, group=axis.group, async_op=True)
-    assert work is not None
-    return work
+    return Pending(whole, _all_gather(whole, mine, group=axis.group, async_op=True), axis, "all-gather")
 
 
-def flat_scatter_sum(mine: Tensor, whole: Tensor, axis: Axis) -> dist.Work:
+def flat_scatter_sum(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
     """Starts to sum the ranks' flat tensors, of which `mine` gets this rank's part; it may lie in `whole`."""
     work = _reduce_scatter(mine, whole, group=axis.group, async_op=True)
-    assert work is not None
-    return work
+    return Pending(mine, work, axis, "reduce-scatter")
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduces `x` in place over the axis, outside autograd; returns it."""
     if axis.size > 1:
+        axis.wait_begins("all-reduce")
         dist.all_reduce(x, op=op, group=axis.group)
+        axis.wait_ends("all-reduce")
     return x
 
 
@@ -164,7 +168,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         slices = x.new_empty(axis.size, *x.shape)  # [size, ..., n / size]
-        _all_gather(slices.view(-1), x.contiguous().view(-1), group=axis.group)
+        flat_gather(slices.view(-1), x.contiguous().view(-1), axis).wait()
         return slices.movedim(0, -2).flatten(-2)  # [..., n]
 
     @staticmethod
@@ -172,7 +176,7 @@ class _Gather(torch.autograd.Function):
         axis = ctx.axis
         slices = grad.unflatten(-1, (axis.size, -1)).movedim(-2, 0).contiguous()  # [size, ..., n / size]
         mine = grad.new_empty(slices.shape[1:])
-        _reduce_scatter(mine.view(-1), slices.view(-1), group=axis.group)
+        flat_scatter_sum(mine.view(-1), slices.view(-1), axis).wait()
         return mine, None
 
 

@@ -168,10 +168,10 @@ class _Output:
 
     def __init__(self, region: _Region, y: Tensor) -> None:
         self.region = region
-        self.address = y.untyped_storage().data_ptr()
+        self.storage = y.untyped_storage()._cdata  # which one it is; data_ptr() is 0 for all meta tensors
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != self.address:
+        if tensor.untyped_storage()._cdata != self.storage:
             return tensor.detach()
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from megalite.topology import Axis
 
+EDGES = "embedding-grads-all-reduce"
+"""What the wait of `sum_over_edges` is called, as Megatron-LM calls its timer."""
+
 
 class TiedWeight(NamedTuple):
     """A word table that the pipeline's first and last stage use.
@@ -36,6 +39,9 @@ def sum_over_edges(gradient: Tensor, pp: Axis) -> None:
         dist.P2POp(dist.isend, gradient, other_rank, pp.group),
         dist.P2POp(dist.irecv, other, other_rank, pp.group),
     ]
-    for work in dist.batch_isend_irecv(messages):
+    works = dist.batch_isend_irecv(messages)
+    pp.wait_begins(EDGES)
+    for work in works:
         work.wait()
+    pp.wait_ends(EDGES)
     gradient += other

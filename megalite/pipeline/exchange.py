@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.pipeline.action import Action
+from megalite.pipeline.action import Action, Kind
 from megalite.pipeline.messages import MAX_OPEN_BATCHES, Batch
 from megalite.topology import Axis
 
@@ -29,8 +29,8 @@ class Exchange:
         self._dtype = dtype
         self._device = device
         self._launch = _launch_together if dist.get_backend(pp.group) == "nccl" else _launch_each
-        # Sends, oldest first, each with its tensor, which must live until it has left.
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        # Sends, oldest first, each with its direction and its tensor, which must live until it has left.
+        self._pending: deque[tuple[dist.Work, str, Tensor]] = deque()
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}  # by the action that reads it
 
     def start(self, batch: Batch, outgoing: Tensor | None) -> None:
@@ -53,12 +53,16 @@ class Exchange:
         for message, work, (tensor, _) in zip(batch.receives, received, receives, strict=True):
             self._arriving[message.reader] = work, tensor
         if send and sent:
-            self._pending.append((sent, send[0]))
+            assert batch.send is not None
+            self._pending.append((sent, _direction(batch.send.reader), send[0]))
 
     def received(self, reader: Action) -> Tensor:
         """Waits for the input of `reader`, which a batch before it has started to receive."""
         work, tensor = self._arriving.pop(reader)
+        what = f"{_direction(reader)}-recv"
+        self._pp.wait_begins(what)
         work.wait()
+        self._pp.wait_ends(what)
         return tensor
 
     def finish(self) -> None:
@@ -67,14 +71,21 @@ class Exchange:
 
     def _wait_for_sends(self, num_left: int) -> None:
         while len(self._pending) > num_left:
-            work, _ = self._pending.popleft()
+            work, direction, _ = self._pending.popleft()
+            self._pp.wait_begins(f"{direction}-send")
             work.wait()
+            self._pp.wait_ends(f"{direction}-send")
 
     def _checked(self, outgoing: Tensor) -> Tensor:
         """The receiver takes bytes as they come: of another size they abort it."""
         assert outgoing.shape == self._shape, f"a stage gave {tuple(outgoing.shape)}, not {self._shape}"
         assert outgoing.dtype == self._dtype, f"a stage gave {outgoing.dtype}, not {self._dtype}"
         return outgoing.contiguous()
+
+
+def _direction(reader: Action) -> str:
+    """Which way a message goes: with the microbatch or back with its gradient."""
+    return "forward" if reader.kind is Kind.FORWARD else "backward"
 
 
 def _launch_together(pp: Axis, receives: Sequence[Parcel], send: Parcel | None) -> Launched:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from megalite.observer import Observer
 from megalite.parallel.deferred import WeightGradients
 from megalite.pipeline.action import Action
 from megalite.pipeline.exchange import Exchange
@@ -17,16 +18,6 @@ from megalite.pipeline.work import Chunk, Work
 from megalite.topology import Axis
 
 M = TypeVar("M")
-
-
-class Observer(Protocol):
-    """Somebody who wants to know what the pipeline computes, such as a trace."""
-
-    def begins(self, action: Action) -> None:
-        """The action is next; its input may still be on its way."""
-
-    def ends(self, action: Action) -> None:
-        """The action has run, as far as the host knows."""
 
 
 class Pipeline(Generic[M]):
@@ -67,7 +58,7 @@ class Pipeline(Generic[M]):
         self._schedule = SCHEDULES[schedule]
         self.stages = self._schedule.stage_map(pp.size, len(chunks))
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
-        self.observers: list[Observer] = []
+        self.observers: list[Observer[Action]] = []
         self._exchange = Exchange(pp, hidden_shape, dtype, device)
         self._weight_gradients = weight_gradients or WeightGradients(self._schedule.splits_backward)
         self._steps: dict[tuple[Order, int], list[Step]] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from megalite.config import LoggingConfig
 from megalite.log import THIS_RANK, log
 from megalite.topology import Topology
 from megalite.train.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.timer_table import TimesOfRanks, timer_table
 
 _SPLIT_WORDS = {"valid": "", "test": " on test set"}
 
@@ -58,13 +58,15 @@ def validation_block(metrics: ValidationMetrics) -> str:
 class LogLineWriter:
     """Prints what is told through megalite's logger, whichever rank this is."""
 
-    def __init__(self, log_throughput: bool) -> None:
-        self._log_throughput = log_throughput
+    def __init__(self, config: LoggingConfig) -> None:
+        self._config = config
 
-    def iteration(self, metrics: IterationMetrics, timers_ms: Mapping[str, float]) -> None:
+    def iteration(self, metrics: IterationMetrics, times: TimesOfRanks) -> None:
         for warning in metrics.warnings:
             log.warning(warning, extra=THIS_RANK)
-        log.info(iteration_line(metrics, self._log_throughput), extra=THIS_RANK)
+        log.info(iteration_line(metrics, self._config.log_throughput), extra=THIS_RANK)
+        if self._config.timing_log_level:
+            log.info(timer_table(times, self._config.timing_log_option), extra=THIS_RANK)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         log.info(validation_block(metrics), extra=THIS_RANK)

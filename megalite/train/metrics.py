@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -213,6 +213,15 @@ class IntervalMeter:
             num_nan=sum(not math.isfinite(each.loss) for each in run),
             warnings=_warnings(iterations, iteration),
         )
+
+
+@contextmanager
+def paused(meters: Iterable[IntervalMeter]) -> Iterator[None]:
+    """Stops the clocks of all these in the block."""
+    with ExitStack() as stack:
+        for meter in meters:
+            stack.enter_context(meter.paused())
+        yield
 
 
 def _warnings(iterations: list[_Iteration], last: int) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ import megalite
 from megalite import meeting
 from megalite.parallel import collectives
 from megalite.pipeline.action import Action
-from megalite.topology import Axis
+from megalite.topology import WORLD, Axis
 
 _ROOT = str(Path(megalite.__file__).parent)
 _TORCH = str(torch.__path__[0])
@@ -145,7 +145,8 @@ def place_of(frame: FrameType, world_size: int, *, on_gpu: bool = False) -> Plac
     if is_waiting(frame):
         collective, axis = _collective(frame), _axis_of(ours) if ours is not None else None
         if axis is not None:
-            what = f"{collective or 'a message'} over {axis.name} in {what}"
+            ranks = "all ranks" if axis.name == WORLD else axis.name
+            what = f"{collective or 'a message'} over {ranks} in {what}"
             return Place(what, line, action, axis.ranks)
         if collective is None and not _is_meeting(ours):
             return Place(f"a message in {what}", line, action, ())

@@ -25,7 +25,7 @@ from megalite.train.course import Course
 from megalite.train.fault_finder import FaultFinder
 from megalite.train.guard import Guard
 from megalite.train.optimizer import RunOptimizer
-from megalite.train.timers import Timers
+from megalite.train.timers import BATCH_GENERATOR, Timers
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class TrainStep:
         counted = CountedTokens(self.topology)
 
         def load(index: int) -> Microbatch:
-            with self.timers("batch-generator"):
+            with self.timers(BATCH_GENERATOR):
                 return counted.noted(consumed_samples, index, self.load(consumed_samples, index))
 
         num_microbatches = self.num_microbatches(consumed_samples)
@@ -209,6 +209,5 @@ class TrainStep:
             losses = self.pipeline.train_step(num_microbatches, load)
         scale = counted.scale() if self.masks_loss else None
         loss = total_loss(losses, self.topology, scale)  # read below: to read the norm waits for both
-        with self.timers("all-grads-sync"):
-            grad_norm = self.optimizer.finish_gradients(scale)
+        grad_norm = self.optimizer.finish_gradients(scale)
         return loss.item(), grad_norm

@@ -101,10 +101,9 @@ def straggler_log(config: LoggingConfig, topology: Topology) -> StragglerLog:
     interval, device = config.log_straggler_interval, topology.device
     if interval is None or topology.world_size == 1:
         return StragglerLog(None, topology, None)
-    if device.type == "cuda" and config.profile_execution:
-        raise UserError(
-            "--log-straggler-interval and --profile-execution both need the profiler on a GPU: leave one out"
-        )
+    flag = "--profile" if config.profile else "--profile-execution"
+    if device.type == "cuda" and (config.profile or config.profile_execution):
+        raise UserError(f"--log-straggler-interval and {flag} both need the profiler on a GPU: leave one out")
     clock: ComputeClock = DeviceClock(device) if device.type == "cuda" else HostClock()
     return StragglerLog(interval, topology, clock)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -13,7 +13,9 @@ from megalite.train.log_line import LogLineWriter, startup_line
 from megalite.train.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.metrics_file import MetricsFile
 from megalite.train.tensorboard import TensorBoardWriter
-from megalite.train.timers import Timers
+from megalite.train.timer_table import TimesOfRanks, times_of_all_ranks
+from megalite.train.timers import INTERVAL, Timers
+from megalite.train.wandb import WandbWriter
 
 __all__ = ["Writers", "startup_line"]
 
@@ -21,8 +23,8 @@ __all__ = ["Writers", "startup_line"]
 class Writer(Protocol):
     """One place that a run's figures go to."""
 
-    def iteration(self, metrics: IterationMetrics, timers_ms: Mapping[str, float]) -> None:
-        """Tells an interval's figures, and the milliseconds of its timers."""
+    def iteration(self, metrics: IterationMetrics, times: TimesOfRanks) -> None:
+        """Tells an interval's figures, and those of its timers where they were taken."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Tells an evaluation's result."""
@@ -31,51 +33,85 @@ class Writer(Protocol):
         """Writes what is still held."""
 
 
-class Writers:
-    """The log line, and the metrics file and TensorBoard where the config names them.
+class BoardWriter(Writer, Protocol):
+    """One that draws, and by an interval of its own."""
 
-    They are written by the one rank that reports; on the others every method does nothing.
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        """Tells the gradient's norm of each layer."""
+
+
+class Writers:
+    """The log line, and the metrics file, TensorBoard and wandb where the config names them.
+
+    They are written by the one rank that reports; on the others every method does nothing but what all ranks
+    do together.
 
     Args:
         resolved_config_text: the whole run's config, told to TensorBoard.
+        save: the run's checkpoint folder.
+
+    Attributes:
+        intervals: iterations between two calls of `iteration`; where several are due, in this order.
 
     Raises:
         UserError: an output cannot be written; raised on the reporting rank alone, as it alone tries, so
             construct inside `topology.agreed()`.
     """
 
-    def __init__(self, config: LoggingConfig, topology: Topology, resolved_config_text: str) -> None:
-        self._writers: list[Writer] = []
+    def __init__(
+        self, config: LoggingConfig, topology: Topology, resolved_config_text: str, save: str | None = None
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        has_boards = config.tensorboard_dir is not None or config.wandb_project is not None
+        boards = (config.board_interval,) if has_boards else ()
+        self.intervals = tuple(dict.fromkeys((config.log_interval, *boards)))
+        self._times: TimesOfRanks = {}  # those that the boards have not had
+        self._logs: list[Writer] = []
+        self._boards: list[BoardWriter] = []
         if not topology.is_reporter:
             return
-        self._writers.append(LogLineWriter(config.log_throughput))
+        self._logs.append(LogLineWriter(config))
         try:
             if config.metrics_file is not None:
-                self._writers.append(MetricsFile(Path(config.metrics_file)))
-            if config.tensorboard_dir is not None:
-                folder = Path(config.tensorboard_dir)
-                self._writers.append(
-                    TensorBoardWriter(folder, config, topology.world_size, resolved_config_text)
-                )
+                self._logs.append(MetricsFile(Path(config.metrics_file)))
+            for board in _boards(config, topology.world_size, resolved_config_text, save):
+                self._boards.append(board)
         except BaseException:
             self.close()
             raise
 
-    def iteration(self, metrics: IterationMetrics, timers: Timers) -> None:
-        """Tells an interval's figures; the timers start anew, on every rank."""
-        timers_ms = timers.take(metrics.num_iterations)
-        for writer in self._writers:
-            writer.iteration(metrics, timers_ms)
+    def iteration(self, interval: int, metrics: IterationMetrics, timers: Timers) -> None:
+        """Tells the figures of an interval of `intervals`.
+
+        With the log line the timers start anew, on every rank. Those that are on (level 1 and 2) are told of
+        all ranks: a collective.
+        """
+        if interval == self._config.log_interval:
+            self._times = self._take(metrics, timers)
+            for writer in self._logs:
+                writer.iteration(metrics, self._times)
+        if interval == self._config.board_interval:
+            for board in self._boards:
+                board.iteration(metrics, self._times)
+            self._times = {}
+
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        """Tells the gradient's norm of each layer."""
+        for board in self._boards:
+            board.layer_norms(iteration, norms)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Tells an evaluation's result."""
-        for writer in self._writers:
+        for writer in (*self._logs, *self._boards):
             writer.validation(metrics)
 
     def close(self) -> None:
         """Writes what is still held and closes the files; a second call does nothing."""
-        while self._writers:
-            self._writers.pop().close()
+        writers: list[Writer] = [*self._logs, *self._boards]
+        self._logs, self._boards = [], []
+        while writers:
+            writers.pop().close()
 
     def __enter__(self) -> Writers:
         return self
@@ -87,3 +123,19 @@ class Writers:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesOfRanks:
+        own = timers.take(metrics.num_iterations)
+        if timers.level == 0:
+            return {name: {self._topology.rank: milliseconds} for name, milliseconds in own.items()}
+        return times_of_all_ranks({INTERVAL: metrics.iteration_time_ms, **own}, self._topology)
+
+
+def _boards(
+    config: LoggingConfig, world_size: int, config_text: str, save: str | None
+) -> Iterator[BoardWriter]:
+    if config.tensorboard_dir is not None:
+        yield TensorBoardWriter(Path(config.tensorboard_dir), config, world_size, config_text)
+    if config.wandb_project is not None:
+        folder = config.wandb_save_dir or save
+        yield WandbWriter(config, Path(folder) if folder else None, world_size, config_text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.local_ranks import run_ranks
 from megalite.presets import PRESETS
 from megalite.topology import Topology
+from megalite.train.layer_norms import layer_grad_norms
 from megalite.train.prepare import build_data
 from megalite.train.timers import Timers
 from megalite.train.trainer import Trainer
@@ -36,6 +38,51 @@ LAYOUTS = {
     "dp2": ParallelConfig(1, 1, 2),
     "dp2, shared out": ParallelConfig(1, 1, 2, zero_stage=2),
 }
+
+
+FIGURE_LAYOUTS = {**LAYOUTS, "dp2, fully sharded": ParallelConfig(1, 1, 2, zero_stage=3)}
+
+
+def _layer_norms(topology: Topology, config: Config) -> tuple[dict[str, float], dict[str, float], float]:
+    """After two updates, which clip; those that are counted on full tensors by hand; and the whole norm."""
+    timers = Timers()
+    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    for _ in range(2):
+        result = trainer.step()
+    told = dict(layer_grad_norms(trainer.optimizer, config.model.num_layers, result.grad_norm, topology))
+    if topology.world_size > 1:
+        return told, {}, result.grad_norm
+    squares: dict[str, float] = {}
+    for name, _ in trainer.chunks[0].named_parameters():
+        layer = ".".join(name.split(".")[:2]) if name.startswith("layers") else name.split(".")[0]
+        part = layer if layer.startswith(("layers", "embedding")) else "head"
+        gradient = trainer.optimizer.gradient(name)
+        squares[part] = squares.get(part, 0.0) + gradient.square().sum().item()
+    whole = sum(squares.values())
+    norms = {part: result.grad_norm * math.sqrt(square / whole) for part, square in squares.items()}
+    return told, norms, result.grad_norm
+
+
+@functools.cache
+def _norms_of_one_rank() -> tuple[dict[str, float], dict[str, float], float]:
+    (found,) = run_ranks(_layer_norms, ParallelConfig(distributed_backend="gloo"), 1, CONFIG)
+    return found
+
+
+def test_norms_of_layers_are_as_counted_by_hand() -> None:
+    told, by_hand, whole = _norms_of_one_rank()
+    assert told == pytest.approx(by_hand, rel=1e-12)
+    assert list(told) == ["embedding", *(f"layers.{layer}" for layer in range(4)), "head"]
+    assert math.hypot(*told.values()) == pytest.approx(whole, rel=1e-12)
+    assert min(told.values()) > 0
+
+
+@pytest.mark.parametrize("layout", FIGURE_LAYOUTS)
+def test_any_layout_has_the_same_norms_of_layers(layout: str) -> None:
+    config = replace(CONFIG, parallel=replace(FIGURE_LAYOUTS[layout], distributed_backend="gloo"))
+    expected, _, _ = _norms_of_one_rank()
+    for told, _, _ in run_ranks(_layer_norms, config.parallel, 2, config):
+        assert told == pytest.approx(expected, rel=1e-11)
 
 
 def _figures(topology: Topology, config: Config) -> tuple[float, int, float, int]:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megalite.config import ParallelConfig
+from megalite.config import LoggingConfig, ParallelConfig
 from megalite.log import configure_logging, log
 from megalite.topology import Topology
 from megalite.train.log_line import LogLineWriter, iteration_line, startup_line, validation_block
@@ -69,7 +69,7 @@ def test_any_rank_prints_it_as_it_is(metrics: IterationMetrics, capsys: pytest.C
     configure_logging(rank=3)
     log.info("for rank 0 to say")
     broken = dataclasses.replace(metrics, warnings=("iteration 98: the loss is nan; the update was skipped",))
-    LogLineWriter(log_throughput=False).iteration(broken, {})
+    LogLineWriter(LoggingConfig()).iteration(broken, {})
     assert capsys.readouterr().out.splitlines() == [
         "warning: iteration 98: the loss is nan; the update was skipped",
         GOLDEN,

@@ -12,12 +12,12 @@ import torch
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.topology import Topology
-from megalite.train.profiler import profiler
+from megalite.train.profiler import _NsysProfile, _Window, memory_history, profiler, snapshot_path
 
 
-def _run(config: LoggingConfig, topology: Topology, num_iterations: int) -> None:
-    with profiler(config, topology) as profile:
-        for iteration in range(1, num_iterations + 1):
+def _run(config: LoggingConfig, topology: Topology, num_iterations: int, num_done: int = 0) -> None:
+    with profiler(config, topology, num_done) as profile:
+        for iteration in range(num_done + 1, num_iterations + 1):
             with torch.profiler.record_function(f"iteration {iteration}"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
             profile.step()
@@ -61,3 +61,94 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, topology: Topology) -> 
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True, profile_name="name")
     with pytest.raises(UserError, match="cannot be written"):
         _run(config, topology, 1)
+
+
+def _traced(folder: Path) -> set[str]:
+    (trace,) = folder.iterdir()
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    return {name for name in names if name.startswith("iteration ")}
+
+
+@pytest.mark.parametrize("num_done", [0, 3, 4])
+def test_megatrons_steps_are_numbers_of_the_whole_run(
+    tmp_path: Path, topology: Topology, num_done: int
+) -> None:
+    config = LoggingConfig(
+        tensorboard_dir=str(tmp_path),
+        profile=True,
+        use_pytorch_profiler=True,
+        profile_step_start=4,
+        profile_step_end=6,
+    )
+    _run(config, topology, 8, num_done)
+    assert _traced(tmp_path / "profile") == {"iteration 5", "iteration 6"}
+
+
+def test_other_ranks_are_not_profiled(tmp_path: Path, topology: Topology) -> None:
+    config = LoggingConfig(
+        tensorboard_dir=str(tmp_path), profile=True, use_pytorch_profiler=True, profile_ranks=(1,)
+    )
+    _run(config, topology, 13)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_resumes_after_the_steps_says_so(
+    tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), profile=True, use_pytorch_profiler=True)
+    with caplog.at_level(logging.WARNING, logger="megalite"):
+        _run(config, topology, 13, 11)
+    assert [record.message for record in caplog.records] == [
+        "--profile: no trace, as the run had no iteration 11"
+    ]
+
+
+def test_nsys_needs_a_gpu(topology: Topology) -> None:
+    with pytest.raises(UserError, match="give --use-pytorch-profiler"):
+        _run(LoggingConfig(profile=True), topology, 1)
+
+
+@pytest.mark.parametrize("num_done", [0, 2])
+def test_nsys_records_from_the_start_to_the_end(num_done: int) -> None:
+    calls: list[tuple[str, int]] = []
+    done = num_done
+    profile = _NsysProfile(
+        _Window("--profile", 3, 4),
+        num_done,
+        lambda: calls.append(("start", done)),
+        lambda: calls.append(("stop", done)),
+    )
+    for _ in range(4):
+        done += 1
+        profile.step()
+    assert calls == [("start", 2), ("stop", 4)]
+
+
+def test_memory_history_without_a_gpu_is_warned_of_by_name(
+    topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, logger="megalite"),
+        memory_history(LoggingConfig(record_memory_history=True), topology),
+    ):
+        pass
+    assert [record.message for record in caplog.records] == [
+        "--record-memory-history is without effect: it records a GPU's memory, and there is none"
+    ]
+
+
+def test_each_ranks_snapshot_has_a_name() -> None:
+    config = LoggingConfig(profile_ranks=(2, 3), memory_snapshot_path="d/memory.pickle")
+    assert [str(snapshot_path(config, rank)) for rank in (2, 3)] == [
+        "d/memory.pickle",
+        "d/memory_rank3.pickle",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_memory_history_is_written(tmp_path: Path, topology: Topology) -> None:
+    path = tmp_path / "memory.pickle"
+    with memory_history(LoggingConfig(record_memory_history=True, memory_snapshot_path=str(path)), topology):
+        torch.ones(1024, device="cuda")
+    assert path.stat().st_size > 0

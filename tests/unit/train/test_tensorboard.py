@@ -17,7 +17,7 @@ from megalite.errors import UserError
 from megalite.train.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.tensorboard import TensorBoardWriter
 
-TIMERS = {"forward-backward": 400.0, "optimizer": 20.0}
+TIMERS = {"forward-backward": {0: 300.0, 1: 400.0}, "optimizer": {1: 20.0}}
 ALWAYS = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "iteration-time", "world-size"}
 TWINS = {"lm loss vs samples", "learning-rate vs samples", "grad-norm vs samples", "loss-scale vs samples"}
 
@@ -51,11 +51,13 @@ def test_each_flag_adds_its_scalars(tmp_path: Path, metrics: IterationMetrics) -
         log_validation_ppl_to_tensorboard=True,
         log_memory_to_tensorboard=True,
     )
-    metrics = dataclasses.replace(metrics, params_norm=12.5, num_zeros=3)
+    metrics = dataclasses.replace(metrics, params_norm=12.5, num_zeros=3, mfu=0.4)
     events = _written(tmp_path, config, metrics)
     added = set(events.Tags()["scalars"]) - ALWAYS - TWINS - {"lm loss validation", "lm loss test"}
     assert added == {
         "throughput",
+        "tokens-per-second",
+        "mfu",
         "forward-backward-time",
         "optimizer-time",
         "batch-size",
@@ -75,6 +77,8 @@ def test_each_flag_adds_its_scalars(tmp_path: Path, metrics: IterationMetrics) -
     assert _scalar(events, "forward-backward-time") == (100, pytest.approx(0.4))
     assert _scalar(events, "batch-size vs samples") == (800, 8.0)
     assert _scalar(events, "throughput") == (100, pytest.approx(117.7))
+    assert _scalar(events, "tokens-per-second") == (100, pytest.approx(15246.6))
+    assert _scalar(events, "mfu") == (100, pytest.approx(0.4))
     assert _scalar(events, "lm loss validation ppl") == (100, pytest.approx(math.exp(2.5)))
 
 
@@ -88,6 +92,17 @@ def test_values_and_steps(tmp_path: Path, metrics: IterationMetrics) -> None:
     assert _scalar(events, "lm loss validation") == (100, 2.5)
     assert _scalar(events, "lm loss test") == (100, 2.75)
     assert b"  num_layers: 2" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_norms_of_layers(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, LoggingConfig(), 1, "")
+    writer.layer_norms(7, {"embedding": 1.0, "layers.0": 3.0})
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (histogram,) = events.Histograms("grad-norm by layer")
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.sum) == (7, 2, 4)
+    assert _scalar(events, "grad-norm by layer/layers.0") == (7, 3.0)
 
 
 def test_a_nan_is_written(tmp_path: Path, metrics: IterationMetrics) -> None:

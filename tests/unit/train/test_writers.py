@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config import LoggingConfig, ParallelConfig
 from megalite.errors import UserError
@@ -29,7 +31,8 @@ def _write(writers: Writers, metrics: IterationMetrics) -> Timers:
     timers = Timers()
     with timers("optimizer"):
         pass
-    writers.iteration(metrics, timers)
+    for interval in writers.intervals:
+        writers.iteration(interval, metrics, timers)
     writers.validation(ValidationMetrics(100, 800, "valid", 2.5))
     return timers
 
@@ -45,6 +48,36 @@ def test_the_last_rank_writes_everything(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     writers.close()  # once more does nothing
+
+
+def test_tensorboard_has_an_interval_of_its_own(
+    tmp_path: Path, topology: Topology, metrics: IterationMetrics
+) -> None:
+    """The timers of a log line go to its next point."""
+    config = LoggingConfig(
+        log_interval=20,
+        tensorboard_log_interval=15,
+        tensorboard_dir=str(tmp_path),
+        log_timers_to_tensorboard=True,
+    )
+    timers = Timers(level=1)
+    with Writers(config, topology, "") as writers:
+        assert writers.intervals == (20, 15)
+        for iteration in range(1, 61):
+            with timers("optimizer"):
+                pass
+            for interval in writers.intervals:
+                if iteration % interval == 0:
+                    writers.iteration(interval, dataclasses.replace(metrics, iteration=iteration), timers)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == [15, 30, 45, 60]
+    assert [event.step for event in events.Scalars("optimizer-time")] == [30, 45, 60]
+
+
+def test_without_boards_there_is_one_interval(topology: Topology) -> None:
+    with Writers(LoggingConfig(log_interval=20), topology, "") as writers:
+        assert writers.intervals == (20,)
 
 
 def test_other_ranks_write_nothing(

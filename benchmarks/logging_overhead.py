@@ -1,0 +1,149 @@
+#!/usr/bin/env python
+"""What timers, TensorBoard and the pipeline trace cost of an iteration.
+
+python benchmarks/logging_overhead.py [--iterations 4]
+
+Two pipeline stages with 8 microbatches on two ranks of this machine. What observes an iteration is billed for
+the processor time of its own calls, and put in relation to the processor time of the same iterations: the
+difference of two runs would be lost in the noise of a machine that has neighbours. To read that clock at both
+ends of each call is on the bill too. Writing is billed by itself, TensorBoard's thread included, as if
+it were done after every iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.local_ranks import run_ranks
+from megalite.log import log
+from megalite.observer import Observer
+from megalite.topology import Topology
+from megalite.train.marks import HostMarks
+from megalite.train.metrics import IntervalMeter
+from megalite.train.prepare import build_data
+from megalite.train.timers import LEVELS, Timers
+from megalite.train.tracing.spans import Recorder
+from megalite.train.trainer import Trainer
+from megalite.train.writers import Writers
+
+WRITES = 100
+
+
+class Billed:
+    """An observer with a bill of the processor time that it takes."""
+
+    def __init__(self, inner: Observer[Any]) -> None:
+        self.inner = inner
+        self.seconds = 0.0
+
+    def begins(self, what: object) -> None:
+        start = time.thread_time()
+        self.inner.begins(what)
+        self.seconds += time.thread_time() - start
+
+    def ends(self, what: object) -> None:
+        start = time.thread_time()
+        self.inner.ends(what)
+        self.seconds += time.thread_time() - start
+
+
+def observing(trainer: Trainer, level: int, iterations: int) -> float:
+    """What timers of this level (3: the trace) take of an iteration's processor time."""
+    observer: Observer[Any] = trainer.timers
+    trainer.timers.level = level
+    if level == 3:
+        observer, trainer.timers.level = Recorder(HostMarks(), HostMarks()), 0
+    billed = Billed(observer)
+    trainer.timers.observers[:] = [billed]
+    lists = trainer.observer_lists() if level else []
+    for observers in lists:
+        observers.append(billed)
+    trainer.step()
+    billed.seconds, start = 0.0, time.thread_time()
+    for _ in range(iterations):
+        trainer.step()
+    used = time.thread_time() - start
+    for observers in lists:
+        observers.remove(billed)
+    return billed.seconds / (used - billed.seconds)
+
+
+def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> float:
+    """The same of the log line and TensorBoard, on the rank that writes, if each iteration is written."""
+    topology, timers = trainer.topology, trainer.timers
+    start = time.thread_time()
+    for _ in range(iterations):
+        result = trainer.step()
+    iteration_seconds = (time.thread_time() - start) / iterations
+    meter = IntervalMeter(config.model, 10**6, topology.world_size, topology.device, 1)
+    timers.level = level
+    timers.observers[:] = [timers]
+    with Writers(config.logging, topology, "") as writers:
+        start = time.process_time()
+        for number in range(1, WRITES + 1):
+            for name in LEVELS:
+                with timers(name):
+                    pass
+            meter.add(result.loss, result.grad_norm, result.skipped, result.num_samples)
+            metrics = meter.take(number, number, result.learning_rate, result.num_samples)
+            writers.iteration(1, metrics, timers)
+    return (time.process_time() - start) / WRITES / iteration_seconds
+
+
+def measure(topology: Topology, config: Config, iterations: int) -> dict[str, float]:
+    """Shares of an iteration by what is done, of this rank."""
+    log.setLevel(logging.ERROR)
+    timers = Timers(topology.device)
+    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    shares = {f"timers of level {level}": observing(trainer, level, iterations) for level in range(3)}
+    shares["--trace-pipeline, while it records"] = observing(trainer, 3, iterations)
+    for level in range(3):
+        name = f"log line and TensorBoard every iteration, level {level}"
+        shares[name] = writing(trainer, config, level, iterations)
+    return shares
+
+
+def config_of(hidden: int, folder: str) -> Config:
+    """A small model, and all that can be written."""
+    return Config(
+        model=ModelConfig(
+            num_layers=4, hidden_size=hidden, num_attention_heads=4, seq_length=256, vocab_size=8192
+        ),
+        parallel=ParallelConfig(pipeline_model_parallel_size=2),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(global_batch_size=8, train_iters=10**6, eval_iters=0),
+        logging=LoggingConfig(
+            log_interval=1,
+            tensorboard_dir=folder,
+            log_timers_to_tensorboard=True,
+            log_throughput=True,
+            log_memory_to_tensorboard=True,
+            log_batch_size_to_tensorboard=True,
+        ),
+    )
+
+
+def main() -> None:
+    """Prints a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(flags.hidden, folder)
+        ranks = run_ranks(measure, config.parallel, 2, config, flags.iterations, timeout=3600)
+    print(f"torch {torch.__version__}, {vars(flags)}; shares of an iteration's processor time")
+    print(f"{'':<52} {'rank 0':>8} {'rank 1, the writing one':>24}")
+    for name in ranks[0]:
+        print(f"{name:<52} {ranks[0][name]:>8.3%} {ranks[1][name]:>24.3%}")
+
+
+if __name__ == "__main__":
+    main()

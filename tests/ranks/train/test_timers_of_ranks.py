@@ -1,0 +1,93 @@
+"""Timers of all ranks in one table, and none of it where no timers are asked for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
+from megalite.local_ranks import run_ranks
+from megalite.log import log
+from megalite.presets import PRESETS
+from megalite.topology import Topology
+from megalite.train.loop import train
+from megalite.train.prepare import build_data, open_writers
+from megalite.train.requeue import RequeueNote
+from megalite.train.signals import StopSignals
+from megalite.train.stop import StopConditions
+from megalite.train.timers import Timers
+from megalite.train.trainer import Trainer
+
+CONFIG = Config(
+    model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
+    parallel=ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo"),
+    data=DataConfig(mock_data=True),
+    training=TrainingConfig(global_batch_size=4, train_iters=4, eval_iters=1),
+)
+
+
+def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
+    """What is logged, and how often objects were gathered over all ranks while it trained."""
+    lines: list[str] = []
+    num_gathered = 0
+    gather = dist.all_gather_object
+
+    def counting(*args: object) -> None:
+        nonlocal num_gathered
+        num_gathered += 1
+        gather(*args)
+
+    log.setLevel("INFO")
+    log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
+    config = replace(CONFIG, logging=logging)
+    signals = StopSignals(RequeueNote(None))
+    timers = Timers(topology.device, logging.timers_level)
+    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    with open_writers(config, topology) as writers:
+        dist.all_gather_object = counting
+        train(trainer, writers, StopConditions(config.training, topology, signals))
+        dist.all_gather_object = gather
+    return lines, num_gathered
+
+
+def _table(lines: list[str]) -> dict[str, str]:
+    """The first table's rows, by timer."""
+    text = next(line for line in lines if line.startswith("(min, max) time across ranks (ms):"))
+    return {row.split(" .")[0].strip(): row.split(": ", 1)[1] for row in text.splitlines()[1:]}
+
+
+def test_both_ranks_are_in_the_table() -> None:
+    logging = LoggingConfig(log_interval=2, timing_log_level=2)
+    _, (lines, num_gathered) = run_ranks(_run, CONFIG.parallel, 2, logging)
+    table = _table(lines)
+    of_both = {"forward-backward", "forward-compute", "backward-compute", "optimizer", "interval-time"}
+    for name in of_both:
+        assert re.fullmatch(r"\([\d.]+, [\d.]+\) slowest: rank [01]", table[name])
+    of_one = {"forward-recv", "backward-send", "forward-send", "backward-recv"}
+    assert all(re.fullmatch(r"\([\d.]+, [\d.]+\)", table[name]) for name in of_one)
+    assert sum(line.startswith("(min, max)") for line in lines) == 2
+    assert num_gathered == 2  # once a log line
+
+
+@pytest.mark.parametrize("level", [None, 0])
+def test_without_timers_nothing_is_gathered_nor_told(level: int | None) -> None:
+    logging = LoggingConfig(log_interval=1, timing_log_level=level)
+    ranks = run_ranks(_run, CONFIG.parallel, 2, logging)
+    assert [num_gathered for _, num_gathered in ranks] == [0, 0]
+    assert not [line for lines, _ in ranks for line in lines if "across ranks" in line]
+
+
+def test_timers_for_tensorboard_alone_are_not_told_in_the_log(tmp_path: Path) -> None:
+    logging = LoggingConfig(
+        log_interval=1, log_timers_to_tensorboard=True, tensorboard_dir=str(tmp_path / "board")
+    )
+    _, (lines, _) = run_ranks(_run, CONFIG.parallel, 2, logging)
+    assert not [line for line in lines if "across ranks" in line]
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("forward-backward-time")] == [1, 2, 3, 4]

@@ -1,0 +1,82 @@
+"""The table of modules: its operations are the papers', and to make it changes nothing of the run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.plan.flops import flops_per_token_by_convention
+from megalite.plan.parameters import total_parameters
+from megalite.topology import Topology
+from megalite.train.module_profile import PASSES, log_module_profile, profile_modules
+from megalite.train.prepare import build_data
+from megalite.train.timers import Timers
+from megalite.train.trainer import Trainer
+
+MODEL = ModelConfig(
+    num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=500, params_dtype="fp64"
+)
+CONFIG = Config(
+    model=MODEL,
+    optimizer=OptimizerConfig(lr=1e-2),
+    data=DataConfig(mock_data=True),
+    training=TrainingConfig(train_iters=4, micro_batch_size=2, global_batch_size=4, eval_iters=0),
+)
+
+
+def trainer_of(topology: Topology, model: ModelConfig = MODEL) -> Trainer:
+    config = replace(CONFIG, model=model)
+    config.validate(1)
+    timers = Timers()
+    return Trainer(config, topology, build_data(config, topology, timers), timers)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_dropout": 0.0},
+        {"activation": "swiglu", "num_query_groups": 2, "position_embedding_type": "rope"},
+    ],
+    ids=["written out", "fused", "llama"],
+)
+def test_operations_are_those_of_the_formula(one_rank: Topology, changes: dict[str, object]) -> None:
+    model = replace(MODEL, **changes)
+    rows = {row.name: row for row in profile_modules(trainer_of(one_rank, model))}
+    tokens = 2 * model.seq_length
+    assert rows[""].flops == tokens * flops_per_token_by_convention(model, 1)["full_attention"] / 3
+    logits = 2 * tokens * model.hidden_size * model.padded_vocab_size(1)
+    assert rows["layers.*"].flops == rows[""].flops - logits
+    assert rows["layers.*"].flops == rows["layers.*.attention"].flops + rows["layers.*.mlp"].flops
+    assert rows["layers.*.attention.qkv"].num_modules == model.num_layers
+    assert rows[""].num_parameters == total_parameters(model, 1)
+
+
+def test_times_are_of_every_pass_and_parts_take_no_longer_than_the_whole(one_rank: Topology) -> None:
+    rows = {row.name: row for row in profile_modules(trainer_of(one_rank))}
+    for number in range(PASSES):
+        parts = [rows[name].seconds[number] for name in ("embedding", "layers.*", "final_norm")]
+        assert all(part > 0.0 for part in parts)
+        assert sum(parts) < rows[""].seconds[number]
+
+
+def test_the_run_goes_on_as_if_nothing_had_been(one_rank: Topology, caplog: pytest.LogCaptureFixture) -> None:
+    plain, profiled = trainer_of(one_rank), trainer_of(one_rank)
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        log_module_profile(profiled)
+        assert profiled.step() == plain.step()
+    table = [record.getMessage() for record in caplog.records if "modules of rank 0" in record.getMessage()]
+    assert [text.split(" before ")[1].split(",")[0] for text in table] == [
+        "iteration 1",
+        "iteration 2",
+        "iteration 3",
+    ]
+    lines = table[0].splitlines()
+    assert lines[2].split()[0] == "all"
+    assert any(line.split()[0] == "layers.*.mlp.down" for line in lines)
+    assert any(line.startswith("    in none of these") for line in lines)
+    assert not any(line.split()[0] == "layers" for line in lines)

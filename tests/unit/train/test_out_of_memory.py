@@ -1,0 +1,77 @@
+"""An allocation that fails becomes an error that helps; any other error stays what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.errors import UserError
+from megalite.kernels import dropout
+from megalite.topology import Topology
+from megalite.train.out_of_memory import device_of, memory_explained
+
+CONFIG = Config(
+    model=ModelConfig(
+        num_layers=24,
+        hidden_size=2048,
+        num_attention_heads=16,
+        seq_length=2048,
+        vocab_size=50257,
+        params_dtype="bf16",
+        attention_dropout=0.0,
+    ),
+    parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    optimizer=OptimizerConfig(lr=1e-3),
+    data=DataConfig(mock_data=True),
+    training=TrainingConfig(train_iters=3, micro_batch_size=8, global_batch_size=64),
+)
+
+
+@pytest.fixture
+def rank_6():
+    with Topology.fake(CONFIG.parallel, 8, 6, device="cpu") as topology:
+        yield topology
+
+
+def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology) -> None:
+    with pytest.raises(UserError) as caught, memory_explained(CONFIG, rank_6):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total …")
+    assert caught.value.on_one_rank
+    first, estimate, *remedies = str(caught.value).splitlines()
+    assert first.startswith("rank 6 (pp 1 of 2, dp 1 of 2, tp 0 of 2) ran out of memory when 2.68 GB more")
+    assert "the plan's estimate for this rank is" in estimate
+    assert all(word in estimate for word in ("activations", "logits", "optimizer", "gradients", "weights"))
+    assert len(remedies) == 3
+    assert all(text.startswith("--") and " GB less" in text for text in remedies)
+
+
+def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
+    with (
+        pytest.raises(UserError, match=r"when 1125899\.91 GB more were asked for"),
+        memory_explained(CONFIG, rank_6),
+    ):
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def test_one_of_a_compiled_kernel(rank_6: Topology) -> None:
+    """Through torch's stable ABI, which keeps no words of the cause: dropout's result is a new tensor."""
+    x = torch.empty(1, dtype=torch.float64).as_strided((1 << 24, 1, 1 << 24), (0, 0, 0))
+    with pytest.raises(UserError, match="ran out of memory"), memory_explained(CONFIG, rank_6):
+        dropout(x, 0.5, 1, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyError("x")])
+def test_other_errors_are_left_alone(rank_6: Topology, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, memory_explained(CONFIG, rank_6):
+        raise error
+    assert caught.value is error
+
+
+def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * 10**9, 3 * 10**9))
+    assert device_of(torch.device("cpu")).memory_bytes == 3e9
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert device_of(torch.device("cpu")).memory_bytes > 3e9
