@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from megalite.cli import parse, run_main
+from megalite.dryrun.dry_run import dry_run
 from megalite.topology import Launch, Topology
 from megalite.train.loop import train
+from megalite.train.out_of_memory import memory_explained
 from megalite.train.prepare import (
     announce,
     build_data,
@@ -30,15 +32,17 @@ from megalite.train.watchdog import watched
 def main(arguments: Sequence[str]) -> None:
     """Runs one rank from its command line to the end of training."""
     config, notices = parse(arguments)
+    if config.dry_run.dry_run:
+        return dry_run(config, notices)
     launch = Launch.from_environment()
     prepare_process(config, notices, launch)
 
     with listen(config, launch) as signals, Topology.start(config.parallel, launch) as topology:
         leave_if_switched_off(config.training, topology)
         config = resolve_vocabulary(config, topology)
-        timers = Timers(topology.device if config.logging.log_timers_to_tensorboard else None)
+        timers = Timers(topology.device, config.logging.timers_level)
         datasets = build_data(config, topology, timers)
-        with open_writers(config, topology) as writers:
+        with open_writers(config, topology) as writers, memory_explained(config, topology):
             trainer = Trainer(config, topology, datasets, timers)
             announce(trainer)
             resume(trainer, launch)

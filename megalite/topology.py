@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,16 +17,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from megalite.host import keep_freed_memory, limit_threads
 from megalite.meeting import at_work, name_of_start, wait_for_all
+from megalite.network import choose_interface
+from megalite.observer import Observer, Wait
 
 AXES = ("pp", "dp", "tp")
 """Mesh axes, outermost first. A further axis is an entry here and a size in `_axis_sizes`."""
+
+WORLD = "world"
+"""Name of the axis of all ranks, which is none of the mesh's."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Axis:
         rank: this rank's coordinate, in [0, size).
         ranks: global ranks along the axis, in order of their coordinate.
         group: process group of those ranks.
+        observers: told of each wait for the others.
     """
 
     name: str
@@ -45,6 +51,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
+    observers: list[Observer[Wait]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -53,6 +60,16 @@ class Axis:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
+
+    def wait_begins(self, what: str) -> None:
+        """Tells the observers that this rank is about to wait in a collective, or for a message."""
+        for observer in self.observers:
+            observer.begins(Wait(self.name, what))
+
+    def wait_ends(self, what: str) -> None:
+        """Tells them that it goes on."""
+        for observer in self.observers:
+            observer.ends(Wait(self.name, what))
 
 
 @dataclass(frozen=True)
@@ -107,7 +124,11 @@ def _environment_int(name: str, default: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place on every axis, its device, and the mesh that both come from."""
+    """This rank's place on every axis, its device, and the mesh that both come from.
+
+    Attributes:
+        world: all ranks as one axis.
+    """
 
     rank: int
     world_size: int
@@ -116,6 +137,7 @@ class Topology:
     pp: Axis
     dp: Axis
     tp: Axis
+    world: Axis
 
     @staticmethod
     @contextmanager
@@ -149,13 +171,19 @@ class Topology:
     def fake(
         parallel: ParallelConfig, world_size: int, rank: int, device: str = "meta"
     ) -> Iterator[Topology]:
-        """Gives any rank of any world in this one process; its collectives move nothing."""
+        """Gives any rank of any world in this one process; its collectives move nothing.
+
+        Raises:
+            UserError: the world's size is not tp * pp * dp.
+        """
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         sizes = _axis_sizes(parallel, world_size)
+        if "meta" not in (devices := dist.Backend.backend_capability["fake"]):
+            devices.append("meta")  # torch lists the devices that hold values
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
-            yield _from_mesh(sizes, rank, torch.device(device))
+            yield _from_mesh(sizes, rank, torch.device(device), kind=FakeTopology)
         finally:
             dist.destroy_process_group()
 
@@ -185,6 +213,15 @@ class Topology:
             raise UserError(first)
 
 
+class FakeTopology(Topology):
+    """A rank whose others are not there."""
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Nobody waits for what this rank meets."""
+        yield
+
+
 def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int]:
     """Sizes in the order of AXES; dp is what tp and pp leave of the world."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -212,6 +249,8 @@ def _pick_device(backend: str, local_rank: int) -> torch.device:
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, init_file: Path | None) -> None:
     """Starts the process group of all ranks."""
+    if init_file is None and launch.world_size > 1:
+        choose_interface(os.environ["MASTER_ADDR"], many_hosts=launch.local_world_size < launch.world_size)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -243,7 +282,11 @@ def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
 
 
 def _from_mesh(
-    sizes: tuple[int, int, int], rank: int, device: torch.device, timeout: timedelta | None = None
+    sizes: tuple[int, int, int],
+    rank: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    kind: type[Topology] = Topology,
 ) -> Topology:
     mesh_device = "cuda" if device.type == "cuda" else "cpu"
     mesh = init_device_mesh(mesh_device, sizes, mesh_dim_names=AXES)
@@ -251,7 +294,9 @@ def _from_mesh(
     if timeout is not None:  # DeviceMesh gives its groups torch's default
         for axis in axes.values():
             _set_pg_timeout(timeout, axis.group)
-    return Topology(rank=rank, world_size=mesh.size(), device=device, mesh=mesh, **axes)
+    size = mesh.size()
+    world = Axis(WORLD, size, rank, tuple(range(size)), _get_default_group())
+    return kind(rank=rank, world_size=size, device=device, mesh=mesh, world=world, **axes)
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:

@@ -63,13 +63,6 @@ FUTURE = (
         """,
     ),
     Future(
-        "a choice of attention kernel",
-        "remove it",
-        """
-        use-flash-attn use-flash-attn-v2 attention-backend
-        """,
-    ),
-    Future(
         "this model option",
         "remove it, or choose another --preset",
         """
@@ -103,10 +96,7 @@ FUTURE = (
         "this log or profile",
         "remove it; see --metrics-file, --tensorboard-dir, --profile-execution and --log-straggler-interval",
         """
-        tensorboard-log-interval timing-log-level
-        timing-log-option profile profile-step-start profile-step-end use-pytorch-profiler
-        disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
-        profile-ranks wandb-project wandb-exp-name wandb-save-dir codecarbon-dir log-level
+        disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count codecarbon-dir log-level
         """,
     ),
 )

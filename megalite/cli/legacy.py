@@ -154,6 +154,7 @@ _RULES: dict[str, Rule] = {
     "--log-learning-rate-to-tensorboard": _accepted("it is always written"),
     "--log-loss-scale-to-tensorboard": _accepted("it is always written"),
     "--log-world-size-to-tensorboard": _accepted("it is always written"),
+    "--no-barrier-with-level-1-timing": _accepted("no timer makes ranks wait for each other"),
     "--no-masked-softmax-fusion": _accepted(_FUSION),
     "--no-bias-gelu-fusion": _accepted(_FUSION),
     "--no-bias-swiglu-fusion": _accepted(_FUSION),

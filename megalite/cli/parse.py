@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
         raise ConfigError([one_line(problem) for problem in (*findings.problems, *of_config)])
     if any(flag.flag == "--print-config" for flag in given):
         _print_and_exit(to_yaml(config))
-    idle = idle_options(config, _world_size())
+    idle = idle_options(config, config.dry_run.world_size or _world_size())
     return config, [one_line(notice) for notice in (*findings.notices, *idle)]
 
 

@@ -6,6 +6,7 @@ The docstring under a field is its help on the command line.
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.data import DataConfig
+from megalite.config.dry_run import DryRunConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DryRunConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megalite.config.batch_size import BatchSize
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
+from megalite.config.dry_run import DryRunConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -29,6 +30,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
     def validate(self, world_size: int | None = None) -> None:
         """Checks every field and every rule between fields.

@@ -13,9 +13,17 @@ from megalite.config.stages import SPLITS
 
 if TYPE_CHECKING:
     from megalite.config.config import Config
+    from megalite.config.logging import LoggingConfig
     from megalite.config.optimizer import OptimizerConfig
 
 
+_FOR_WANDB_TOO = (
+    "tensorboard_log_interval",
+    "log_timers_to_tensorboard",
+    "log_batch_size_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+)
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -63,16 +71,20 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "spiky_loss_factor", "--check-for-spiky-loss is off"
     if (last := config.training.train_iters) is not None and not config.training.skips_any(last):
         yield "iterations_to_skip", f"the run ends with --train-iters {last} before them"
+    if last is not None and (logging.profile_modules or 0) > last:
+        yield "profile_modules", f"the run ends with --train-iters {last} before it"
     yield from _data_reasons(config)
     yield from _checkpoint_reasons(config)
     if config.parallel.tp == config.parallel.pp == replicas(config, world_size) == 1:
         yield "log_straggler_interval", "one rank has no others to be compared with"
-    if not logging.profile_execution:
-        yield "profile_name", "--profile-execution is off"
+    yield from _timer_reasons(config)
     if logging.tensorboard_dir is None:
         for field in fields(logging):
-            if "tensorboard" in field.name:
+            if "tensorboard" in field.name and not (logging.wandb_project and field.name in _FOR_WANDB_TOO):
                 yield field.name, "there is no --tensorboard-dir"
+    if not config.dry_run.dry_run:
+        for name in ("world_size", "rank", "dry_run_json"):
+            yield name, "it is of --dry-run, which is not given"
     yield from _recompute_reasons(config)
     if config.parallel.tp == 1:
         yield "sequence_parallel", "with one tensor-parallel rank (--tp 1) there is nothing to cut"
@@ -103,6 +115,36 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "pipeline_schedule", "with one pipeline stage (--pp 1) there is nothing to order"
         for name in SPLITS:
             yield name, "one pipeline stage (--pp 1) holds every layer"
+
+
+def _timer_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    """The same for timers, traces and wandb."""
+    logging = config.logging
+    if not logging.timing_log_level:
+        yield "timing_log_option", "no timers are logged: give --timing-log-level 1 or 2"
+    if logging.trace_pipeline is None:
+        yield "trace_pipeline_path", "there is no --trace-pipeline"
+    last, traced = config.training.train_iters, logging.traced_iterations
+    if last is not None and traced and last < traced[0]:
+        yield "trace_pipeline", f"the run ends with --train-iters {last} before it"
+    yield from _profiler_reasons(logging)
+    if logging.wandb_project is None:
+        for name in ("wandb_exp_name", "wandb_save_dir"):
+            yield name, "there is no --wandb-project"
+
+
+def _profiler_reasons(logging: LoggingConfig) -> Iterator[tuple[str, str]]:
+    """The same for profilers."""
+    writes = logging.profile_execution or (logging.profile and logging.use_pytorch_profiler)
+    if not writes:
+        yield "profile_name", "--profile-execution is off"
+    if not logging.profile:
+        for name in ("profile_step_start", "profile_step_end", "use_pytorch_profiler"):
+            yield name, "--profile is off"
+        if not logging.record_memory_history:
+            yield "profile_ranks", "--profile is off"
+    if not logging.record_memory_history:
+        yield "memory_snapshot_path", "--record-memory-history is off"
 
 
 def _schedule_reasons(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:

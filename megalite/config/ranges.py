@@ -26,6 +26,7 @@ NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
 ABOVE_ONE = Range(lambda value: 1 < value < math.inf, "greater than 1")
+TIMERS = Range(lambda value: value in (0, 1, 2), "0, 1 or 2")
 ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
 SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
@@ -40,17 +41,21 @@ _FIELDS_OF_RANGE = {
         micro_batch_size global_batch_size train_iters train_samples rampup_batch_size
         lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
         eval_interval exit_interval
-        exit_duration_in_mins recompute_num_layers save_interval non_persistent_save_interval
-        keep_last keep_every
-        log_interval log_straggler_interval tensorboard_queue_size adam_eps
+        exit_duration_in_mins recompute_num_layers cross_entropy_chunks
+        save_interval non_persistent_save_interval
+        keep_last keep_every world_size profile_modules
+        log_interval log_straggler_interval log_layer_grad_norms_interval
+        tensorboard_log_interval tensorboard_queue_size profile_step_end adam_eps
         loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """
         norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
-        start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration""",
+        start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration
+        profile_step_start profile_ranks rank""",
     FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
     ABOVE_ONE: "spiky_loss_factor",
     ZERO_STAGE: "zero_stage",
+    TIMERS: "timing_log_level",
     SHARE: "fim_rate fim_spm_rate",
     SEED: "seed",
 }

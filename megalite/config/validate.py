@@ -12,6 +12,7 @@ from megalite.config.rules import (
     batch_size,
     checkpoint,
     corpus,
+    dry_run,
     layout,
     learning_rate,
     model,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 RULES: tuple[Rule, ...] = (
     model.head_size,
     model.query_groups,
+    model.attention_backend,
     model.position_table,
     layout.tensor_parallel,
     layout.grouped_heads,
@@ -54,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     run.required,
     run.skipped_iterations,
     run.hang_timeout,
+    run.pipeline_trace,
     checkpoint.schedule,
     checkpoint.non_persistent,
     checkpoint.model,
@@ -67,6 +70,11 @@ RULES: tuple[Rule, ...] = (
     run.split,
     run.tokenizer,
     run.profiler,
+    run.profiled_ranks,
+    run.layer_norms,
+    dry_run.rank_of_world,
+    dry_run.whole_weights,
+    dry_run.json_folder,
 )
 """Every rule between fields; a new one is a function and a line here."""
 

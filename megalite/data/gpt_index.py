@@ -141,6 +141,29 @@ def cached_gpt_index(
     return GPTIndex(**cache.get(key, names, build))
 
 
+def index_bytes(sequences: range, plan: EpochPlan) -> int:
+    """Bytes of the three arrays that these sequences have, before anybody builds them."""
+    num_documents = plan.num_epochs * len(sequences)
+    return (
+        num_documents * np.dtype(_document_dtype(sequences)).itemsize
+        + (plan.num_samples + 1) * 2 * (8 if _is_wide(num_documents) else 4)
+        + plan.num_samples * np.dtype(_shuffle_dtype(plan)).itemsize
+    )
+
+
+def _document_dtype(sequences: range) -> npt.DTypeLike:
+    return np.int32 if sequences.stop <= _INT32_MAX else np.int64
+
+
+def _is_wide(num_documents: int) -> bool:
+    """Whether the sample index takes 64 bits to name a place in the document index."""
+    return num_documents > _INT32_MAX
+
+
+def _shuffle_dtype(plan: EpochPlan) -> npt.DTypeLike:
+    return np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
+
+
 def _num_tokens(sequence_lengths: npt.NDArray[np.int32], sequences: range) -> int:
     return int(np.sum(sequence_lengths[sequences.start : sequences.stop], dtype=np.int64))
 
@@ -163,7 +186,7 @@ def _build(
         documents = _document_index(sequences, plan, random, progress)
         shuffle = pool.submit(_shuffle_index, plan, random, progress)
         samples = _index_builder.build_sample_index(
-            sequence_lengths, documents, seq_length, plan.num_samples, num_documents > _INT32_MAX, progress
+            sequence_lengths, documents, seq_length, plan.num_samples, _is_wide(num_documents), progress
         )
         return GPTIndex(documents, samples, shuffle.result())
 
@@ -175,8 +198,7 @@ def _document_index(
     progress: _index_builder.Progress,
 ) -> npt.NDArray[Any]:
     """The sequences of all epochs, shuffled together, but for a last epoch that is shuffled apart."""
-    dtype = np.int32 if sequences.stop <= _INT32_MAX else np.int64
-    index = _empty(plan.num_epochs * len(sequences), dtype)
+    index = _empty(plan.num_epochs * len(sequences), _document_dtype(sequences))
     together = len(index) if plan.num_samples_before_last is None else len(index) - len(sequences)
     for part in (index[:together], index[together:]):
         random.fill_shuffled(part, sequences.start, sequences.stop, progress)
@@ -187,7 +209,7 @@ def _shuffle_index(
     plan: EpochPlan, random: _index_builder.LegacyRandom, progress: _index_builder.Progress
 ) -> npt.NDArray[Any]:
     """The samples' numbers, those before a last epoch apart from those in it."""
-    index = _empty(plan.num_samples, np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)
+    index = _empty(plan.num_samples, _shuffle_dtype(plan))
     boundary = plan.num_samples if plan.num_samples_before_last is None else plan.num_samples_before_last
     random.fill_shuffled(index[:boundary], 0, boundary, progress)
     random.fill_shuffled(index[boundary:], boundary, plan.num_samples, progress)

@@ -151,6 +151,20 @@ def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], 
     return dtype, num_sequences, num_document_entries
 
 
+def sequence_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
+    """Lengths of a corpus's sequences in tokens, from its .idx alone; None where there is none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = f"{prefix}.idx"
+    try:
+        open_bytes(path)
+    except FileNotFoundError:
+        return None
+    return _read_index(path).lengths
+
+
 def _read_index(path: str) -> _Index:
     opened = _open(path)
     raw = opened.array

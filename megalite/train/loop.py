@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megalite.log import THIS_RANK, log
-from megalite.train.metrics import IntervalMeter, IterationMetrics, ValidationMetrics
-from megalite.train.profiler import profiler
+from megalite.train.layer_norms import layer_grad_norms
+from megalite.train.metrics import IntervalMeter, IterationMetrics, ValidationMetrics, paused
+from megalite.train.module_profile import log_module_profile
+from megalite.train.profiler import memory_history, profiler
 from megalite.train.requeue import RequeueNote
 from megalite.train.step import StepResult
 from megalite.train.stop import Stop, StopConditions, Stopped
 from megalite.train.straggler import straggler_log
+from megalite.train.tracing.pipeline_trace import pipeline_trace
 from megalite.train.trainer import Trainer
 from megalite.train.writers import Writers
 
@@ -42,28 +46,36 @@ def _iterate(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop |
     """Trains up to the run's last iteration; gives what led to an end before it."""
     config, topology = trainer.config, trainer.topology
     num_iterations = config.num_iterations(topology.dp.size)
-    meter = IntervalMeter(
-        config.model, num_iterations, topology.world_size, topology.device, topology.tp.size
-    )
+    meters = {interval: _meter(trainer, num_iterations) for interval in writers.intervals}
     end = stop.now()
     straggler = straggler_log(config.logging, topology)
     with (
         trainer.saver.training_from(trainer.progress.iteration),
-        profiler(config.logging, topology) as profile,
+        memory_history(config.logging, topology),
+        profiler(config.logging, topology, trainer.progress.iteration) as profile,
+        pipeline_trace(trainer) as trace,
     ):
         while end is None and trainer.progress.iteration < num_iterations:
-            with straggler.iteration(trainer.progress.iteration + 1):
+            number = trainer.progress.iteration + 1
+            if number == config.logging.profile_modules:
+                with paused(meters.values()):
+                    log_module_profile(trainer)
+            with straggler.iteration(number), trace.iteration(number):
                 result = trainer.step()
             profile.step()
             iteration = trainer.progress.iteration
             is_last = iteration == num_iterations
             end = None if is_last else stop.after(iteration)
-            _add(meter, result)
+            for meter in meters.values():
+                _add(meter, result)
             if result.fault and topology.is_reporter:
                 log.warning("iteration %d: %s", iteration, result.fault, extra=THIS_RANK)
-            if end or is_last or _due(iteration, config.logging.log_interval):
-                writers.iteration(_metrics(trainer, meter, result), trainer.timers)
-            with meter.paused():
+            for interval, meter in meters.items():
+                if end or is_last or _due(iteration, interval):
+                    writers.iteration(interval, _metrics(trainer, meter, result), trainer.timers)
+            with paused(meters.values()):
+                _tell_layer_norms(trainer, writers, result)
+                trace.after(iteration)
                 if _due(iteration, config.training.eval_interval) and not (end and end.is_urgent):
                     end = evaluate_validation(trainer, writers, stop) or end
                 trainer.saver.poll()
@@ -74,6 +86,23 @@ def _iterate(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop |
                 elif _due(iteration, config.checkpoint.non_persistent_save_interval):
                     trainer.save_local()
     return end
+
+
+def _meter(trainer: Trainer, num_iterations: int) -> IntervalMeter:
+    topology = trainer.topology
+    return IntervalMeter(
+        trainer.config.model, num_iterations, topology.world_size, topology.device, topology.tp.size
+    )
+
+
+def _tell_layer_norms(trainer: Trainer, writers: Writers, result: StepResult) -> None:
+    """Tells each layer's norm of this iteration's gradient where it is asked for and there is one."""
+    logging, iteration = trainer.config.logging, trainer.progress.iteration
+    has_gradient = not result.is_left_out and result.fault is None and math.isfinite(result.grad_norm)
+    if has_gradient and _due(iteration, logging.log_layer_grad_norms_interval):
+        num_layers = trainer.config.model.num_layers
+        norms = layer_grad_norms(trainer.optimizer, num_layers, result.grad_norm, trainer.topology)
+        writers.layer_norms(iteration, norms)
 
 
 def _add(meter: IntervalMeter, result: StepResult) -> None:

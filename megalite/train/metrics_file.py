@@ -5,27 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import time
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
 from megalite.train.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.timer_table import TimesOfRanks
 
 
 class MetricsFile:
     """Appends one JSON object a line: an iteration's figures, or ``{"validation": {...}}``.
 
     Floats keep their full precision; as JSON knows no others, those that are not finite are the strings
-    "NaN", "Infinity" and "-Infinity". Each line is on its way to the disk before the next iteration starts.
-    Lines of an earlier run are kept, so a resumed run goes on in the same file; an iteration that is run
-    again after an unsaved end stands there twice, and the later line counts.
+    "NaN", "Infinity" and "-Infinity". `wall_time` is when the line was written and `start_time` when its
+    process began to write, both in seconds since 1970 by this host's clock, which tells restarts and pauses.
+    Each line is on its way to the disk before the next iteration starts. Lines of an earlier run are kept, so
+    a resumed run goes on in the same file; an iteration that is run again after an unsaved end stands there
+    twice, and the later line counts.
 
     Raises:
         UserError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
+        self._start = time.time()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)
@@ -35,7 +39,7 @@ class MetricsFile:
                 f"--metrics-file {path} cannot be written ({error.strerror}): give another file"
             ) from None
 
-    def iteration(self, metrics: IterationMetrics, timers_ms: Mapping[str, float]) -> None:
+    def iteration(self, metrics: IterationMetrics, times: TimesOfRanks) -> None:
         record = dataclasses.asdict(metrics)
         del record["warnings"]  # words for the log; num_nan and num_skipped say it here
         for name in ("params_norm", "num_zeros"):
@@ -62,7 +66,8 @@ class MetricsFile:
 
     def _write(self, record: dict[str, Any]) -> None:
         # In one unbuffered write, so that a reader never sees half a line.
-        self._file.write(json.dumps(_spelled(record), allow_nan=False).encode() + b"\n")
+        timed = record | {"start_time": self._start, "wall_time": time.time()}
+        self._file.write(json.dumps(_spelled(timed), allow_nan=False).encode() + b"\n")
 
 
 def _spelled(value: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalite.config import Config
 from megalite.model.stage import DTYPES, GPTStage
+from megalite.observer import Observer
 from megalite.optim.gather import Unit
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.optimizer import Optimizer
@@ -22,6 +23,7 @@ class RunOptimizer(Protocol):
     """What a run asks of its optimizer, whatever the ranks share out; `Optimizer` tells what it all is."""
 
     scaler: LossScaler
+    observers: list[Observer[str]]
 
     def begin(self, num_microbatches: int) -> None: ...
 
@@ -34,6 +36,8 @@ class RunOptimizer(Protocol):
     def params_norm(self) -> float: ...
 
     def num_zeros(self) -> int: ...
+
+    def gradient_squares(self) -> Mapping[str, Tensor]: ...
 
     def bad_gradients(self) -> list[str]: ...
 

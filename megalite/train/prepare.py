@@ -30,6 +30,7 @@ from megalite.data.tokenizer_digest import check_tokenizer
 from megalite.errors import UserError
 from megalite.folders import make_writable
 from megalite.log import configure_logging, log
+from megalite.plan.flops import CONVENTION
 from megalite.topology import Launch, Topology
 from megalite.train.batches import datasets_on_every_stage, reads_data
 from megalite.train.chunks import named_parameters
@@ -106,7 +107,18 @@ def open_writers(config: Config, topology: Topology) -> Writers:
     with topology.agreed():
         if config.checkpoint.save and topology.rank == 0:
             make_writable(Path(config.checkpoint.save), "--save")
-        return Writers(config.logging, topology, to_yaml(config))
+        return Writers(config.logging, topology, to_yaml(config), config.checkpoint.save)
+
+
+def num_samples_asked(config: Config, dp: int) -> tuple[int, int, int]:
+    """The samples that a whole run on `dp` replicas draws from train, valid and test."""
+    return num_samples_per_split(
+        config.num_samples(dp),
+        config.num_iterations(dp),
+        config.training.eval_interval,
+        config.training.eval_iters,
+        config.global_batch(dp),
+    )
 
 
 def build_data(
@@ -114,13 +126,7 @@ def build_data(
 ) -> DatasetSplits:
     """Opens the corpora and orders their samples for the whole run, of these splits alone."""
     training = config.training
-    asked = num_samples_per_split(
-        config.num_samples(topology.dp.size),
-        config.num_iterations(topology.dp.size),
-        training.eval_interval,
-        training.eval_iters,
-        config.global_batch(topology.dp.size),
-    )
+    asked = num_samples_asked(config, topology.dp.size)
     num_train, num_valid, num_test = (
         number if split in splits else 0 for split, number in zip(SPLIT_NAMES, asked, strict=True)
     )
@@ -188,6 +194,7 @@ def announce(trainer: Trainer) -> None:
     config, topology = trainer.config, trainer.topology
     log.info(startup_line(topology))
     log.info("kernels on %s: %s", topology.device, kernels.describe(topology.device.type))
+    log.info("attention: %s", trainer.chunks[0].core.choice)
     log.info(
         "vocabulary of %s tokens, padded to %d; %d microbatches of %d samples a rank in a global batch of %d",
         config.model.vocab_size,
@@ -200,5 +207,7 @@ def announce(trainer: Trainer) -> None:
         log.info("the global batch grows from %d by %d at a time over %d samples", *rampup)
     for name, size in trainer.datasets.sizes():
         log.info("%s samples: %d", name, size)
+    if config.logging.log_throughput:
+        log.info("TFLOP/s count %s", CONVENTION)
     num_local = sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks))
     log.info("parameters on rank 0: %s", f"{num_local:,}")

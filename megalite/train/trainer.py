@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -60,6 +61,9 @@ class Trainer:
             self.chunks = build_chunks(config, topology, weight_gradients)
             self.optimizer = build_optimizer(self.chunks, config, topology)
         self.pipeline = build_pipeline(self.chunks, config, topology, self.batch_tokens, weight_gradients)
+        if timers.level > 0:
+            for observers in self.observer_lists():
+                observers.append(timers)
         self.evaluator = Evaluator(
             self.chunks, self.pipeline, config, topology, self.batch_tokens, datasets.ends
         )
@@ -86,6 +90,12 @@ class Trainer:
             config.data.eod_mask_loss,
             self.saver.before_update,
         )
+
+    def observer_lists(self) -> list[list[Any]]:
+        """Where to put an observer that is to be told of all that happens on this rank."""
+        topology = self.topology
+        axes = (topology.pp, topology.tp, topology.dp, topology.world)
+        return [self.pipeline.observers, self.optimizer.observers, *(axis.observers for axis in axes)]
 
     def step(self) -> StepResult:
         """Trains one iteration and moves the progress on."""

@@ -52,6 +52,25 @@ def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """The trace is of a range of iterations, and has a place to go to."""
+    logging = config.logging
+    if logging.trace_pipeline is None:
+        return
+    if not logging.traced_iterations:
+        yield Problem(
+            ("trace_pipeline",),
+            f"--trace-pipeline {logging.trace_pipeline} is no range: give FIRST:LAST counted from 1, as in "
+            "5:6, or one iteration",
+        )
+    places = logging.trace_pipeline_path, logging.tensorboard_dir, config.checkpoint.save
+    if all(place is None for place in places):
+        yield Problem(
+            ("trace_pipeline", "trace_pipeline_path", "tensorboard_dir", "save"),
+            "--trace-pipeline has nowhere to write to: give --tensorboard-dir, or --trace-pipeline-path",
+        )
+
+
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:
     """The split is one to three weights."""
     text = config.data.split
@@ -82,9 +101,51 @@ def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def profiler(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """The profiler's trace has a folder to go to."""
-    if config.logging.profile_execution and config.logging.tensorboard_dir is None:
+    """The profiler's trace has a folder to go to, and some iterations and ranks to be of."""
+    logging = config.logging
+    if logging.profile_execution and logging.tensorboard_dir is None:
         yield Problem(
             ("profile_execution", "tensorboard_dir"),
             "--profile-execution needs --tensorboard-dir: the trace is written there",
+        )
+    if not logging.profile:
+        return
+    if logging.profile_execution:
+        yield Problem(
+            ("profile", "profile_execution"),
+            "--profile and --profile-execution both start the profiler: leave one out",
+        )
+    if logging.use_pytorch_profiler and logging.tensorboard_dir is None:
+        yield Problem(
+            ("use_pytorch_profiler", "tensorboard_dir"),
+            "--profile --use-pytorch-profiler needs --tensorboard-dir: the trace is written there",
+        )
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if end <= start:
+        yield Problem(
+            ("profile_step_start", "profile_step_end"),
+            f"--profile-step-start {start} and --profile-step-end {end} leave no iteration to profile: the "
+            "first is the one after the start, the last is the end",
+        )
+
+
+def profiled_ranks(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """The ranks to profile exist."""
+    logging = config.logging
+    if world_size is None or not (logging.profile or logging.record_memory_history):
+        return
+    if unknown := [rank for rank in logging.profile_ranks if rank >= world_size]:
+        yield Problem(
+            ("profile_ranks",),
+            f"--profile-ranks {' '.join(map(str, unknown))}: the run's ranks are 0 to {world_size - 1}",
+        )
+
+
+def layer_norms(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Histograms have a place to go to."""
+    logging = config.logging
+    if logging.log_layer_grad_norms_interval and not (logging.tensorboard_dir or logging.wandb_project):
+        yield Problem(
+            ("log_layer_grad_norms_interval", "tensorboard_dir", "wandb_project"),
+            "--log-layer-grad-norms-interval has nowhere to write to: give --tensorboard-dir",
         )

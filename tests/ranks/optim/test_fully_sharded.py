@@ -25,7 +25,7 @@ from megalite.train.trainer import Trainer
 from megalite.verify.compare import TOLERANCES, compare
 from megalite.verify.record import record_run
 from tests.live_bytes import LiveBytes
-from tests.traffic import Traffic, ring_bytes
+from tests.traffic import Traffic, by_bytes, ring_bytes
 
 LAYERS, H, VOCAB, S, MICROBATCHES = 3, 64, 512, 16, 2
 MODEL = ModelConfig(
@@ -98,8 +98,9 @@ def traffic(topology: Topology, config: Config) -> tuple[Counter, float, int, in
     trainer.step()
     with Traffic(topology) as counted:
         trainer.step()
-    moved = ring_bytes(counted.calls, "dp", topology.dp.size)
-    return counted.calls, moved, *num_parameters(trainer)
+    calls = by_bytes(counted.calls)
+    moved = ring_bytes(calls, "dp", topology.dp.size)
+    return calls, moved, *num_parameters(trainer)
 
 
 @pytest.mark.parametrize(

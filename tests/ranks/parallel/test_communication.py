@@ -34,7 +34,7 @@ from megalite.local_ranks import run_ranks
 from megalite.train.prepare import build_data
 from megalite.train.timers import Timers
 from megalite.train.trainer import Trainer
-from tests.traffic import Traffic, ring_bytes
+from tests.traffic import Traffic, by_bytes, ring_bytes
 
 S, B, H, LAYERS, MICROBATCHES, VOCAB = 16, 2, 64, 4, 4, 512
 ELEMENT = 4
@@ -74,7 +74,7 @@ def second_iteration(topology, config):
     with Traffic(topology) as traffic:
         trainer.step()
     num_parameters = sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters())
-    return {"calls": traffic.calls, "num_parameters": num_parameters}
+    return {"calls": by_bytes(traffic.calls), "num_parameters": num_parameters}
 
 
 def ranks_of(world_size, **options):

@@ -1,0 +1,95 @@
+"""What may be asked of timers, traces and profilers, and what would be without effect."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megalite.cli import parse
+from megalite.config import LoggingConfig
+from megalite.errors import ConfigError
+
+ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--timing-log-level 3", "--timing-log-level 3 is out of range: it must be 0, 1 or 2"),
+        ("--trace-pipeline 5-6 --save s", "--trace-pipeline 5-6 is no range: give FIRST:LAST counted from 1"),
+        ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is no range"),
+        ("--trace-pipeline 5:6", "--trace-pipeline has nowhere to write to: give --tensorboard-dir"),
+        ("--profile --use-pytorch-profiler", "--profile --use-pytorch-profiler needs --tensorboard-dir"),
+        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler: leave one out"),
+        (
+            "--profile --profile-step-start 8 --profile-step-end 8",
+            "--profile-step-start 8 and --profile-step-end 8 leave no iteration to profile",
+        ),
+        ("--profile --profile-ranks 0 4", "--profile-ranks 4: the run's ranks are 0 to 3"),
+        ("--record-memory-history --profile-ranks 5", "--profile-ranks 5: the run's ranks are 0 to 3"),
+        ("--log-layer-grad-norms-interval 5", "--log-layer-grad-norms-interval has nowhere to write to"),
+        ("--tensorboard-log-interval 0", "--tensorboard-log-interval 0 is out of range"),
+    ],
+)
+def test_what_is_refused(line: str, problem: str) -> None:
+    config, _ = parse(shlex.split(ENOUGH + line))
+    with pytest.raises(ConfigError) as caught:
+        config.validate(4)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("--timing-log-option max", "--timing-log-option max is without effect: no timers are logged"),
+        (
+            "--trace-pipeline-path x",
+            "--trace-pipeline-path x is without effect: there is no --trace-pipeline",
+        ),
+        ("--trace-pipeline 101:102 --save s", "is without effect: the run ends with --train-iters 100"),
+        ("--profile-step-end 13", "--profile-step-end 13 is without effect: --profile is off"),
+        ("--profile-ranks 1", "--profile-ranks 1 is without effect: --profile is off"),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler True is without effect: --profile is off"),
+        ("--profile --profile-name x", "--profile-name x is without effect"),
+        ("--wandb-exp-name x", "--wandb-exp-name x is without effect: there is no --wandb-project"),
+        ("--memory-snapshot-path x", "--memory-snapshot-path x is without effect: --record-memory-history"),
+        ("--tensorboard-log-interval 5", "without effect: there is no --tensorboard-dir"),
+        ("--no-barrier-with-level-1-timing", "needs nothing here: no timer makes ranks wait"),
+    ],
+)
+def test_what_is_without_effect_is_told(line: str, notice: str) -> None:
+    _, notices = parse(shlex.split(ENOUGH + line))
+    assert [text for text in notices if notice in text]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--timing-log-level 2 --timing-log-option all",
+        "--trace-pipeline 5:6 --save s --trace-pipeline-path x",
+        "--profile --profile-ranks 0 3 --use-pytorch-profiler --profile-name n --tensorboard-dir t",
+        "--record-memory-history --profile-ranks 1 --memory-snapshot-path x",
+        "--wandb-project p --wandb-exp-name n --tensorboard-log-interval 5 --log-timers-to-tensorboard",
+        "--log-layer-grad-norms-interval 5 --tensorboard-dir t",
+    ],
+)
+def test_what_is_honoured_is_not_remarked_upon(line: str) -> None:
+    config, notices = parse(shlex.split(ENOUGH + line))
+    config.validate(4)
+    assert notices == []
+
+
+def test_the_level_of_timers() -> None:
+    """Timers for TensorBoard alone are those that an iteration uses once."""
+    assert LoggingConfig().timers_level == 0
+    assert LoggingConfig(log_timers_to_tensorboard=True).timers_level == 0
+    assert LoggingConfig(log_timers_to_tensorboard=True, tensorboard_dir="t").timers_level == 1
+    assert LoggingConfig(log_timers_to_tensorboard=True, wandb_project="p").timers_level == 1
+    given = LoggingConfig(log_timers_to_tensorboard=True, tensorboard_dir="t", timing_log_level=0)
+    assert given.timers_level == 0
+
+
+@pytest.mark.parametrize(("words", "numbers"), [("5:6", [5, 6]), ("7", [7]), ("0:3", []), ("x", [])])
+def test_traced_iterations(words: str, numbers: list[int]) -> None:
+    assert list(LoggingConfig(trace_pipeline=words).traced_iterations) == numbers

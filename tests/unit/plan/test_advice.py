@@ -1,0 +1,88 @@
+"""What is advised to a run that has no memory left is what the planner says of it with those flags."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megalite.cli import parse
+from megalite.config import Config
+from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes
+from megalite.plan.cluster import Cluster
+from megalite.plan.gpu import GPUS
+from megalite.plan.job import Job
+from megalite.plan.memory import rank_memories
+from megalite.plan.program import own_program
+
+RUN = "--mock-data --train-iters 10 --lr 1e-4 --attention-dropout 0 --bf16"
+DEVICE = Device(80e9, 2.2e9)
+
+
+def config_of(line: str) -> Config:
+    config, _ = parse(shlex.split(f"{line} {RUN}"))
+    return config
+
+
+def totals(config: Config, world_size: int) -> list[float]:
+    """Of each pipeline rank, asked of the planner itself."""
+    gpu = replace(GPUS["a100-80"], residual_gb=DEVICE.residual_bytes / 1e9)
+    job = Job(config, Cluster(gpu, world_size, 8, 300, 25), own_program(config.model))
+    return [memory.total for memory in rank_memories(job)]
+
+
+LINES = [
+    ("--preset gpt3-175b --tp 8 --pp 8 --micro-batch-size 4 --global-batch-size 1536", 1024),
+    ("--preset gpt2-124m --micro-batch-size 8", 1),
+    ("--preset llama3-70b --tp 8 --use-distributed-optimizer --recompute-granularity full", 16),
+]
+
+
+@pytest.mark.parametrize(("line", "world_size"), LINES)
+def test_figures_are_the_planners(line: str, world_size: int) -> None:
+    config = config_of(line)
+    advice = advise(config, world_size, 0, DEVICE)
+    now = totals(config, world_size)[0]
+    assert advice.memory.total == pytest.approx(now)
+    assert 1 <= len(advice.remedies) <= NUM_REMEDIES
+    for change, saved in advice.remedies:
+        then = totals(change.config, change.world_size or world_size)
+        assert saved == pytest.approx(now - (then[0] if change.world_size is None else max(then)))
+        assert saved > 0
+
+
+@pytest.mark.parametrize(("line", "world_size"), LINES)
+def test_none_of_the_others_would_save_more(line: str, world_size: int) -> None:
+    config = config_of(line)
+    told = advise(config, world_size, 0, DEVICE).remedies
+    assert [saved for _, saved in told] == sorted((saved for _, saved in told), reverse=True)
+    kinds = {change.kind for change, _ in told}
+    assert len(kinds) == len(told)
+    for change in changes(config, world_size):
+        if change.kind not in kinds and change.world_size is None:
+            saved = totals(config, world_size)[0] - totals(change.config, world_size)[0]
+            assert saved <= told[-1].saved
+
+
+def test_what_is_on_already_or_refused_is_not_advised() -> None:
+    config = config_of(
+        "--num-layers 2 --hidden-size 6144 --num-attention-heads 3 --seq-length 2048 --vocab-size 500 "
+        "--recompute-granularity full --micro-batch-size 1"
+    )
+    told = advise(config, 1, 0, DEVICE).remedies
+    assert [remedy.change.flags for remedy in told] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
+    flags = {change.flags for change in changes(config, 1)}
+    assert flags == {"--tp 2", "--pp 2"}
+
+
+def test_lines_say_what_takes_it_and_what_would_help() -> None:
+    line, world_size = LINES[0]
+    first, *rest = advise(config_of(line), world_size, 0, DEVICE).lines()
+    assert first.startswith("the plan's estimate for this rank is ")
+    assert first.index("activations") < first.index("optimizer") < first.index("weights")
+    assert [text.split(" would take ")[0] for text in rest] == [
+        "--recompute-granularity full",
+        "--sequence-parallel",
+        "--micro-batch-size 2",
+    ]
