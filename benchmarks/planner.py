@@ -1,24 +1,22 @@
 #!/usr/bin/env python
 """How far the planner is from published runs: time of an iteration, memory of a rank, parameters.
 
-python benchmarks/planner.py [--cases FILE.csv] [--as-own]
+python benchmarks/planner.py [--cases FILE.csv]
 
 Each line's GPU, layout, recomputation and program (how attention is computed, what gradients are kept in)
 are as published; everything else is one model of the hardware. A micro-batch that was not published is 4.
-A line says what the time is made of. --as-own plans every line as a run of this program instead.
+A line says what the time is made of. benchmarks/planner_flags.py plans the same runs by their flags alone.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from megalite.plan.estimate import Plan
-from megalite.plan.job import Job
-from megalite.plan.program import Program
 from megalite.plan.published import Published, read_published
 
 CASES = Path(__file__).parent / "planner_cases.csv"
@@ -44,18 +42,9 @@ class Comparison:
         return self.plan.parameters / 1e9 / self.run.parameters_b - 1
 
 
-def compare(cases: Path = CASES, as_own: bool = False) -> list[Comparison]:
+def compare(cases: Path = CASES) -> list[Comparison]:
     """Plans every run of a file."""
-    return [Comparison(run, Plan(_own(run) if as_own else run.job)) for run in read_published(cases)]
-
-
-def _own(run: Published) -> Job:
-    program = Program(run.job.program.fused_attention)
-    return replace(
-        run.job,
-        program=program,
-        cluster=replace(run.job.cluster, network_gbps=run.job.cluster.gpu.network_gbps),
-    )
+    return [Comparison(run, Plan(run.job)) for run in read_published(cases)]
 
 
 def errors(comparisons: Sequence[Comparison], kind: str) -> list[float]:
@@ -114,9 +103,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=Path, default=CASES)
-    parser.add_argument("--as-own", action="store_true")
-    flags = parser.parse_args()
-    print("\n".join(lines(compare(flags.cases, flags.as_own))))
+    print("\n".join(lines(compare(parser.parse_args().cases))))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from megalite.plan.search import Findings, fastest, search
 _GB = 1e9
 THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
 """What takes the least memory, and is all that needs trying to see whether anything fits."""
-MAX_GROWTH = 64
+MAX_GROWTH = 1024
 """Times the cluster that are tried where a model fits in none of its layouts."""
 
 
@@ -52,7 +52,7 @@ def _object(request: Request, plan: Plan) -> dict[str, Any]:
 def _all(request: Request, top: int) -> Iterable[str]:
     found = search(request)
     if not found.fitting:
-        raise UserError(_nothing_fits(request, found))
+        raise UserError(nothing_fits(request, found))
     best = fastest(found.fitting, top)
     if not request.is_json:
         return search_lines(request, best, found)
@@ -68,15 +68,16 @@ def _all(request: Request, top: int) -> Iterable[str]:
     ]
 
 
-def _nothing_fits(request: Request, found: Findings) -> str:
+def nothing_fits(request: Request, found: Findings) -> str:
     """By how much the least demanding layout is too large, and what would hold it."""
     cluster, plan = request.cluster, found.smallest
     if plan is None:
         reasons = "; ".join(text for text, _ in found.refused.most_common(3)) or "no sizes divide the world"
         return f"--world-size {cluster.world_size}: there is no layout that training would take: {reasons}"
     needed, available = plan.memory_bytes / _GB, cluster.gpu.memory_bytes / _GB
+    gpus = "1 GPU" if cluster.world_size == 1 else f"{cluster.world_size} GPUs"
     return (
-        f"no layout fits {cluster.world_size} GPUs of {available:.1f} GB: the least that one of "
+        f"no layout fits {gpus} of {available:.1f} GB: the least that one of "
         f"{sum(found.too_large.values())} needs is {needed:.1f} GB a GPU, {needed - available:.1f} GB too "
         f"much (tp {plan.job.tp}, pp {plan.job.pp}, dp {plan.job.dp}); "
         f"{' or '.join(_remedies(request, plan))}"

@@ -51,7 +51,7 @@ class Gpu:
         return (self.memory_gib - 0.6) * _GIB
 
 
-_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.78, attention_share=0.25)
+_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.25)
 _A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, product_share=0.76, attention_share=0.45)
 _H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, product_share=0.74, attention_share=0.35)
 

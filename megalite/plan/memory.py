@@ -78,7 +78,7 @@ def layer_elements(job: Job) -> dict[str, float]:
     hidden, program = model.hidden_size, job.program
     queries, keys = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
     norm = hidden / (1 if program.keeps_gathered else job.slices)
-    before, after = (2, 1 if program.fused_passes else 2) if model.activation == "swiglu" else (1, 1)
+    halves = 2 if model.activation == "swiglu" else 1
     parts = {
         "residual": 2 * hidden / job.slices,
         "attention norm": norm,
@@ -86,12 +86,12 @@ def layer_elements(job: Job) -> dict[str, float]:
         "qkv": 2 * (queries + keys) / tp,
         "rotated": 0.0,
         "core": 0.0,
-        "hidden": before * model.ffn_size / tp,
-        "activation": after * model.ffn_size / tp,
+        "hidden": halves * model.ffn_size / tp,
+        "activation": (2 if halves == 2 and program.keeps_gate else 1) * model.ffn_size / tp,
     }
     if model.position_embedding_type == "rope" and not program.fused_passes:
         parts["rotated"] = (queries + keys) / tp  # beside the product that values are a view of
-    if not program.fused_attention:
+    if program.keeps_scores:
         scores = 2 if model.attention_dropout > 0 else 1
         parts["core"] = (scores * model.num_attention_heads * model.seq_length + queries) / tp
     return {name: job.tokens * size for name, size in parts.items()}
@@ -132,9 +132,10 @@ def _activations(job: Job, rank: int, peak: int) -> float:
 
 
 def _logits(job: Job) -> float:
-    """Their columns of this rank in 16 bits, and the loss's in 32, which become the gradient."""
+    """Their columns of this rank, which become their gradient; other programs have a copy in fp32."""
     columns = job.config.model.padded_vocab_size(job.tp) // job.tp
-    return job.tokens * columns * (job.element_bytes + max(4, job.element_bytes))
+    copy = max(4, job.element_bytes) if job.program.copies_logits else 0
+    return job.tokens * columns * (job.element_bytes + copy) / job.config.recompute.cross_entropy_chunks
 
 
 def _workspace(job: Job) -> float:

@@ -14,25 +14,22 @@ from megalite.plan.cluster import Cluster
 from megalite.plan.gpu import find_gpu
 from megalite.plan.job import Job
 from megalite.plan.layout import with_even_stages
-from megalite.plan.program import Program
+from megalite.plan.program import PROGRAMS, Program, in_dtype
 
 OTHER_NETWORKS = {"BigScience": 6.25, "DeepSpeed": 1.6}
 """Gigabytes a second and GPU of sources whose nodes are not the usual ones: Jean Zay's have four adapters of
 100 Gb/s, the 16 V100s of the autotuner's table one of them for eight GPUs."""
-_MEGATRON = Program(fused_attention=False, fused_passes=True)
-_DEEPSPEED = replace(_MEGATRON, gradient_bytes=2, shared_copy_bytes=4, buffer_bytes=3e9)
-_MODERN = Program(fused_attention=True)
-_NEMO = Program(fused_attention=True, fused_passes=True, tp_share=0.4, gradient_bytes=2)
-PROGRAMS = {
-    "Megatron-LM README Sep": _MEGATRON,
-    "Megatron-LM README H100": _NEMO,
-    "Narayanan": _MEGATRON,
-    "Korthikanti": _MEGATRON,
-    "Megatron-Turing": _MEGATRON,
-    "BigScience": _DEEPSPEED,
-    "seed 000": replace(_DEEPSPEED, fused_passes=False, buffer_bytes=1e9),
-    "NVIDIA DGX": _NEMO,
-    "Llama-3": _NEMO,
+_MODERN = PROGRAMS["plain-torch"]
+PROGRAM_OF: Mapping[str, Program] = {
+    "Megatron-LM README Sep": PROGRAMS["megatron-2021"],
+    "Megatron-LM README H100": PROGRAMS["megatron-core"],
+    "Narayanan": PROGRAMS["megatron-2021"],
+    "Korthikanti": PROGRAMS["megatron-2021"],
+    "Megatron-Turing": PROGRAMS["megatron-2021"],
+    "BigScience": PROGRAMS["megatron-deepspeed"],
+    "seed 000": replace(PROGRAMS["megatron-deepspeed"], fused_passes=False, buffer_bytes=1e9),
+    "NVIDIA DGX": PROGRAMS["megatron-core"],
+    "Llama-3": PROGRAMS["megatron-core"],
     "nanotron": replace(_MODERN, keeps_gathered=True),
 }
 """By how a source's name begins; others run one of the time of fused attention."""
@@ -94,12 +91,9 @@ def job_of(row: Mapping[str, str]) -> Job:
 
 
 def program_of(row: Mapping[str, str]) -> Program:
-    """The source's; DeepSpeed keeps fp32 sums beside gradients in bf16, but not beside those in fp16."""
-    found = (program for source, program in PROGRAMS.items() if row["source"].startswith(source))
-    program = next(found, _MODERN)
-    if program.shared_copy_bytes and row["dtype"] == "bf16":
-        return replace(program, gradient_bytes=6, shared_copy_bytes=0)
-    return program
+    """The source's."""
+    found = (program for source, program in PROGRAM_OF.items() if row["source"].startswith(source))
+    return in_dtype(next(found, _MODERN), row["dtype"])
 
 
 def _config(row: Mapping[str, str]) -> Config:

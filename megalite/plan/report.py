@@ -9,10 +9,15 @@ from megalite.plan.estimate import Plan, run_costs
 from megalite.plan.flops import CONVENTION
 from megalite.plan.layout import layout_flags
 from megalite.plan.memory import Memory
+from megalite.plan.program import OWN
 from megalite.plan.request import Request, start_command
 from megalite.plan.search import Findings
 
 _GB = 1e9
+NO_COMMAND = (
+    "this layout cannot be started: --search tries every other one on these GPUs, and where none fits says "
+    "what would hold the model"
+)
 
 
 def plan_lines(request: Request, plan: Plan) -> Iterator[str]:
@@ -37,7 +42,7 @@ def plan_lines(request: Request, plan: Plan) -> Iterator[str]:
     yield f"bubble         {time.bubble_fraction:.1%} of the average rank's time"
     yield from _cost_lines(request, plan)
     yield ""
-    yield start_command(request, job.config)
+    yield start_command(request, job.config) if plan.fits else NO_COMMAND
 
 
 def _assumptions(request: Request) -> Iterator[str]:
@@ -45,6 +50,8 @@ def _assumptions(request: Request) -> Iterator[str]:
         yield f"note: {text}"
     for text in request.assumed:
         yield f"assumed: {text}"
+    if request.program != OWN:
+        yield f"note: --program {request.program} is planned; the command below starts this program"
     if request.cp > 1:
         yield f"note: --context-parallel-size {request.cp} is planned, but training here has no such axis"
 

@@ -19,7 +19,7 @@ from megalite.plan.estimate import Costs
 from megalite.plan.gpu import GPUS, Gpu, find_gpu
 from megalite.plan.job import Job
 from megalite.plan.layout import LAYOUT_FIELDS, changed_fields, layout_flags, with_even_stages, with_layout
-from megalite.plan.program import own_program
+from megalite.plan.program import OWN, PROGRAMS, program_named
 
 DESCRIPTION = """Plans a run before there is a cluster for it: memory of a rank, time of an iteration, price.
 
@@ -40,6 +40,7 @@ class Request:
         given: fields that a flag or a file gives: a search leaves them alone.
         assumed: what the plan takes for granted, in words.
         top: rows of a search's table; None where one layout is planned.
+        program: whose run it is, one of PROGRAMS or this program's own.
     """
 
     config: Config
@@ -53,11 +54,12 @@ class Request:
     is_json: bool
     cp: int
     padded_vocab_size: int | None
+    program: str
 
     def job(self, config: Config | None = None, cluster: Cluster | None = None) -> Job:
         """The request, or what a search makes of it."""
         config = config or self.config
-        return Job(config, cluster or self.cluster, own_program(config.model), self.cp)
+        return Job(config, cluster or self.cluster, program_named(self.program, config.model), self.cp)
 
     def fixed(self, values: Mapping[str, Any]) -> Request:
         """The same with these fields of the layout given too, but for those that are already."""
@@ -87,6 +89,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         own.json,
         own.context_parallel_size,
         own.padded_vocab_size,
+        own.program,
     )
 
 
@@ -108,6 +111,9 @@ def _parser() -> ToolParser:
     parser.add_argument("--padded-vocab-size", type=positive_int, help="rows of the vocabulary's table")
     parser.add_argument(
         "--context-parallel-size", type=positive_int, default=1, help="of another program's run; none here"
+    )
+    parser.add_argument(
+        "--program", choices=(OWN, *PROGRAMS), default=OWN, help="plan another program's run of these flags"
     )
     parser.add_argument("--train-tokens", type=_positive, help="of the whole run, as in 300e9")
     parser.add_argument("--watts", type=_positive, help="of a GPU and its part of the node: tells the energy")
@@ -147,12 +153,11 @@ def _completed(
         model = replace(model, pad_vocab_size_to=vocabulary)
     elif model.vocab_size is None:
         raise UserError("the vocabulary's size is not known: give --padded-vocab-size or --vocab-size")
-    if "attention_dropout" not in given and not _is_described(words) and not _recomputes_scores(config):
-        model = replace(model, attention_dropout=0.0)
-        assumed.append(
-            "--attention-dropout 0, for the fused attention product; training's default of 0.1 keeps the "
-            "scores of every layer: give --attention-dropout 0.1 to plan that"
-        )
+    if own.program == OWN and "attention_dropout" not in given and not _is_described(words):
+        why = _why_no_dropout(config)
+        if why is not None:
+            model = replace(model, attention_dropout=0.0)
+            assumed.append(f"--attention-dropout 0, {why}: give --attention-dropout 0.1 to plan that")
     before = replace(config, model=model, data=DataConfig(mock_data=True))
     config = with_even_stages(before)
     if config is not before and config.parallel.pipeline_layers is not None and not own.search:
@@ -166,8 +171,17 @@ def _is_described(words: Sequence[str]) -> bool:
     return any(flag.flag in ("--preset", "--config") for flag in split_words(words)[0])
 
 
+def _why_no_dropout(config: Config) -> str | None:
+    """Why attention is planned without the dropout that training has by default; None where it is not."""
+    if config.model.position_embedding_type == "rope":
+        return "as models with rotary positions are trained; training's default of 0.1 takes a slower product"
+    if not _recomputes_scores(config):
+        return "for the fused attention product; training's default of 0.1 takes a slower one"
+    return None
+
+
 def _recomputes_scores(config: Config) -> bool:
-    """Whether the attention product's scores are not kept, be they written out or not."""
+    """Whether backward makes the attention product again: who saves memory so is not after the fused one."""
     recompute = config.recompute
     return recompute.recompute_granularity == "full" or "core_attn" in recompute.modules
 
@@ -212,8 +226,8 @@ def _changed(gpu: Gpu, words: Sequence[str]) -> Gpu:
     return gpu
 
 
-def start_command(request: Request, config: Config) -> str:
-    """What starts the run: the words that were given, with this layout in the place of theirs."""
+def training_words(request: Request, config: Config) -> list[str]:
+    """The words that were given, with this layout in the place of theirs, and with what the plan assumes."""
     table, (flags, _) = fields_by_flag(), split_words(request.words)
     kept: list[str] = []
     for flag in flags:
@@ -224,7 +238,13 @@ def start_command(request: Request, config: Config) -> str:
         kept += ["--pad-vocab-size-to", str(request.padded_vocab_size)]
     if any(text.startswith("--attention-dropout") for text in request.assumed):
         kept += ["--attention-dropout", "0"]
+    return kept
+
+
+def start_command(request: Request, config: Config) -> str:
+    """What starts the run on the request's cluster."""
     cluster = request.cluster
     nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
     ranks = min(cluster.world_size, cluster.gpus_per_node)
-    return f"torchrun {nodes}--nproc-per-node {ranks} pretrain_gpt.py {shlex.join(kept)}"
+    words = shlex.join(training_words(request, config))
+    return f"torchrun {nodes}--nproc-per-node {ranks} pretrain_gpt.py {words}"

@@ -28,7 +28,7 @@ PIPELINE_FIELDS = {
 }
 """Any of which says what the pipeline is."""
 CHEAP_MODULES = ("layernorm", "mlp_act")
-"""Recomputed modules that cost next to nothing; the attention product too where it is written out."""
+"""Recomputed modules that cost next to nothing; the attention product too where its scores are kept."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
 
 
 def _recomputes(job: Job) -> list[dict[str, Any]]:
-    modules = CHEAP_MODULES if job.program.fused_attention else (*CHEAP_MODULES, "core_attn")
+    modules = (*CHEAP_MODULES, "core_attn") if job.program.keeps_scores else CHEAP_MODULES
     return [
         {"recompute_granularity": None},
         {"recompute_granularity": "selective", "recompute_modules": modules},

@@ -92,8 +92,10 @@ def test_what_is_assumed_is_said_and_started() -> None:
 
 
 def test_scores_in_memory_cost_memory() -> None:
-    written_out = plan(f"{SMALL} --attention-dropout 0.1")
-    assert written_out["memory_gb"] > plan(SMALL)["memory_gb"]
+    """Megatron-LM of 2021 keeps them for backward; this program makes them again, block by block."""
+    theirs, ours = plan(f"{SMALL} --program megatron-2021"), plan(f"{SMALL} --attention-dropout 0.1")
+    kept = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in (theirs, ours)]
+    assert kept[0] > 1.2 * kept[1]
 
 
 def test_layers_that_stages_do_not_divide() -> None:
@@ -160,6 +162,22 @@ def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
     assert "--world-size 64 would hold it" in text
 
 
+def test_a_single_gpu_is_far_too_small() -> None:
+    line = "--gpu v100-16 --preset bloom-176b --world-size 1 --global-batch-size 64 --bf16 --search"
+    with pytest.raises(
+        UserError, match=r"no layout fits 1 GPU of 16\.5 GB: .* 3354\.4 GB too much"
+    ) as caught:
+        list(answer(line.split()))
+    assert "--world-size 512 would hold it" in str(caught.value)
+
+
+def test_a_layout_that_does_not_fit_has_no_command() -> None:
+    line = "--gpu a100 --preset gpt3-175b --world-size 8 --global-batch-size 64 --tp 8 --bf16"
+    text = "\n".join(answer(line.split()))
+    assert "does not fit: " in text and " GB too much" in text
+    assert "torchrun" not in text and "--search" in text
+
+
 def test_the_text_says_the_same() -> None:
     text = lines(f"{SMALL} --tp 2 --pp 2 --train-tokens 1e9 --watts 500 --price-per-gpu-hour 2")
     for word in (
@@ -178,3 +196,24 @@ def test_the_text_says_the_same() -> None:
     assert "layouts fit" in table
     assert "refused, as:" in table
     assert table.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
+
+
+def test_another_program_s_run() -> None:
+    """DeepSpeed's two gradients in bf16, its communication buffers, and what it cannot know of this one."""
+    line = f"{SMALL} --tp 2 --pp 2 --bf16"
+    own, other = plan(line), plan(f"{line} --program megatron-deepspeed")
+    extra = (
+        other["memory_gb_by_stage_and_kind"][0]["gradients"]
+        / own["memory_gb_by_stage_and_kind"][0]["gradients"]
+    )
+    assert extra == pytest.approx(6 / 4)
+    assert own["memory_gb"] + 3 < other["memory_gb"]
+    assert "--program megatron-deepspeed is planned" in lines(f"{line} --program megatron-deepspeed")
+
+
+def test_a_model_with_rotary_positions_is_planned_without_attention_dropout() -> None:
+    line = f"{SMALL} --tp 2 --recompute-granularity full"
+    assert plan(line)["assumed"] == []
+    (told,) = plan(f"{line} --position-embedding-type rope")["assumed"]
+    assert told.startswith("--attention-dropout 0, as models with rotary positions are trained")
+    assert plan(f"{line} --position-embedding-type rope --attention-dropout 0.1")["assumed"] == []

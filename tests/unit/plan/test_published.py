@@ -8,7 +8,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks.planner import Comparison, compare, errors, lines, wrong_verdicts
+from benchmarks import planner_flags
+from benchmarks.planner import CASES, Comparison, compare, errors, lines, wrong_verdicts
 from megalite.plan.gpu import Gpu
 
 
@@ -44,11 +45,14 @@ def test_runs_that_ran_fit_and_the_one_that_did_not_does_not(comparisons: list[C
     assert not wrong_verdicts(comparisons)
 
 
-def test_time_planned_as_runs_of_this_program() -> None:
-    """Nothing is known of who ran it but how attention was computed and whether sums were overlapped."""
-    found = errors(compare(as_own=True), "time")
+def test_planned_by_their_flags_alone() -> None:
+    """As runs of this program, which keeps other things than theirs: memory is farther off than time."""
+    by_flags = planner_flags.compare(CASES)
+    found = errors(by_flags, "time")
     assert median(found) < 0.10
     assert _within(found, 0.25) >= 0.9
+    assert median(errors(by_flags, "memory")) < 0.15
+    assert max(errors(by_flags, "parameter")) < 0.005
 
 
 def test_a_kind_of_gpu_has_a_dozen_constants() -> None:
