@@ -1,0 +1,148 @@
+"""What a run left behind: where each kind of file is, and which of them tell its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.folder import iterations_in
+from megalite.checkpoint.manifest import CONFIG, RUN
+from megalite.errors import UserError
+from megalite.reporting.events import EVENTS, config_in, read_events
+from megalite.reporting.history import History, read_history
+from megalite.reporting.trace import is_pipeline_trace
+
+_DEPTH = 3
+"""Folders that are searched, one in the other, from the run's own."""
+_MANY = 20_000
+"""Entries that a folder may have: more is a data set, or not a run's folder at all."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is still there.
+
+    Attributes:
+        finished: when its last text file was written, in seconds since 1970.
+    """
+
+    iteration: int
+    folder: Path
+    finished: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        source: where its figures are from.
+        config: resolved, as YAML; empty where neither a checkpoint nor TensorBoard tells it.
+        trace: of its pipeline.
+        logs: what it printed, where that was kept.
+    """
+
+    name: str
+    source: Path
+    history: History
+    checkpoints: tuple[Checkpoint, ...] = ()
+    config: str = ""
+    config_source: str = ""
+    trace: Path | None = None
+    logs: tuple[Path, ...] = ()
+
+
+def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = ()) -> Run:
+    """Looks around in a run's folder, or in the one of its metrics file.
+
+    Args:
+        path: a folder or a metrics file.
+        trace: instead of the one that is found there.
+        logs: besides those that are found there.
+
+    Raises:
+        UserError: there are no figures, or those of several runs.
+    """
+    if not path.exists():
+        raise UserError(f"{path} is not there: give a run's folder, or the file of its --metrics-file")
+    folder = path if path.is_dir() else path.parent
+    files = list(_files(folder, _DEPTH))
+    metrics = [path] if path.is_file() else [file for file in files if _is_metrics(file)]
+    if len(metrics) > 1:
+        names = " ".join(map(str, metrics))
+        raise UserError(f"{path} holds the metrics of several runs: give one or more of them: {names}")
+    # A file whose folder holds others' too: whose the rest of the folder is, nobody can tell.
+    is_alone = path.is_dir() or [file for file in files if _is_metrics(file)] == [path]
+    files = files if is_alone else []
+    events = sorted({file.parent for file in files if EVENTS in file.name})
+    if not metrics and not events:
+        raise UserError(
+            f"{path} holds no figures of a run: train with --metrics-file (or --tensorboard-dir) in it, "
+            "or give the metrics file itself"
+        )
+    history = read_history(metrics[0]) if metrics else read_events(events)
+    checkpoints = tuple(_checkpoints(files))
+    config, config_source = _config(checkpoints, events)
+    found = [file for file in files if is_pipeline_trace(file)]
+    return Run(
+        name=_name(path),
+        source=metrics[0] if metrics else events[0],
+        history=history,
+        checkpoints=checkpoints,
+        config=config,
+        config_source=config_source,
+        trace=trace or max(found, key=lambda file: file.stat().st_mtime, default=None),
+        logs=(*logs, *(file for file in files if file.suffix in (".log", ".out"))),
+    )
+
+
+def _name(path: Path) -> str:
+    path = path.resolve()
+    is_plain = path.is_file() and path.stem in ("metrics", "m")
+    return path.parent.name if is_plain else path.stem if path.is_file() else path.name
+
+
+def _files(folder: Path, depth: int) -> Iterator[Path]:
+    """Files by name, a checkpoint's texts among them and its tensors not."""
+    try:
+        entries = sorted(folder.iterdir())[:_MANY]
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink() and depth > 1 and not entry.name.startswith("."):
+            yield from _files(entry, depth - 1)
+        elif entry.is_file() and entry.suffix != ".safetensors":
+            yield entry
+
+
+def _is_metrics(file: Path) -> bool:
+    """Whether a file's first whole line is a record of a run."""
+    if file.suffix not in (".jsonl", ".json"):
+        return False
+    try:
+        with file.open("rb") as lines:
+            record = json.loads(lines.readline(1 << 16))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and ("lm_loss" in record or "validation" in record)
+
+
+def _checkpoints(files: list[Path]) -> Iterator[Checkpoint]:
+    folders = {file.parent.parent for file in files if file.name == RUN}
+    for folder in sorted(folders):
+        for iteration, name in iterations_in(folder).items():
+            text = folder / name / RUN
+            if text.is_file():
+                yield Checkpoint(iteration, folder / name, text.stat().st_mtime)
+
+
+def _config(checkpoints: tuple[Checkpoint, ...], events: list[Path]) -> tuple[str, str]:
+    """The newest checkpoint's, else TensorBoard's; and where it is from."""
+    for checkpoint in sorted(checkpoints, key=lambda each: each.iteration, reverse=True):
+        file = checkpoint.folder / CONFIG
+        if file.is_file():
+            return file.read_text(encoding="utf-8", errors="replace"), str(file)
+    text = config_in(events) if events else ""
+    return text, str(events[-1]) if text else ""
