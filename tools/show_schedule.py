@@ -13,6 +13,7 @@ from megalite.errors import UserError
 from megalite.pipeline.draw import draw
 from megalite.pipeline.picture import save_picture
 from megalite.pipeline.schedule import SCHEDULES
+from megalite.pipeline.svg import save_svg
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -26,11 +27,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--microbatches", type=positive_int, default=8, help="microbatches of a step")
     parser.add_argument("--chunks", type=positive_int, help="of the interleaved schedule, on each rank; or 2")
     parser.add_argument("--png", type=Path, help="draw it into this file too, in colours")
+    parser.add_argument("--svg", type=Path, help="the same as an SVG file, which needs no package to write")
     flags = parser.parse_args(arguments)
     what = flags.schedule, flags.stages, flags.microbatches, _num_chunks(flags.schedule, flags.chunks)
     print(draw(*what))
     if flags.png:
         save_picture(flags.png, *what)
+    if flags.svg:
+        save_svg(flags.svg, *what)
 
 
 def _num_chunks(schedule: str, given: int | None) -> int | None:
