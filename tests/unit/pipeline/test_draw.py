@@ -1,4 +1,5 @@
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -6,6 +7,7 @@ from megalite.errors import UserError
 from megalite.pipeline.action import Kind
 from megalite.pipeline.draw import draw
 from megalite.pipeline.picture import COLOURS, save_picture, shade
+from megalite.pipeline.svg import save_svg, schedule_svg
 
 
 def test_the_drawing_of_a_small_schedule():
@@ -63,3 +65,18 @@ def test_a_picture_that_nobody_could_open(tmp_path):
         save_picture(tmp_path / "v.png", "1f1b", 2, 1000)
     with pytest.raises(UserError, match="cannot be written"):
         save_picture(tmp_path / "none" / "v.png", "1f1b", 2, 2)
+
+
+def test_an_svg_has_a_box_for_each_action():
+    root = ElementTree.fromstring(schedule_svg("zb-h1", 3, 5))
+    fills = [box.get("fill") for box in root.iter("{http://www.w3.org/2000/svg}rect")]
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        colour = "#{:02x}{:02x}{:02x}".format(*COLOURS[kind])
+        assert fills.count(colour) == 3 * 5 + 1  # and one in the legend
+    words = " ".join(root.itertext())
+    assert "zb-h1: 3 stages, 5 microbatches, bubble" in words and "rank 2" in words
+
+
+def test_an_svg_that_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match=r"--svg .* cannot be written"):
+        save_svg(tmp_path / "nowhere" / "v.svg", "1f1b", 2, 2)

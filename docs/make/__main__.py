@@ -1,0 +1,41 @@
+"""Renews what the pages show of the code: outputs of commands, pictures, the table of flags.
+
+python -m docs.make [PAGE.md …]     from the repository's root; without pages all of docs/
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from docs.make.blocks import renewed
+from docs.make.flag_table import BEGIN, END, flag_table
+from docs.make.pictures import PICTURES
+
+DOCS = Path(__file__).parents[1]
+
+
+def main(pages: Sequence[str]) -> None:
+    """Writes the files that are no longer right, and says which."""
+    for name, draw in PICTURES.items():
+        _write(DOCS / "pictures" / name, draw())
+    for page in [Path(page).resolve() for page in pages] or sorted(DOCS.glob("*.md")):
+        _write(page, with_table(renewed(page)))
+
+
+def with_table(text: str) -> str:
+    """A page's text with the present table of flags, where it has one."""
+    before, begin, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{flag_table()}\n{END}{rest.partition(END)[2]}" if begin else text
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(DOCS.parent)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""What the pages say of the code is so: links, commands and their output, pictures, tables, names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.make.__main__ import with_table
+from docs.make.blocks import Example, agrees, examples_of, renewed, run
+from docs.make.pictures import PICTURES, SHARED, bytes_a_parameter
+from megalite.plan.estimate import Plan
+from megalite.plan.request import read_request
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = [example for page in PAGES for example in examples_of(page)]
+LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+PLACE = re.compile(r"\[[^]]*\]\((\.\./[^)\s]+\.py)\)[^`\n]*((?:[:|] *|, | and )`[^\n]*)")
+RENEW = "run python -m docs.make, and read what it changes"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = set(LINK.findall((DOCS / "README.md").read_text(encoding="utf-8")))
+    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= listed
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=name_of)
+def test_names_are_in_the_files_beside_them(page: Path) -> None:
+    for path, names in PLACE.findall(page.read_text(encoding="utf-8")):
+        code = (page.parent / path).read_text(encoding="utf-8")
+        for name in re.findall(r"`([\w.]+)`", names.split("|")[-1] if "|" in names else names.split(". ")[0]):
+            for part in name.split("."):
+                assert re.search(rf"\b{part}\b", code), f"{path} has no {name}"
+
+
+def test_the_tour_has_a_name_at_each_stop() -> None:
+    stops = PLACE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
+    assert len(stops) >= 30
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_commands_print_what_the_page_shows(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    printed = run(example)
+    assert agrees(example.output, printed), f"{RENEW}\n{printed}"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_what_the_code_draws(name: str) -> None:
+    text = (DOCS / "pictures" / name).read_text(encoding="utf-8")
+    assert text == PICTURES[name](), RENEW
+    assert len(text) < 50_000
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_every_picture_is_shown() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    assert {path.name for path in (DOCS / "pictures").glob("*.svg")} == set(PICTURES)
+    assert [name for name in PICTURES if f"pictures/{name})" not in shown] == []
+
+
+def test_the_table_of_flags_is_the_code_s() -> None:
+    text = (DOCS / "moving.md").read_text(encoding="utf-8")
+    assert with_table(text) == text, RENEW
+
+
+@pytest.mark.parametrize("stage", SHARED)
+def test_the_bytes_of_a_zero_stage_are_the_planner_s(stage: int) -> None:
+    """The picture's arithmetic against the planner's, which the engine's own tensors are held against."""
+    request = read_request(
+        ["--preset", "llama3-8b", "--gpu", "h100", "--world-size", "8", "--bf16", "--zero-stage", str(stage)]
+    )
+    plan = Plan(request.job())
+    memory = plan.memories[0]
+    planned = [memory.weights, memory.gradients, memory.optimizer]
+    expected = [plan.parameters * size for size in bytes_a_parameter(stage, 8)]
+    assert planned == pytest.approx(expected, rel=0.01)
+
+
+def test_an_output_may_leave_lines_out() -> None:
+    printed = "one\ntwo  \nthree\nfour\n"
+    assert agrees("one\n…\nfour\n", printed)
+    assert agrees("…\nthree\nfour\n", printed)
+    assert agrees("one\n…\n", printed)
+    assert not agrees("one\nfour\n", printed)
+    assert not agrees("…\nfive\n…\n", printed)
+
+
+def test_a_page_is_renewed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    command = "python tools/show_schedule.py --schedule 1f1b \\\n    --stages 2 --microbatches 3"
+    page.write_text(f"# A page\n\n```console\n$ {command}\nold\n$ {command}\n…\nrank 0 old\n…\n```\n\nEnd.\n")
+    text = renewed(page)
+    page.write_text(text)
+    assert text.startswith("# A page\n\n```console\n$ python") and text.endswith("|\n…\n```\n\nEnd.\n")
+    assert "old" not in text and text.count("rank 0 |F0F1....B0==") == 2
+    assert renewed(page) == text
+
+
+def test_the_replays_are_compared_as_they_are_planned() -> None:
+    """The summary at the page's end has the figures of the outputs above it."""
+    page = DOCS / "bloom.md"
+    rows = re.findall(
+        r"^\| [ABC] \| ([\d.]+) \| [\d.]+ \| [^|]+ \| ([\d.]+) \|", page.read_text(), re.MULTILINE
+    )
+    assert len(rows) == 3
+    for example, (gigabytes, seconds) in zip(examples_of(page), rows, strict=False):
+        total = re.search(r"^every rank .* ([\d.]+)$", example.output, re.MULTILINE)
+        iteration = re.search(r"^iteration +([\d.]+) s", example.output, re.MULTILINE)
+        assert total is not None and iteration is not None
+        assert float(total.group(1)) == pytest.approx(float(gigabytes), abs=0.051)
+        assert float(iteration.group(1)) == pytest.approx(float(seconds), abs=0.0051)
