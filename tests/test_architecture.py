@@ -10,16 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "folders", "log", "host", "meeting", "config"),
+    ("errors", "folders", "log", "host", "meeting", "network", "observer", "config"),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),
     ("checkpoint", "plan"),
-    ("train", "convert"),
-    ("verify", "generation", "inspection"),
+    ("train", "convert", "launching", "tuning"),
+    ("verify", "generation", "inspection", "reporting", "dryrun"),
 )
 """Rooms of the package, ground floor first; those of a level import none of it, but for SAME_LEVEL."""
-SAME_LEVEL = {("config", "errors"), ("folders", "errors"), ("cli", "presets")}
+SAME_LEVEL = {("config", "errors"), ("folders", "errors"), ("network", "log"), ("cli", "presets")}
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

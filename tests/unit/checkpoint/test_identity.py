@@ -40,6 +40,7 @@ FREE: list[tuple[str, dict[str, Any], str]] = [
 SILENT: list[tuple[str, dict[str, Any]]] = [
     ("model", {"ffn_hidden_size": 256, "kv_channels": 16, "num_query_groups": 4}),
     ("model", {"max_position_embeddings": 1024, "make_vocab_size_divisible_by": 64, "rotary_base": 3.0}),
+    ("model", {"attention_backend": "unfused"}),
     ("parallel", {"tensor_model_parallel_size": 2}),
     ("training", {"micro_batch_size": 2}),
     ("optimizer", {"lr_decay_iters": 100, "adam_beta2": 0.95}),
