@@ -115,6 +115,18 @@ def _like_sequence(x: Tensor) -> Tensor:
     return x.new_empty((s, b, n, d)).permute(1, 2, 0, 3)
 
 
+def _before_product(dtype: torch.dtype, scale: float) -> float:
+    """The part of the scale that queries take before they meet keys: without it fp16 would overflow early.
+
+    A power of two, which rounds nothing.
+    """
+    return 2.0 ** math.floor(math.log2(scale)) if dtype == torch.float16 else 1.0
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
 class _Product(torch.autograd.Function):
     """The attention product with its own backward."""
 
@@ -124,16 +136,19 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         out = _like_sequence(q)
         sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        factor = _before_product(q.dtype, softmax.scale)
+        softmax = softmax._replace(scale=softmax.scale / factor)
         for tile in blocking.tiles(q, k.shape[1]):
             keys, values = tile.keys(k).transpose(1, 2), tile.keys(v)
             part = softmax.part(tile.samples, tile.heads)
             for first, last in blocking.blocks(q.shape[2]):
-                scores = tile.queries(q, first, last) @ keys[:, :, :last]  # [c, r m, e]
+                queries = _times(tile.queries(q, first, last), factor)
+                scores = queries @ keys[:, :, :last]  # [c, r m, e]
                 log_sums = part.weights_(tile.scores(scores, last - first), first)
                 sums[tile.samples, tile.heads, first:last] = log_sums
                 tile.put_queries(out, first, last, scores @ values[:, :last])
         ctx.save_for_backward(q, k, v, sums)
-        ctx.softmax, ctx.blocking = softmax, blocking
+        ctx.softmax, ctx.blocking, ctx.factor = softmax, blocking, factor
         return out
 
     @staticmethod
@@ -147,14 +162,15 @@ class _Product(torch.autograd.Function):
             # Transposed, as the products are faster so; sums over blocks of queries in fp32 at the least.
             sum_k, sum_v = keys.new_zeros((2, keys.shape[0], keys.shape[2], keys.shape[1]), dtype=sums.dtype)
             for first, last in ctx.blocking.blocks(q.shape[2]):
-                queries, grads_of_rows = tile.queries(q, first, last), tile.queries(grad, first, last)
+                queries = _times(tile.queries(q, first, last), ctx.factor)
+                grads_of_rows = tile.queries(grad, first, last)
                 weights = queries @ keys.transpose(1, 2)[:, :, :last]  # scores, still
                 scores = grads_of_rows @ values.transpose(1, 2)[:, :, :last]  # gradients of the weights
                 log_sums = sums[tile.samples, tile.heads, first:last].contiguous()
                 part.backward_(*(tile.scores(x, last - first) for x in (weights, scores)), log_sums, first)
                 sum_v[:, :, :last] += grads_of_rows.transpose(1, 2) @ weights
                 sum_k[:, :, :last] += queries.transpose(1, 2) @ scores
-                tile.put_queries(grad_q, first, last, scores @ keys[:, :last])
+                tile.put_queries(grad_q, first, last, _times(scores @ keys[:, :last], ctx.factor))
             tile.put_keys(grad_k, sum_k)
             tile.put_keys(grad_v, sum_v)
         return grad_q, grad_k, grad_v, None, None

@@ -120,6 +120,17 @@ def test_a_backend_is_the_formula(
         assert_close(computed(core, parts, ids), expected(config, parts, ids), dtype)
 
 
+def test_fp16_overflows_no_earlier_than_the_scaled_scores(one_rank: Topology) -> None:
+    """Products of queries and keys pass 65504, fp16's largest number, where scores are far below it."""
+    config = config_of(kv_channels=128)
+    q, k, v, grad = inputs(config, 37, torch.float64)
+    parts = [part.half() for part in (24 * q, 24 * q + 0.01 * k, v, grad)]
+    products = parts[0].double() @ parts[1].double().mT
+    assert products.max() > 1.2 * 65504
+    core = UnfusedCore(config, place_of(one_rank, torch.float16))
+    assert all(x.isfinite().all() for x in computed(core, parts, None))
+
+
 @pytest.mark.parametrize("blocking", [Blocking(5, 1), Blocking(16, 12000), Blocking(1000, 1 << 30)], ids=str)
 @pytest.mark.parametrize("case", ["alibi", "gqa alibi"])
 def test_no_cut_changes_what_comes_out(case: str, blocking: Blocking, one_rank: Topology) -> None:
