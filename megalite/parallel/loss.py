@@ -51,7 +51,7 @@ def losses_in_chunks(
         losses: of hidden states ``[n, b, h]`` and targets ``[num_slices n, b]``, ``[num_slices n, b]``.
         hidden: ``[s / num_slices, b, h]``.
         targets: ``[s, b]`` token ids.
-        num_chunks: of the first dim of `hidden`.
+        num_chunks: of the first dim of `hidden`; none is empty, whatever is asked for.
         num_slices: ranks that hold slices of the sequence, which `losses` gathers.
 
     Returns:
@@ -62,6 +62,7 @@ def losses_in_chunks(
         chunk = recompute(lambda x: losses(x, there.flatten(0, 1)), here)
         return chunk.unflatten(0, (num_slices, -1))
 
+    num_chunks = min(num_chunks, hidden.shape[0])
     by_slice = targets.unflatten(0, (num_slices, -1))  # [r, s/r, b]
     chunks = zip(hidden.tensor_split(num_chunks), by_slice.tensor_split(num_chunks, dim=1), strict=True)
     return torch.cat([of_chunk(here, there) for here, there in chunks], dim=1).flatten(0, 1)

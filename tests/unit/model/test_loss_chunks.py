@@ -66,6 +66,19 @@ def test_the_whole_logits_never_exist(one_rank: Topology) -> None:
     assert run(one_rank, 24, True)[2] <= max(weight, B * S * V // 24)
 
 
+def test_no_chunk_is_empty() -> None:
+    """A product of no tokens has no shape to be cut into ranks' parts."""
+    lengths: list[int] = []
+
+    def losses(hidden: Tensor, targets: Tensor) -> Tensor:
+        lengths.append(len(hidden))
+        return hidden.sum(-1)
+
+    hidden, targets = torch.randn(5, 2, 3), torch.zeros(5, 2, dtype=torch.int64)
+    assert torch.equal(losses_in_chunks(losses, hidden, targets, 64), hidden.sum(-1))
+    assert lengths == [1] * 5
+
+
 def test_slices_of_the_sequence_keep_their_targets() -> None:
     """Two ranks' slices, gathered by the function as sequence parallelism does."""
     whole = torch.arange(12.0).view(12, 1, 1).requires_grad_()
