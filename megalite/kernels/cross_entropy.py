@@ -11,7 +11,9 @@ from megalite.kernels.library import NAMESPACE
 
 _STATISTICS = f"{NAMESPACE}::cross_entropy_statistics"
 _GRADIENT = f"{NAMESPACE}::cross_entropy_gradient_"
-_PIECE = 1 << 20  # logits the reference computes at a time: bounds its temporaries
+# Logits the reference computes at a time, which bounds its temporaries: a CPU's stay in its caches, and a
+# GPU is to wait for memory and not for launches.
+_PIECE, _PIECE_OF_GPU = 1 << 20, 1 << 24
 
 torch.library.define(_STATISTICS, "(Tensor logits, Tensor targets, int start, int num_real) -> Tensor")
 torch.library.define(
@@ -58,12 +60,12 @@ def cross_entropy_gradient_(
 @torch.no_grad()
 def statistics_reference(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
     """Plain PyTorch implementation of the first pass."""
-    rows, columns = logits.shape
+    rows = len(logits)
     out = logits.new_zeros(3, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
     out[0] = -torch.inf
     if num_real == 0:
         return out
-    for piece in _pieces(rows, columns):
+    for piece in _pieces(logits):
         real = logits[piece, :num_real].to(out.dtype)
         largest = out[0, piece] = real.amax(-1)
         column, is_mine = _columns(targets[piece], start, num_real)
@@ -78,8 +80,7 @@ def gradient_reference(
     logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
 ) -> None:
     """Plain PyTorch implementation of the second pass."""
-    rows, columns = logits.shape
-    for piece in _pieces(rows, columns):
+    for piece in _pieces(logits):
         largest, total = statistics[:, piece]
         real = logits[piece, :num_real].to(statistics.dtype).sub_(largest[:, None]).exp_()
         real.mul_((grad[piece] / total)[:, None])
@@ -90,8 +91,10 @@ def gradient_reference(
     logits[:, num_real:] = 0.0
 
 
-def _pieces(rows: int, columns: int) -> list[slice]:
-    step = max(1, _PIECE // max(1, columns))
+def _pieces(logits: Tensor) -> list[slice]:
+    rows, columns = logits.shape
+    size = _PIECE if logits.device.type == "cpu" else _PIECE_OF_GPU
+    step = max(1, size // max(1, columns))
     return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
 
 

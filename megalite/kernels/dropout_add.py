@@ -75,7 +75,8 @@ def reference(
     """Plain PyTorch implementation: bitwise equal to the compiled one."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype) if bias is None else x.to(dtype) + bias
-    dropped = dropout_reference(wide, sample_numbers, p, key, base, x.shape[-1])
+    # Nothing to drop is the case of every evaluation: no random words are made for it.
+    dropped = dropout_reference(wide, sample_numbers, p, key, base, x.shape[-1]) if p else wide
     return (residual + dropped).to(x.dtype)
 
 

@@ -65,6 +65,13 @@ def test_gradients(p: float) -> None:
         assert torch.autograd.gradcheck(function, leaves)
 
 
+def test_no_random_words_where_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual, bias = torch.randn(3, 2, 5), torch.randn(3, 2, 5), torch.randn(5)
+    expected = torch.ops.megalite.bias_dropout_add(x, bias, residual, samples(2), 0.0, 1, 0)
+    monkeypatch.delattr("megalite.kernels.dropout_add.dropout_reference")
+    assert torch.equal(reference(x, bias, residual, samples(2), 0.0, 1, 0), expected)
+
+
 def test_nothing_large_is_saved() -> None:
     saved: list[Tensor] = []
     x, residual = torch.randn(2, 3, 2, 5, requires_grad=True)
