@@ -14,6 +14,9 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 _SECONDS_FOR_THE_FIRST_RANK = 10.0
 """torchrun ends all ranks once one has failed: the others let rank 0, which may start later, say why."""
 
+_INTERRUPTED = 130
+"""The status of what Ctrl-C has ended, as shells tell it."""
+
 
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
     """Runs a program; on a user's mistake prints its lines and exits with status 1.
@@ -29,6 +32,10 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         else:
             time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        if is_first_rank():
+            sys.stderr.write("error: interrupted\n")
+        raise SystemExit(_INTERRUPTED) from None
     except RuntimeError as error:
         if not any(words in str(error) for words in _LOST_PEER):
             raise

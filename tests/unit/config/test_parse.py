@@ -232,6 +232,16 @@ def test_only_the_first_rank_prints(
         assert len(waits) == int(rank)  # the others let the first one speak before a launcher ends it
 
 
+def test_an_interruption_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def is_interrupted(arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        run_main(is_interrupted, [])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_other_errors_keep_their_traceback() -> None:
     def fails(arguments: object) -> None:
         raise ValueError("a defect")
