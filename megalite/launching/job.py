@@ -65,6 +65,10 @@ class Slurm:
                 raise UserError(
                     f"{flag} {word!r} has a space, a quote or a dollar in it, which a #SBATCH line cannot"
                 )
+        if re.search(r"[/{}]", self.name):
+            raise UserError(
+                f"--job-name {self.name} has a slash or a brace in it, and names files and folders"
+            )
         for option in self.options:
             if not re.fullmatch(r"[a-z-]+(=.*)?", option):
                 raise UserError(f"--sbatch {option} is no option of sbatch: give NAME=VALUE, as in qos=high")

@@ -65,6 +65,8 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
     if request.is_json:
         raise UserError("--json is for tools/plan.py: leave it out")
     config, _ = parse(request.words)
+    if config.dry_run.dry_run:
+        raise UserError("--dry-run is one process, and no job: leave it out, and run pretrain_gpt.py by hand")
     if config.checkpoint.save is None:
         # The script gives one; its name is told by the job's number.
         request = read_request([*words, "--save", f"runs/{own.job_name}"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.cli import parse
 from megalite.cli.fields import fields_by_flag
-from megalite.cli.tool import ToolParser, positive_int
+from megalite.cli.tool import ToolParser, positive_int, positive_number
 from megalite.cli.words import split_words
 from megalite.config import Config, DataConfig
 from megalite.errors import UserError
@@ -105,9 +105,11 @@ def _parser() -> ToolParser:
     parser.add_argument("--world-size", type=positive_int, help="GPUs; default tp x pp x dp")
     parser.add_argument("--gpus-per-node", type=positive_int, help="by default what such servers have")
     parser.add_argument(
-        "--node-gbps", type=_positive, help="gigabytes/s of a GPU to its node's others, one way"
+        "--node-gbps", type=positive_number, help="gigabytes/s of a GPU to its node's others, one way"
     )
-    parser.add_argument("--network-gbps", type=_positive, help="gigabytes/s of a GPU to other nodes, one way")
+    parser.add_argument(
+        "--network-gbps", type=positive_number, help="gigabytes/s of a GPU to other nodes, one way"
+    )
     parser.add_argument("--padded-vocab-size", type=positive_int, help="rows of the vocabulary's table")
     parser.add_argument(
         "--context-parallel-size", type=positive_int, default=1, help="of another program's run; none here"
@@ -115,25 +117,17 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--program", choices=(OWN, *PROGRAMS), default=OWN, help="plan another program's run of these flags"
     )
-    parser.add_argument("--train-tokens", type=_positive, help="of the whole run, as in 300e9")
-    parser.add_argument("--watts", type=_positive, help="of a GPU and its part of the node: tells the energy")
-    parser.add_argument("--price-per-gpu-hour", type=_positive, help="tells the price")
+    parser.add_argument("--train-tokens", type=positive_number, help="of the whole run, as in 300e9")
+    parser.add_argument(
+        "--watts", type=positive_number, help="of a GPU and its part of the node: tells the energy"
+    )
+    parser.add_argument("--price-per-gpu-hour", type=positive_number, help="tells the price")
     parser.add_argument("--search", action="store_true", help="try every layout; what is given stays")
     parser.add_argument(
         "--top", type=positive_int, default=10, help="rows of the search's table (default 10)"
     )
     parser.add_argument("--json", action="store_true", help="print one object")
     return parser
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
 
 
 def _fields_given(words: Sequence[str]) -> set[str]:
@@ -188,6 +182,10 @@ def _recomputes_scores(config: Config) -> bool:
 
 def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
     if own.calibrate:
+        if own.gpu is not None:
+            raise UserError(
+                f"--calibrate plans with this machine's own rates, not --gpu {own.gpu}'s: give one of both"
+            )
         from megalite.plan.calibrate import measured_gpu  # torch, which nothing else here needs
 
         gpu = measured_gpu(config.model.params_dtype)
@@ -219,7 +217,7 @@ def _changed(gpu: Gpu, words: Sequence[str]) -> Gpu:
         if name not in kinds:
             raise UserError(f"--gpu-set {word}: a GPU has no {name!r}, choose of {', '.join(kinds)}")
         try:
-            value = _positive(text)
+            value = positive_number(text)
         except argparse.ArgumentTypeError as error:
             raise UserError(f"--gpu-set {word}: {error}") from None
         gpu = replace(gpu, **{name: kinds[name](value)})

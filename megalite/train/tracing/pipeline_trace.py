@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import LoggingConfig
+from megalite.errors import UserError
 from megalite.folders import make_writable
 from megalite.log import THIS_RANK, log
 from megalite.observer import Observer
@@ -126,6 +127,8 @@ def pipeline_trace(trainer: Trainer) -> Iterator[PipelineTrace]:
         with topology.agreed():
             if topology.is_reporter:
                 make_writable(path.parent, _folder_flag(logging))
+                if path.is_dir():
+                    raise UserError(f"{_folder_flag(logging)} {path} is a folder: give a file")
     trace = PipelineTrace(numbers, path or Path(), trainer)
     yield trace
     trace.finish()

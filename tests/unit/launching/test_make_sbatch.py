@@ -170,6 +170,8 @@ def test_a_file_is_not_lost(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (("--job-name", "a b"), "--job-name 'a b' has a space"),
+        (("--job-name", "a/b"), "--job-name a/b has a slash"),
+        (("--dry-run",), "--dry-run is one process"),
         (("--sbatch", "3=x"), "--sbatch 3=x is no option"),
         (("--json",), "--json is for tools/plan.py"),
     ],
