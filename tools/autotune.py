@@ -11,6 +11,7 @@ recomputation, ZeRO stage, sequence parallelism. No checkpoint is read or writte
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ from megalite.tuning.autotune import autotune
 def main(arguments: Sequence[str]) -> None:
     """Prints each line as soon as it is there."""
     assert __doc__
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an exception, as Ctrl-C is: the ranks end with this
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     for line in autotune(arguments, __doc__):
         print(line, flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 import megalite
 from megalite.cli import parse
-from megalite.cli.tool import ToolParser, positive_int
+from megalite.cli.tool import ToolParser, positive_int, positive_number, whole_number
 from megalite.errors import UserError
 from megalite.plan.answer import nothing_fits
 from megalite.plan.estimate import Plan
@@ -22,6 +23,8 @@ from megalite.tuning.results import Results
 from megalite.tuning.trial import DONE, PROGRAM, Length, Trial, run_trial
 
 _GB = 1e9
+_MOST_RANKS_A_CORE = 8
+"""A rank takes a third of a gigabyte before it has a model."""
 
 
 def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM) -> Iterator[str]:
@@ -33,10 +36,17 @@ def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM
     own, rest = _parser(description).parse_known_args(arguments)
     request = read_request(["--search", *rest])
     length = _length(own)
+    if request.is_json:
+        raise UserError("--json is for tools/plan.py: leave it out")
+    if request.config.dry_run.dry_run:
+        raise UserError("--dry-run computes nothing that could be timed: leave it out")
     _check_machine(request)
+    _check_length(request, length)
     plans = _candidates(request, own.top)
     results = Results(own.folder, _about(request, length))
     yield f"{len(plans)} layouts of {request.cluster.world_size} ranks, {length.iterations} iterations each"
+    if not torch.cuda.is_available() and "--calibrate" not in rest:
+        yield "warning: planned for GPUs and tried without one: --calibrate plans for this machine"
     trials: list[tuple[Plan, Trial]] = []
     for number, plan in enumerate(plans, 1):
         layout = " ".join(layout_flags(plan.job.config))
@@ -75,11 +85,30 @@ def _length(own: argparse.Namespace) -> Length:
 def _check_machine(request: Request) -> None:
     """A trial runs here: the whole world must have a place."""
     ranks = request.cluster.world_size
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if gpus is not None and ranks > gpus:
+    if not torch.cuda.is_available():
+        cores = os.cpu_count() or 1
+        if ranks > _MOST_RANKS_A_CORE * cores:
+            raise UserError(
+                f"--world-size {ranks} is too much for the {cores} cores of this machine, which has no GPU: "
+                f"give at most {_MOST_RANKS_A_CORE * cores}"
+            )
+        return
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
         raise UserError(
             f"--world-size {ranks} is more than the {gpus} GPUs of this machine, on which the trials run: "
             "give at most that, with the --global-batch-size that is left of yours for one node"
+        )
+
+
+def _check_length(request: Request, length: Length) -> None:
+    """A trial ends where the run does, and must not end before it is measured."""
+    config, _ = parse(request.words)
+    told = config.training.train_iters
+    if told is not None and told < length.iterations:
+        raise UserError(
+            f"--train-iters {told} is less than --iterations {length.iterations}, which a trial takes: give "
+            "fewer --iterations"
         )
 
 
@@ -122,10 +151,15 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--top", type=positive_int, default=5, help="layouts to run, the planner's fastest (default 5)")
     add("--iterations", type=positive_int, default=10, help="of each (default 10)")
-    add("--warmup-iterations", type=int, default=3, help="of those, that are not measured (default 3)")
+    add(
+        "--warmup-iterations",
+        type=whole_number,
+        default=3,
+        help="of those, that are not measured (default 3)",
+    )
     add(
         "--timeout",
-        type=float,
+        type=positive_number,
         default=900.0,
         help="seconds for one layout, its start included (default 900)",
     )

@@ -58,7 +58,7 @@ class Results:
     def _read(self) -> None:
         try:
             record = json.loads(self._file.read_text(encoding="utf-8"))
-            about, trials = record["about"], record["trials"]
+            about, trials = dict(record["about"]), record["trials"]
             found = {each.pop("layout"): Trial(**each) for each in trials}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(

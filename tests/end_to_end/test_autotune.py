@@ -74,6 +74,13 @@ def test_the_best_of_three(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (("--iterations", "3", "--warmup-iterations", "3"), "leaves none of --iterations 3 to measure"),
+        (("--warmup-iterations", "-1"), "'-1' is no whole number"),
+        (("--timeout", "nan"), "'nan' is no number above 0"),
+        (("--train-iters", "2"), "--train-iters 2 is less than --iterations 3"),
+        (("--json",), "--json is for tools/plan.py"),
+        (("--dry-run",), "--dry-run computes nothing"),
+        (("--calibrate",), "--calibrate plans with this machine's own rates, not --gpu a100-80's"),
+        (("--world-size", "4096"), "--world-size 4096 is too much for the"),
         (("--tp", "64"), "--world-size 2: there is no layout"),
     ],
 )

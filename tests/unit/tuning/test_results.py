@@ -32,7 +32,10 @@ def test_another_tunings_results_are_not_mixed_in(tmp_path: Path) -> None:
         Results(tmp_path, {**ABOUT, "world size": 4})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"about": {}, "trials": [{"layout": "x", "odd": 1}]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"about": [1], "trials": []}', '{"about": {}, "trials": [{"layout": "x", "odd": 1}]}'],
+)
 def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(UserError, match="is no file of results"):
