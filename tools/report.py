@@ -55,8 +55,11 @@ def main(arguments: Sequence[str]) -> None:
     first = open_run(flags.runs[0], trace=flags.trace, logs=tuple(flags.log))
     runs = [first, *map(open_run, flags.runs[1:])]
     output = flags.output or _output(flags.runs)
+    if output.exists() and any(output.samefile(run.source) for run in runs):
+        raise UserError(f"--output {output} is the run's own metrics file: give another file")
+    text = page(runs, flags.x)
     try:
-        output.write_text(page(runs, flags.x), encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"--output {output} cannot be written ({error.strerror}): give another file"

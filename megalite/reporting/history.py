@@ -13,6 +13,10 @@ from megalite.errors import UserError
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How a metrics file spells the floats that JSON has no numbers for."""
+_MAX_ITERATION = 2**53
+"""Above it floats leave out whole numbers."""
+_COUNTED = {"num_iterations", "train_iters", "consumed_samples", "consumed_tokens", "start_time", "wall_time"}
+"""Figures that place a line among the others: one that is not finite is as good as none."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _row(line: str) -> Row | None:
         split = str(validation.get("split", "valid"))
         name = f"{split} {validation['name']}" if validation.get("name") else split
     iteration = told.get("iteration")
-    if type(iteration) is not int:
+    if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
         return None
     return Row(iteration, dict(_numbers(told)), name)
 
@@ -162,5 +166,11 @@ def _row(line: str) -> Row | None:
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in record.items():
         number = _WORDS.get(value, value) if isinstance(value, str) else value
-        if isinstance(number, int | float):  # bool is one too
-            yield key, float(number)
+        if not isinstance(number, int | float):  # bool is one too
+            continue
+        try:
+            told = float(number)
+        except OverflowError:  # of a whole number; a float of that size has been read as infinite
+            told = math.inf if number > 0 else -math.inf
+        if math.isfinite(told) or key not in _COUNTED:
+            yield key, told

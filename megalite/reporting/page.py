@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib import resources
 
+from megalite.errors import UserError
 from megalite.reporting.chart import figure
 from megalite.reporting.history import Row
 from megalite.reporting.panels import SMOOTHED_SHARE, charts
@@ -111,9 +113,11 @@ def _loss(run: Run) -> str:
 def _evaluation(run: Run) -> str:
     """The last one of each dataset, and the best where that is another."""
     words = []
-    for name in dict.fromkeys(row.name for row in run.history.evaluations):
-        rows = [row for row in run.history.evaluations if row.name == name and "lm_loss" in row.values]
-        best = min(rows, key=lambda row: row.values["lm_loss"])
+    told = [row for row in run.history.evaluations if "lm_loss" in row.values]
+    for name in dict.fromkeys(row.name for row in told):
+        rows = [row for row in told if row.name == name]
+        finite = [row for row in rows if math.isfinite(row.values["lm_loss"])]
+        best = min(finite, key=lambda row: row.values["lm_loss"], default=rows[-1])
         note = "" if best is rows[-1] else f" (best {best.values['lm_loss']:.4f} at {best.iteration})"
         words.append(f"{name} {rows[-1].values['lm_loss']:.4f}{note}")
     return "; ".join(words)
@@ -174,9 +178,16 @@ def _time(run: Run) -> str:
 
 def _traces(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
-        if run.trace is not None:
-            yield f"<h2>Pipeline of {escape(run.name)}</h2>{draw_trace(read_trace(run.trace))}"
-            yield f'<p class="note">{escape(str(run.trace))}</p>'
+        if run.trace is None:
+            continue
+        try:
+            drawn, source = draw_trace(read_trace(run.trace)), str(run.trace)
+        except UserError as error:
+            if run.is_trace_asked_for:
+                raise
+            drawn, source = "", f"not drawn: {error}"  # its name alone made it a trace
+        yield f"<h2>Pipeline of {escape(run.name)}</h2>{drawn}"
+        yield f'<p class="note">{escape(source)}</p>'
 
 
 def _slow(run: Run, is_one_of_many: bool) -> Iterator[str]:

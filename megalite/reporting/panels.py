@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megalite.errors import UserError
 from megalite.reporting.chart import Chart, Curve
 from megalite.reporting.history import Row
 from megalite.reporting.run import Run
@@ -73,8 +74,14 @@ def charts(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
 
     Args:
         x: a key of `X_NAMES`.
+
+    Raises:
+        UserError: a run does not tell that figure.
     """
     found, constants = list[Chart](), list[str]()
+    for run in runs:
+        if x != "iteration" and not any(X_NAMES[x] in row.values for row in run.history.iterations):
+            raise UserError(f"--x {x}: {run.source} does not tell them: leave it out")
     extent = _extent(runs, x)
     for panel, curves in _panels(runs, x):
         kept = tuple(curve for curve in curves if len(curve.series) or curve.lost)

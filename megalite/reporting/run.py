@@ -41,6 +41,7 @@ class Run:
         source: where its figures are from.
         config: resolved, as YAML; empty where neither a checkpoint nor TensorBoard tells it.
         trace: of its pipeline.
+        is_trace_asked_for: and not found beside the figures.
         logs: what it printed, where that was kept.
     """
 
@@ -51,6 +52,7 @@ class Run:
     config: str = ""
     config_source: str = ""
     trace: Path | None = None
+    is_trace_asked_for: bool = False
     logs: tuple[Path, ...] = ()
 
 
@@ -94,6 +96,7 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
         config=config,
         config_source=config_source,
         trace=trace or max(found, key=lambda file: file.stat().st_mtime, default=None),
+        is_trace_asked_for=trace is not None,
         logs=(*logs, *(file for file in files if file.suffix in (".log", ".out"))),
     )
 

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 
+from megalite.errors import UserError
 from megalite.reporting.history import History, Row, Sitting
 from megalite.reporting.run import Checkpoint, Run
 
@@ -174,11 +175,14 @@ def _size(checkpoint: Checkpoint) -> int:
 def _lines(logs: Sequence[Path]) -> Iterator[tuple[str, ...]]:
     for log in logs:
         found: dict[str, None] = {}
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if _TELLING.search(line):
-                    found.pop(line.strip(), None)
-                    found[line.strip()] = None
+        try:
+            with log.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if _TELLING.search(line):
+                        found.pop(line.strip(), None)
+                        found[line.strip()] = None
+        except OSError as error:
+            raise UserError(f"log {log} cannot be read ({error.strerror})") from None
         for text in list(found)[-NUM_LINES:]:
             yield log.name, text[:400]
 
@@ -187,7 +191,10 @@ def when(seconds: float | None) -> str:
     """A time as people read it; empty where it is not known."""
     if seconds is None:
         return ""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # no year of the calendar's
+        return ""
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,16 +90,19 @@ def read_trace(file: Path) -> Trace:
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         content = json.loads(raw)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"trace {file} cannot be read: {error}") from None
     about = content if isinstance(content, dict) else {}
     events = about.get("traceEvents", []) if about else content
     durations = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
     if not durations:
         raise UserError(f"trace {file} has no event with a duration: give one in Chrome's trace format")
-    keys = sorted({_key(event) for event in durations}, key=_order(events))
-    lanes = {key: number for number, key in enumerate(keys)}
-    return Trace(tuple(_lane_names(keys, events)), tuple(_boxes(durations, lanes)), _verdict(about))
+    try:
+        keys = sorted({_key(event) for event in durations}, key=_order(events))
+        lanes = {key: number for number, key in enumerate(keys)}
+        return Trace(tuple(_lane_names(keys, events)), tuple(_boxes(durations, lanes)), _verdict(about))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise UserError(f"trace {file} has events that are not in Chrome's trace format") from None
 
 
 def _key(event: Mapping[str, Any]) -> tuple[str, str]:
@@ -154,7 +158,7 @@ def _boxes(events: Sequence[Mapping[str, Any]], lanes: Mapping[tuple[str, str], 
             around.pop()
         end = start + float(event.get("dur", 0))
         name = str(event.get("name", ""))
-        yield Box(lane, start, end, name, str(event.get("cat") or name.split()[0]), len(around))
+        yield Box(lane, start, end, name, str(event.get("cat") or next(iter(name.split()), "")), len(around))
         around.append(end)
 
 

@@ -115,3 +115,29 @@ def test_a_place_that_cannot_be_written(run_folder: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         run_main(report.main, [str(run_folder), "--output", str(run_folder)])
     assert capsys.readouterr().err.startswith(f"error: --output {run_folder} cannot be written (")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--log", "missing.log"), "log missing.log cannot be read (No such file or directory)"),
+        (("--output", "{metrics}"), "--output {metrics} is the run's own metrics file: give another file"),
+    ],
+)
+def test_mistakes(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, str], expected: str
+) -> None:
+    metrics = run_folder / "metrics.jsonl"
+    before = metrics.read_text()
+    with pytest.raises(SystemExit):
+        run_main(report.main, [str(run_folder), words[0], words[1].format(metrics=metrics)])
+    assert capsys.readouterr().err == f"error: {expected.format(metrics=metrics)}\n"
+    assert metrics.read_text() == before
+
+
+def test_an_axis_that_a_run_does_not_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+    with pytest.raises(SystemExit):
+        run_main(report.main, [str(metrics), "--x", "tokens"])
+    assert "--x tokens: " in capsys.readouterr().err

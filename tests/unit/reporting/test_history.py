@@ -78,3 +78,13 @@ def test_a_file_without_figures_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match="holds no iteration's figures: give the file of --metrics-file"):
         read_history(file)
+
+
+def test_numbers_that_nothing_can_be_made_of(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    odd = f'{{"iteration": 1, "lm_loss": {10**400}, "num_iterations": "NaN", "wall_time": 1e400}}'
+    file.write_text(f'{odd}\n{{"iteration": {10**30}, "lm_loss": 1.0}}\n')
+    history = read_history(file)
+    (row,) = history.iterations
+    assert dict(row.values) == {"iteration": 1.0, "lm_loss": math.inf}
+    assert history.num_broken == 1

@@ -8,6 +8,7 @@ import pytest
 
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
+from megalite.reporting.page import page
 from megalite.reporting.run import open_run
 from megalite.train.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.tensorboard import TensorBoardWriter
@@ -80,3 +81,12 @@ def test_an_evaluation_alone_is_no_run(tmp_path: Path) -> None:
     write_metrics(tmp_path / "m.jsonl", [evaluation(1, 0.0, 1.0, 3.0)])
     with pytest.raises(UserError, match="holds no iteration's figures"):
         open_run(tmp_path)
+
+
+def test_what_is_only_called_like_a_trace_is_told(tmp_path: Path) -> None:
+    folder = write_restarted_run(tmp_path)
+    broken = folder / "trace.json"
+    broken.write_text("[1, 2")
+    assert f"not drawn: trace {broken} cannot be read" in page([open_run(folder)])
+    with pytest.raises(UserError, match="cannot be read"):
+        page([open_run(folder, trace=broken)])

@@ -82,7 +82,13 @@ def test_the_profilers_own_are_not_of_the_pipeline(tmp_path: Path) -> None:
     assert not is_pipeline_trace(tmp_path / "run.1234.pt.trace.json")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"traceEvents": [{"ph": "M", "name": "x"}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[]", '{"traceEvents": [{"ph": "M", "name": "x"}]}'),
+        *('[{"ph": "X", "name": "no time"}]', '[{"ph": "X", "name": "x", "ts": "a"}]'),
+    ],
+)
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "trace.json"
     file.write_text(text)
