@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.disk_file import DiskFile
 from megalite.checkpoint.manifest import FileRecord, TensorRecord, dtype_name
 from megalite.checkpoint.place import Place
 
@@ -69,19 +69,17 @@ def write_file(file: Path, pieces: Mapping[str, Piece]) -> FileRecord:
     for name in order:
         chunks += _chunks(pieces[name].tensor)
     hashing = _Hashing(chunks)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        start = 0
-        for chunk in chunks:
-            _write_all(descriptor, chunk)
-            _send_on(descriptor, start, len(chunk))
-            start += len(chunk)
-        os.fsync(descriptor)
+        target = DiskFile(file)
+        try:
+            for chunk in chunks:
+                target.write(chunk)
+            target.finish()
+        finally:
+            target.close()
     except BaseException:
         hashing.stop()
         raise
-    finally:
-        os.close(descriptor)
     records = {
         name: TensorRecord(file.name, dtype_name(piece.tensor.dtype), piece.place)
         for name, piece in pieces.items()
@@ -144,17 +142,3 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(content), _CHUNK_BYTES):
         yield content[start : start + _CHUNK_BYTES]
-
-
-def _send_on(descriptor: int, start: int, num_bytes: int) -> None:
-    """Lets the disk begin with what is written, where the system can: the sync at the end waits for less.
-
-    Linux starts to write out what it is told will not be needed; pages on their way stay in its memory.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _write_all(descriptor: int, content: memoryview) -> None:
-    while len(content):
-        content = content[os.write(descriptor, content) :]
