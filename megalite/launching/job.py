@@ -22,6 +22,17 @@ MIN_WARNING = 300
 SAVE_SECONDS = 180
 """That a save may take, as nothing is known of the file system."""
 _WORD = re.compile(r"[^\s\"'`$\\]+")
+_OWN_FLAGS = (
+    "job-name",
+    "nodes",
+    "gpus-per-node",
+    "cpus-per-task",
+    "time",
+    "partition",
+    "account",
+    "exclude",
+)
+"""Options of sbatch that are flags of make_sbatch, which plans and writes by them."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,9 @@ class Slurm:
         for option in self.options:
             if not re.fullmatch(r"[a-z-]+(=.*)?", option):
                 raise UserError(f"--sbatch {option} is no option of sbatch: give NAME=VALUE, as in qos=high")
+            name = option.partition("=")[0]
+            if name in _OWN_FLAGS:
+                raise UserError(f"--sbatch {option}: the script depends on it; give --{name} instead")
 
 
 def chosen_plan(request: Request) -> Plan:

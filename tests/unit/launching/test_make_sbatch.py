@@ -173,6 +173,7 @@ def test_a_file_is_not_lost(tmp_path: Path) -> None:
         (("--job-name", "a/b"), "--job-name a/b has a slash"),
         (("--dry-run",), "--dry-run is one process"),
         (("--sbatch", "3=x"), "--sbatch 3=x is no option"),
+        (("--sbatch", "time=1"), "--sbatch time=1: the script depends on it; give --time instead"),
         (("--json",), "--json is for tools/plan.py"),
     ],
 )
