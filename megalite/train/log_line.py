@@ -71,5 +71,5 @@ class LogLineWriter:
     def validation(self, metrics: ValidationMetrics) -> None:
         log.info(validation_block(metrics), extra=THIS_RANK)
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """Nothing is held open."""

@@ -53,7 +53,7 @@ class MetricsFile:
             del record["name"]
         self._write({"validation": record})
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         self._file.close()
 
     def _end_broken_line(self) -> None:

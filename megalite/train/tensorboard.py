@@ -63,5 +63,5 @@ class TensorBoardWriter:
         # Evaluations are rare: what they found must not wait for the queue.
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         self._writer.close()

@@ -64,5 +64,5 @@ class WandbWriter:
     def validation(self, metrics: ValidationMetrics) -> None:
         self._run.log(validation_scalars(self._config, metrics), step=metrics.iteration)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, has_failed: bool = False) -> None:
+        self._run.finish(exit_code=int(has_failed))

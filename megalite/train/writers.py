@@ -29,8 +29,8 @@ class Writer(Protocol):
     def validation(self, metrics: ValidationMetrics) -> None:
         """Tells an evaluation's result."""
 
-    def close(self) -> None:
-        """Writes what is still held."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """Writes what is still held, and how the run ended."""
 
 
 class BoardWriter(Writer, Protocol):
@@ -78,7 +78,7 @@ class Writers:
             for board in _boards(config, topology.world_size, resolved_config_text, save):
                 self._boards.append(board)
         except BaseException:
-            self.close()
+            self.close(has_failed=True)
             raise
 
     def iteration(self, interval: int, metrics: IterationMetrics, timers: Timers) -> None:
@@ -106,12 +106,12 @@ class Writers:
         for writer in (*self._logs, *self._boards):
             writer.validation(metrics)
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """Writes what is still held and closes the files; a second call does nothing."""
         writers: list[Writer] = [*self._logs, *self._boards]
         self._logs, self._boards = [], []
         while writers:
-            writers.pop().close()
+            writers.pop().close(has_failed=has_failed)
 
     def __enter__(self) -> Writers:
         return self
@@ -122,7 +122,7 @@ class Writers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(has_failed=error is not None)
 
     def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesOfRanks:
         own = timers.take(metrics.num_iterations)

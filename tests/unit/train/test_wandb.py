@@ -22,13 +22,13 @@ CONFIG_TEXT = "model:\n  num_layers: 2\n"
 class Run:
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, Any]]] = []
-        self.is_finished = False
+        self.exit_code: int | None = None
 
     def log(self, scalars: dict[str, Any], step: int) -> None:
         self.logged.append((step, scalars))
 
-    def finish(self) -> None:
-        self.is_finished = True
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
 @pytest.fixture
@@ -67,7 +67,13 @@ def test_what_is_told(
     assert figures["throughput"] == metrics.tflops_per_gpu
     assert norms == {"grad-norm by layer": (3.0,), "grad-norm by layer/layers.0": 3.0}
     assert validation == {"lm loss validation": 2.5}
-    assert run.is_finished
+    assert run.exit_code == 0
+
+
+def test_a_run_that_fails_is_told_as_failed(runs: list[Any], topology: Topology) -> None:
+    with pytest.raises(ZeroDivisionError), Writers(LoggingConfig(wandb_project="gpt"), topology, CONFIG_TEXT):
+        raise ZeroDivisionError
+    assert runs[0][1].exit_code == 1
 
 
 def test_its_folder_is_the_one_that_is_given(runs: list[Any], topology: Topology, tmp_path: Path) -> None:
