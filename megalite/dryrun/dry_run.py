@@ -6,16 +6,17 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.checkpoint.progress import Progress
 from megalite.config import CheckpointConfig, Config, LoggingConfig
 from megalite.config.data import TOKENIZER_FIELDS
-from megalite.dryrun.corpora import Corpora, corpora_of
-from megalite.dryrun.counts import Counts, count_iteration
+from megalite.dryrun.corpora import corpora_of
+from megalite.dryrun.counts import count_iteration
 from megalite.dryrun.meta import meta_tensors
 from megalite.dryrun.report import as_object, report_lines
+from megalite.dryrun.result import DryRun
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.plan.parameters import total_parameters
@@ -23,33 +24,6 @@ from megalite.topology import Launch, Topology
 from megalite.train.course import Course
 from megalite.train.prepare import build_data, prepare_process, resolve_vocabulary
 from megalite.train.timers import Timers
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """All that is told of a rank.
-
-    Attributes:
-        config: its vocabulary's size known.
-        places: of the rank on each axis, with the axis' size, by name.
-        model_parameters: of the whole model, with its vocabulary's padding.
-        learning_rates: of the first and the last iteration.
-        seconds: that it took to find out.
-    """
-
-    config: Config
-    world_size: int
-    rank: int
-    places: dict[str, tuple[int, int]]
-    model_parameters: int
-    counts: Counts
-    corpora: Corpora
-    learning_rates: tuple[float, float]
-    seconds: float
-
-    @property
-    def dp(self) -> int:
-        return self.places["dp"][1]
 
 
 def dry_run(config: Config, notices: Sequence[str]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.dryrun.counts import peak_in_flight
+from megalite.dryrun.result import DryRun
 from megalite.dryrun.traffic import ring_bytes
 from megalite.pipeline.action import Action
-
-if TYPE_CHECKING:
-    from megalite.dryrun.dry_run import DryRun
 
 
 def report_lines(found: DryRun) -> Iterator[str]:
