@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megalite.cli import parse, run_main
 from megalite.dryrun.dry_run import dry_run
 from megalite.topology import Launch, Topology
+from megalite.train.health.watchdog import watched
 from megalite.train.loop import train
 from megalite.train.out_of_memory import memory_explained
 from megalite.train.prepare import (
@@ -23,10 +24,9 @@ from megalite.train.prepare import (
     resolve_vocabulary,
 )
 from megalite.train.resume import resume
-from megalite.train.stop import StopConditions, leave_if_switched_off
-from megalite.train.timers import Timers
+from megalite.train.stopping.stop import StopConditions, leave_if_switched_off
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
-from megalite.train.watchdog import watched
 
 
 def main(arguments: Sequence[str]) -> None:

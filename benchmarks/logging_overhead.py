@@ -25,13 +25,13 @@ from megalite.local_ranks import run_ranks
 from megalite.log import log
 from megalite.observer import Observer
 from megalite.topology import Topology
-from megalite.train.marks import HostMarks
-from megalite.train.metrics import IntervalMeter
 from megalite.train.prepare import build_data
-from megalite.train.timers import LEVELS, Timers
+from megalite.train.telemetry.marks import HostMarks
+from megalite.train.telemetry.metrics import IntervalMeter
+from megalite.train.telemetry.timers import LEVELS, Timers
+from megalite.train.telemetry.writers import Writers
 from megalite.train.tracing.spans import Recorder
 from megalite.train.trainer import Trainer
-from megalite.train.writers import Writers
 
 WRITES = 100
 

@@ -46,7 +46,7 @@ from megalite.errors import ConfigError, UserError
 from megalite.parallel.collectives import flat_gather, flat_scatter_sum
 from megalite.topology import Axis, Launch, Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 NUM_RANKS = 2

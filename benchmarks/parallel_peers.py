@@ -46,7 +46,7 @@ from megalite.errors import ConfigError
 from megalite.local_ranks import RankError, run_ranks
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 NUM_RANKS = 2

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.topology import Launch, Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 Batch = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megalite.train.metrics import IterationMetrics
+from megalite.train.telemetry.metrics import IterationMetrics
 
 ITERATION_MS = 500.0
 

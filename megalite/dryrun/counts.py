@@ -14,7 +14,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.action import Action, Kind
 from megalite.topology import Topology
 from megalite.train.chunks import named_parameters
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 

@@ -23,7 +23,7 @@ from megalite.plan.parameters import total_parameters
 from megalite.topology import Launch, Topology
 from megalite.train.course import Course
 from megalite.train.prepare import build_data, prepare_process, resolve_vocabulary
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 
 
 def dry_run(config: Config, notices: Sequence[str]) -> None:

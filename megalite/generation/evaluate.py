@@ -24,7 +24,7 @@ from megalite.topology import Topology
 from megalite.train.evaluation import Evaluator
 from megalite.train.prepare import build_data, document_ends
 from megalite.train.step import BatchTokens, build_pipeline
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 
 
 @dataclass(frozen=True)

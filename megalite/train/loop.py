@@ -6,17 +6,17 @@ import math
 from dataclasses import replace
 
 from megalite.log import THIS_RANK, log
+from megalite.train.health.straggler import straggler_log
 from megalite.train.layer_norms import layer_grad_norms
-from megalite.train.metrics import IntervalMeter, IterationMetrics, ValidationMetrics, paused
 from megalite.train.module_profile import log_module_profile
 from megalite.train.profiler import memory_history, profiler
-from megalite.train.requeue import RequeueNote
 from megalite.train.step import StepResult
-from megalite.train.stop import Stop, StopConditions, Stopped
-from megalite.train.straggler import straggler_log
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.stop import Stop, StopConditions, Stopped
+from megalite.train.telemetry.metrics import IntervalMeter, IterationMetrics, ValidationMetrics, paused
+from megalite.train.telemetry.writers import Writers
 from megalite.train.tracing.pipeline_trace import pipeline_trace
 from megalite.train.trainer import Trainer
-from megalite.train.writers import Writers
 
 
 def train(trainer: Trainer, writers: Writers, stop: StopConditions) -> int:

@@ -34,11 +34,11 @@ from megalite.plan.flops import CONVENTION
 from megalite.topology import Launch, Topology
 from megalite.train.batches import datasets_on_every_stage, reads_data
 from megalite.train.chunks import named_parameters
-from megalite.train.requeue import RequeueNote
-from megalite.train.signals import StopSignals, stop_signals
-from megalite.train.timers import Timers
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import StopSignals, stop_signals
+from megalite.train.telemetry.timers import Timers
+from megalite.train.telemetry.writers import Writers, startup_line
 from megalite.train.trainer import Trainer
-from megalite.train.writers import Writers, startup_line
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:

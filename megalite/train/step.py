@@ -25,7 +25,7 @@ from megalite.train.course import Course
 from megalite.train.fault_finder import FaultFinder
 from megalite.train.guard import Guard
 from megalite.train.optimizer import RunOptimizer
-from megalite.train.timers import BATCH_GENERATOR, Timers
+from megalite.train.telemetry.timers import BATCH_GENERATOR, Timers
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from megalite.train.fault_finder import FaultFinder
 from megalite.train.guard import Guard
 from megalite.train.optimizer import build_optimizer
 from megalite.train.step import BatchTokens, StepResult, TrainStep, build_pipeline
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 
 
 class Trainer:

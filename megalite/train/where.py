@@ -10,7 +10,7 @@ from megalite.data.origin import Origin, origins_of
 from megalite.errors import UserError
 from megalite.topology import Launch, Topology
 from megalite.train.prepare import build_data, resolve_vocabulary
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 
 
 @dataclass(frozen=True)

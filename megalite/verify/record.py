@@ -13,7 +13,7 @@ from megalite.parallel.shard import gather_full, spec_of
 from megalite.topology import Topology
 from megalite.train.chunks import named_parameters
 from megalite.train.prepare import build_data, resolve_vocabulary
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 

@@ -18,7 +18,7 @@ from megalite.data.mock import MockDataset
 from megalite.presets import PRESETS
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 from megalite.verify.compare import TOLERANCES, compare
 from megalite.verify.layout import Layout

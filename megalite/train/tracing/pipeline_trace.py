@@ -15,7 +15,7 @@ from megalite.errors import UserError
 from megalite.folders import make_writable
 from megalite.log import THIS_RANK, log
 from megalite.observer import Observer
-from megalite.train.marks import HostMarks, marks_for
+from megalite.train.telemetry.marks import HostMarks, marks_for
 from megalite.train.tracing.chrome import Lane, write_trace
 from megalite.train.tracing.clocks import Meetings, clock_offsets, meet
 from megalite.train.tracing.spans import ITERATION, Recorder, Span

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from megalite.observer import Observer, Wait
 from megalite.pipeline.action import Action
-from megalite.train.marks import Marks
-from megalite.train.timers import BATCH_GENERATOR
+from megalite.train.telemetry.marks import Marks
+from megalite.train.telemetry.timers import BATCH_GENERATOR
 
 ITERATION = "iteration"
 DATA = "data"

@@ -23,7 +23,7 @@ from megalite.optim.part import Part
 from megalite.parallel.shard import Shard
 from megalite.presets import PRESETS
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 NUM_ITERATIONS = 2

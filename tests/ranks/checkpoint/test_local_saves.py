@@ -16,7 +16,7 @@ from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig,
 from megalite.local_ranks import run_ranks
 from megalite.presets import PRESETS
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 from tests.ranks.checkpoint.saving import (
     config_of,

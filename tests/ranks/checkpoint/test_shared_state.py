@@ -20,7 +20,7 @@ from megalite.local_ranks import run_ranks
 from megalite.optim.part import Part
 from megalite.presets import PRESETS
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 NUM_ITERATIONS = 3

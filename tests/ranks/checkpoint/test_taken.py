@@ -14,7 +14,7 @@ from megalite.config import Config
 from megalite.errors import UserError
 from megalite.local_ranks import run_ranks
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 from tests.ranks.checkpoint.test_layouts import Layout, config_of, full_tensors, piece_of, world_size
 

@@ -23,7 +23,7 @@ from megalite.parallel.shard import spec_of
 from megalite.topology import Launch, Topology
 from megalite.train.chunks import build_chunks, named_parameters
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.verify.layout import Layout
 
 MICROBATCHES, B = 5, 2

@@ -20,7 +20,7 @@ from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, Pa
 from megalite.local_ranks import run_ranks
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 from megalite.verify.compare import TOLERANCES, compare
 from megalite.verify.record import record_run

@@ -32,7 +32,7 @@ from megalite.config import (
 )
 from megalite.local_ranks import run_ranks
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 from tests.traffic import Traffic, by_bytes, ring_bytes
 

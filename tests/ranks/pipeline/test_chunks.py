@@ -18,7 +18,7 @@ from megalite.local_ranks import run_ranks
 from megalite.presets import PRESETS
 from megalite.train.chunks import named_parameters
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 

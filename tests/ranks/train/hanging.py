@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megalite.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.presets import PRESETS
 from megalite.topology import Launch, Topology
-from megalite.train import watchdog
+from megalite.train.health import watchdog
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 NUM_RANKS = 4

@@ -15,7 +15,7 @@ from megalite.presets import PRESETS
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
 from megalite.train.step import StepResult
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 PARALLEL = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.train.watchdog import HANG_STATUS
+from megalite.train.health.watchdog import HANG_STATUS
 from tests.ranks.train.hanging import NUM_RANKS, run_with_fault, skip_collectives, sleep_in_data, stop_process
 
 DP4 = ParallelConfig(1, 1, 4)

@@ -17,7 +17,7 @@ from megalite.pipeline.schedule import SCHEDULES
 from megalite.presets import PRESETS
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.tracing.pipeline_trace import pipeline_trace
 from megalite.train.trainer import Trainer
 

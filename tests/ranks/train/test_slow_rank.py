@@ -15,9 +15,9 @@ from megalite.local_ranks import run_ranks
 from megalite.log import log
 from megalite.presets import PRESETS
 from megalite.topology import Topology
+from megalite.train.health.straggler import straggler_log
 from megalite.train.prepare import build_data
-from megalite.train.straggler import straggler_log
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 CONFIG = Config(

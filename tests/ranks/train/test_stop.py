@@ -5,9 +5,9 @@ from __future__ import annotations
 from megalite.config import ParallelConfig, TrainingConfig
 from megalite.local_ranks import run_ranks
 from megalite.topology import Topology
-from megalite.train.requeue import RequeueNote
-from megalite.train.signals import StopSignals
-from megalite.train.stop import StopConditions
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import StopSignals
+from megalite.train.stopping.stop import StopConditions
 
 LAYOUT = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 

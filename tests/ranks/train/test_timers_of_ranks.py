@@ -17,10 +17,10 @@ from megalite.presets import PRESETS
 from megalite.topology import Topology
 from megalite.train.loop import train
 from megalite.train.prepare import build_data, open_writers
-from megalite.train.requeue import RequeueNote
-from megalite.train.signals import StopSignals
-from megalite.train.stop import StopConditions
-from megalite.train.timers import Timers
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import StopSignals
+from megalite.train.stopping.stop import StopConditions
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 CONFIG = Config(

@@ -14,7 +14,7 @@ from megalite.data.indexed_writer import IndexedWriter
 from megalite.dryrun.corpora import corpora_of
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 
 S = 16
 

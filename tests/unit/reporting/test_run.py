@@ -10,8 +10,8 @@ from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.reporting.page import page
 from megalite.reporting.run import open_run
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.tensorboard import TensorBoardWriter
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.tensorboard import TensorBoardWriter
 from tests.run_folder import evaluation, iteration, write_metrics, write_restarted_run
 
 

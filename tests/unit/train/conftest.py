@@ -8,7 +8,7 @@ import pytest
 
 from megalite.config import ParallelConfig
 from megalite.topology import Launch, Topology
-from megalite.train.metrics import IterationMetrics
+from megalite.train.telemetry.metrics import IterationMetrics
 
 
 @pytest.fixture

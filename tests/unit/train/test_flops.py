@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
-from megalite.train.flops import flops_per_token, peak_tflops, peak_tflops_of
+from megalite.train.telemetry.flops import flops_per_token, peak_tflops, peak_tflops_of
 
 GPT = ModelConfig(
     num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=96, pad_vocab_size_to=96

@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict, replace
 
-from megalite.train.hang_report import find_absence, numbers, report
-from megalite.train.standing import Place, Standing
+from megalite.train.health.hang_report import find_absence, numbers, report
+from megalite.train.health.standing import Place, Standing
 
 DP, TP = (0, 2), (0, 1)
 

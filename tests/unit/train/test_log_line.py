@@ -10,8 +10,8 @@ import pytest
 from megalite.config import LoggingConfig, ParallelConfig
 from megalite.log import configure_logging, log
 from megalite.topology import Topology
-from megalite.train.log_line import LogLineWriter, iteration_line, startup_line, validation_block
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.log_line import LogLineWriter, iteration_line, startup_line, validation_block
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 
 GOLDEN = (
     " iteration      100/     100 | consumed samples:          800 | elapsed time per iteration (ms): 537.3 |"

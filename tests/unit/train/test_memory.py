@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from megalite.train.memory import measure_memory
+from megalite.train.telemetry.memory import measure_memory
 
 
 def test_resident_set_grows_and_its_peak_stays() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.train.flops import flops_per_token
-from megalite.train.metrics import IntervalMeter, IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.flops import flops_per_token
+from megalite.train.telemetry.metrics import IntervalMeter, IterationMetrics, ValidationMetrics
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=100)
 

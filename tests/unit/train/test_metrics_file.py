@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megalite.errors import UserError
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.metrics_file import MetricsFile
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.metrics_file import MetricsFile
 
 CONTRACT = {
     "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate",

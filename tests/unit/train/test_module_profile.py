@@ -13,7 +13,7 @@ from megalite.plan.parameters import total_parameters
 from megalite.topology import Topology
 from megalite.train.module_profile import PASSES, log_module_profile, profile_modules
 from megalite.train.prepare import build_data
-from megalite.train.timers import Timers
+from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
 
 MODEL = ModelConfig(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.train.requeue import NAME, RequeueNote
+from megalite.train.stopping.requeue import NAME, RequeueNote
 
 
 def test_it_is_there_until_it_is_removed(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megalite.train.requeue import RequeueNote
-from megalite.train.signals import StopSignals, stop_signals
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import StopSignals, stop_signals
 
 ROOT = Path(__file__).parents[3]
 PROCESS = """
 import sys, threading
-from megalite.train.requeue import RequeueNote
-from megalite.train.signals import stop_signals
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import stop_signals
 
 with stop_signals(["SIGTERM"], RequeueNote(sys.argv[1])):
     print("ready", flush=True)

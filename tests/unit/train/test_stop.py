@@ -9,9 +9,9 @@ import pytest
 
 from megalite.config import TrainingConfig
 from megalite.topology import Topology
-from megalite.train.requeue import RequeueNote
-from megalite.train.signals import StopSignals
-from megalite.train.stop import ASK_SECONDS, Stop, StopConditions, Stopped, leave_if_switched_off
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import StopSignals
+from megalite.train.stopping.stop import ASK_SECONDS, Stop, StopConditions, Stopped, leave_if_switched_off
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 from megalite.config import LoggingConfig
 from megalite.topology import Topology
-from megalite.train.compute_time import DeviceClock, HostClock, own_seconds
-from megalite.train.straggler import ComputeTime, straggler_line, straggler_log
+from megalite.train.health.compute_time import DeviceClock, HostClock, own_seconds
+from megalite.train.health.straggler import ComputeTime, straggler_line, straggler_log
 
 
 def time_of(rank: int, pp: int, seconds: float, dp: int = 0) -> ComputeTime:

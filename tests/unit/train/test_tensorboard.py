@@ -14,8 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.tensorboard import TensorBoardWriter
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.tensorboard import TensorBoardWriter
 
 TIMERS = {"forward-backward": {0: 300.0, 1: 400.0}, "optimizer": {1: 20.0}}
 ALWAYS = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "iteration-time", "world-size"}
@@ -141,7 +141,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_without_tensorboard_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    spec = importlib.util.find_spec("megalite.train.tensorboard")
+    spec = importlib.util.find_spec("megalite.train.telemetry.tensorboard")
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -8,8 +8,8 @@ import pytest
 
 from megalite.observer import Wait
 from megalite.pipeline.action import Action, Kind
-from megalite.train.timer_table import timer_table
-from megalite.train.timers import LEVELS, Timers
+from megalite.train.telemetry.timer_table import timer_table
+from megalite.train.telemetry.timers import LEVELS, Timers
 
 
 @pytest.fixture

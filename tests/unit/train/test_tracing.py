@@ -11,7 +11,7 @@ import pytest
 from megalite.config import LoggingConfig
 from megalite.observer import Wait
 from megalite.pipeline.action import Action, Kind
-from megalite.train.marks import HostMarks
+from megalite.train.telemetry.marks import HostMarks
 from megalite.train.tracing.chrome import Lane, write_trace
 from megalite.train.tracing.clocks import Meetings, Offset, clock_offsets
 from megalite.train.tracing.pipeline_trace import trace_path

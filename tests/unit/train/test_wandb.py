@@ -12,9 +12,9 @@ import pytest
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.topology import Topology
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.timers import Timers
-from megalite.train.writers import Writers
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.timers import Timers
+from megalite.train.telemetry.writers import Writers
 
 CONFIG_TEXT = "model:\n  num_layers: 2\n"
 

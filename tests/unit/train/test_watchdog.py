@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megalite.config import ParallelConfig
 from megalite.pipeline.action import Action, Kind
 from megalite.topology import Topology
-from megalite.train import watchdog
-from megalite.train.board import Board, Silence
-from megalite.train.stacks import all_stacks
-from megalite.train.standing import Place
-from megalite.train.watchdog import HANG_STATUS, Watchdog
+from megalite.train.health import watchdog
+from megalite.train.health.board import Board, Silence
+from megalite.train.health.stacks import all_stacks
+from megalite.train.health.standing import Place
+from megalite.train.health.watchdog import HANG_STATUS, Watchdog
 
 ACTION = Action(Kind.FORWARD, 0)
 POLLS = 20

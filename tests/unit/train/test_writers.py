@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.config import LoggingConfig, ParallelConfig
 from megalite.errors import UserError
 from megalite.topology import Topology
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.timers import Timers
-from megalite.train.writers import Writers
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.timers import Timers
+from megalite.train.telemetry.writers import Writers
 
 PARALLEL = ParallelConfig(tensor_model_parallel_size=2)
 

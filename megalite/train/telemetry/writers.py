@@ -9,13 +9,13 @@ from typing import Protocol
 
 from megalite.config import LoggingConfig
 from megalite.topology import Topology
-from megalite.train.log_line import LogLineWriter, startup_line
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.metrics_file import MetricsFile
-from megalite.train.tensorboard import TensorBoardWriter
-from megalite.train.timer_table import TimesOfRanks, times_of_all_ranks
-from megalite.train.timers import INTERVAL, Timers
-from megalite.train.wandb import WandbWriter
+from megalite.train.telemetry.log_line import LogLineWriter, startup_line
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.metrics_file import MetricsFile
+from megalite.train.telemetry.tensorboard import TensorBoardWriter
+from megalite.train.telemetry.timer_table import TimesOfRanks, times_of_all_ranks
+from megalite.train.telemetry.timers import INTERVAL, Timers
+from megalite.train.telemetry.wandb import WandbWriter
 
 __all__ = ["Writers", "startup_line"]
 

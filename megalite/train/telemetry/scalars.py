@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megalite.config import LoggingConfig
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.timer_table import TimesOfRanks
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.timer_table import TimesOfRanks
 
 _SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
 

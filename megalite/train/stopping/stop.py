@@ -12,7 +12,7 @@ from megalite.config import TrainingConfig
 from megalite.log import log
 from megalite.parallel.collectives import largest_of_all
 from megalite.topology import Topology
-from megalite.train.signals import INTERRUPTED, STOP_SIGNALS, TEMPORARY_FAILURE, StopSignals
+from megalite.train.stopping.signals import INTERRUPTED, STOP_SIGNALS, TEMPORARY_FAILURE, StopSignals
 
 ASK_SECONDS = 0.25
 """About how long the run goes on after it was asked to stop, where iterations are short."""

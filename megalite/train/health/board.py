@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
-from megalite.train.standing import Standing
+from megalite.train.health.standing import Standing
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

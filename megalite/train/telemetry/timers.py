@@ -10,7 +10,7 @@ import torch
 from megalite.observer import Observer, Wait, observed
 from megalite.parallel.tied import EDGES
 from megalite.pipeline.action import Action, Kind
-from megalite.train.marks import HostMarks, Marks, marks_for
+from megalite.train.telemetry.marks import HostMarks, Marks, marks_for
 
 BATCH_GENERATOR = "batch-generator"
 INTERVAL = "interval-time"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.timer_table import TimesOfRanks
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.timer_table import TimesOfRanks
 
 
 class MetricsFile:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from megalite.config import ModelConfig
-from megalite.train.flops import flops_per_token, peak_tflops
-from megalite.train.memory import measure_memory
+from megalite.train.telemetry.flops import flops_per_token, peak_tflops
+from megalite.train.telemetry.memory import measure_memory
 
 
 @dataclass(frozen=True)

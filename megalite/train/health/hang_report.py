@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megalite.train.standing import Standing
+from megalite.train.health.standing import Standing
 
 MAX_STACKS = 3
 """Stacks in a report: of one rank at each place where some are that did not arrive."""

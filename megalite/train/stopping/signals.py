@@ -13,7 +13,7 @@ from types import FrameType
 
 from megalite.cli.report import is_first_rank
 from megalite.log import log
-from megalite.train.requeue import RequeueNote
+from megalite.train.stopping.requeue import RequeueNote
 
 TEMPORARY_FAILURE = 75
 """EX_TEMPFAIL of sysexits.h: what was asked for is not done yet, and the same command will go on with it."""

@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megalite.pipeline.action import Action
 from megalite.topology import Topology
-from megalite.train.board import Board, Silence, store_owner, within
-from megalite.train.hang_report import report, where
-from megalite.train.stacks import all_stacks, files_of_main_thread, stacks_on_signal, write_stacks
-from megalite.train.standing import Standing, frame_of_main_thread, place_of, stack_of, takes_any_time
+from megalite.train.health.board import Board, Silence, store_owner, within
+from megalite.train.health.hang_report import report, where
+from megalite.train.health.stacks import all_stacks, files_of_main_thread, stacks_on_signal, write_stacks
+from megalite.train.health.standing import Standing, frame_of_main_thread, place_of, stack_of, takes_any_time
 from megalite.train.trainer import Trainer
 
 HANG_STATUS = 85

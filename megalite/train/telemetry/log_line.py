@@ -5,8 +5,8 @@ from __future__ import annotations
 from megalite.config import LoggingConfig
 from megalite.log import THIS_RANK, log
 from megalite.topology import Topology
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.timer_table import TimesOfRanks, timer_table
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.timer_table import TimesOfRanks, timer_table
 
 _SPLIT_WORDS = {"valid": "", "test": " on test set"}
 

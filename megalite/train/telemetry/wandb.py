@@ -11,10 +11,10 @@ import yaml
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.folders import make_writable
-from megalite.train.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.scalars import main_scalars, run_scalars, validation_scalars
-from megalite.train.tensorboard import GRAD_NORMS
-from megalite.train.timer_table import TimesOfRanks
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.scalars import main_scalars, run_scalars, validation_scalars
+from megalite.train.telemetry.tensorboard import GRAD_NORMS
+from megalite.train.telemetry.timer_table import TimesOfRanks
 
 
 class WandbWriter:

@@ -14,7 +14,7 @@ from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.log import THIS_RANK, log
 from megalite.topology import Topology
-from megalite.train.compute_time import ComputeClock, DeviceClock, HostClock
+from megalite.train.health.compute_time import ComputeClock, DeviceClock, HostClock
 
 
 @dataclass(frozen=True)

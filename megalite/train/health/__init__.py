@@ -1,0 +1,1 @@
+"""Ranks that hang or lag: who waits for whom, and what each was doing."""
