@@ -19,6 +19,8 @@ STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, library) {
   library.impl("cross_entropy_gradient_", TORCH_BOX(&megalite::cpu::cross_entropy_gradient_));
   library.impl("dropout", TORCH_BOX(&megalite::cpu::dropout));
   library.impl("fill_normal_", TORCH_BOX(&megalite::cpu::fill_normal_));
+  library.impl("rms_norm", TORCH_BOX(&megalite::cpu::rms_norm));
+  library.impl("rms_norm_backward", TORCH_BOX(&megalite::cpu::rms_norm_backward));
   library.impl("rotate", TORCH_BOX(&megalite::cpu::rotate));
 }
 

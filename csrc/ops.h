@@ -7,7 +7,12 @@
 #include <optional>
 #include <tuple>
 
-namespace megalite::cpu {
+// Which half of the library declares them; csrc/cuda says `cuda` before it includes this.
+#ifndef MEGALITE_DEVICE
+#define MEGALITE_DEVICE cpu
+#endif
+
+namespace megalite::MEGALITE_DEVICE {
 
 torch::stable::Tensor bias_dropout_add(
     const torch::stable::Tensor& x,
@@ -100,10 +105,33 @@ void fill_normal_(
     int64_t run_length,
     int64_t run_stride);
 
+torch::stable::Tensor layer_norm(
+    const torch::stable::Tensor& x,
+    const torch::stable::Tensor& weight,
+    const torch::stable::Tensor& bias,
+    double epsilon);  // not on the CPU, where PyTorch's is as fast
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> layer_norm_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& x,
+    const torch::stable::Tensor& weight,
+    double epsilon);
+
+torch::stable::Tensor rms_norm(
+    const torch::stable::Tensor& x,
+    const torch::stable::Tensor& weight,
+    double epsilon);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> rms_norm_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& x,
+    const torch::stable::Tensor& weight,
+    double epsilon);
+
 torch::stable::Tensor rotate(
     const torch::stable::Tensor& x,
     const torch::stable::Tensor& cosine,
     const torch::stable::Tensor& sine,
     bool inverse);
 
-}  // namespace megalite::cpu
+}  // namespace megalite::MEGALITE_DEVICE

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "../ops.h"
+#include "../row_checks.h"
 #include "elementary.h"
 #include "rows.h"
 
@@ -60,31 +61,17 @@ MEGALITE_INLINE RowStatistics<Real> statistics_of(const T* x, int64_t count) {
   return {largest, static_cast<Real>(sum)};
 }
 
-void check_rows(const Tensor& logits, const Tensor& targets, int64_t num_real) {
-  STD_TORCH_CHECK(
-      logits.dim() >= 1 && logits.is_contiguous(), "cross_entropy: logits must be contiguous, [..., columns]");
-  STD_TORCH_CHECK(
-      targets.is_cpu() && targets.scalar_type() == torch::headeronly::ScalarType::Long &&
-          targets.numel() * logits.size(logits.dim() - 1) == logits.numel(),
-      "cross_entropy: targets must be int64 on the CPU, one for each row of logits");
-  STD_TORCH_CHECK(
-      0 <= num_real && num_real <= logits.size(logits.dim() - 1), "cross_entropy: num_real is out of range");
-}
-
 }  // namespace
 
 Tensor cross_entropy_statistics(const Tensor& logits, const Tensor& targets, int64_t start, int64_t num_real) {
-  check_rows(logits, targets, num_real);
+  check_logits(logits, targets, num_real);
   const int64_t columns = logits.size(logits.dim() - 1), rows = targets.numel();
   const auto dense_targets = torch::stable::contiguous(targets);
   const auto* target = static_cast<const int64_t*>(dense_targets.const_data_ptr());
-  Tensor out;
+  auto out = torch::stable::new_empty(logits, {3, rows}, computed_in(logits));
   dispatch_floating(logits, [&](auto element) {
     using T = decltype(element);
     using Real = Wide<T>;
-    using torch::headeronly::ScalarType;
-    const auto dtype = std::is_same_v<Real, double> ? ScalarType::Double : ScalarType::Float;
-    out = torch::stable::new_empty(logits, {3, rows}, dtype);
     const T* x = static_cast<const T*>(logits.const_data_ptr());
     Real* result = static_cast<Real*>(out.mutable_data_ptr());
     for_rows(rows, columns, [=](int64_t r) MEGALITE_BODY {
@@ -101,18 +88,15 @@ Tensor cross_entropy_statistics(const Tensor& logits, const Tensor& targets, int
 void cross_entropy_gradient_(
     Tensor logits, const Tensor& targets, const Tensor& statistics, const Tensor& grad, int64_t start,
     int64_t num_real) {
-  check_rows(logits, targets, num_real);
+  check_logits(logits, targets, num_real);
   const int64_t columns = logits.size(logits.dim() - 1), rows = targets.numel();
-  STD_TORCH_CHECK(
-      statistics.numel() == 2 * rows && grad.numel() == rows && statistics.scalar_type() == grad.scalar_type(),
-      "cross_entropy: statistics must be [2, rows] and grad [rows], of one dtype");
+  check_statistics(logits, statistics, grad, rows);
   const auto dense_statistics = torch::stable::contiguous(statistics), upper = torch::stable::contiguous(grad);
   const auto dense_targets = torch::stable::contiguous(targets);
   const auto* target = static_cast<const int64_t*>(dense_targets.const_data_ptr());
   dispatch_floating(logits, [&](auto element) {
     using T = decltype(element);
     using Real = Wide<T>;
-    STD_TORCH_CHECK(grad.element_size() == sizeof(Real), "cross_entropy: grad must be in fp32, or fp64 for fp64");
     T* x = static_cast<T*>(logits.mutable_data_ptr());
     const Real* largest = static_cast<const Real*>(dense_statistics.const_data_ptr());
     const Real* total = largest + rows;

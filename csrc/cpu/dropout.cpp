@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../checks.h"
 #include "../ops.h"
 #include "dtype.h"
 #include "isa.h"
@@ -48,12 +49,8 @@ void drop_range(
 torch::stable::Tensor dropout(
     const torch::stable::Tensor& x, const torch::stable::Tensor& sample_numbers, double p, int64_t key,
     int64_t base, int64_t stride) {
-  using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(x.dim() >= 2, "dropout: x must be [outer, b, ...]");
-  STD_TORCH_CHECK(
-      sample_numbers.is_cpu() && sample_numbers.scalar_type() == ScalarType::Long &&
-          sample_numbers.dim() == 1 && sample_numbers.numel() == x.size(1),
-      "dropout: sample_numbers must be int64 [b] on the CPU");
+  check_samples("dropout", x, sample_numbers);
   const auto input = torch::stable::contiguous(x);
   const auto samples = torch::stable::contiguous(sample_numbers);
   auto out = torch::stable::new_empty(input, input.sizes());

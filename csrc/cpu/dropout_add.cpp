@@ -1,4 +1,5 @@
 // Bias, dropout and residual add on the CPU; what it computes is told in megalite/kernels/dropout_add.py.
+#include "../checks.h"
 #include "../ops.h"
 #include "mask.h"
 #include "rows.h"
@@ -18,12 +19,8 @@ struct Site {
 };
 
 void check(const Tensor& x, const Tensor& sample_numbers) {
-  using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(x.dim() == 3, "bias_dropout_add: x must be [n, b, h]");
-  STD_TORCH_CHECK(
-      sample_numbers.is_cpu() && sample_numbers.scalar_type() == ScalarType::Long && sample_numbers.is_contiguous() &&
-          sample_numbers.dim() == 1 && sample_numbers.numel() == x.size(1),
-      "bias_dropout_add: sample_numbers must be contiguous int64 [b] on the CPU");
+  check_samples("bias_dropout_add", x, sample_numbers);
 }
 
 }  // namespace
@@ -33,18 +30,14 @@ Tensor bias_dropout_add(
     double p, int64_t key, int64_t base) {
   check(x, sample_numbers);
   const int64_t columns = x.size(2);
-  STD_TORCH_CHECK(
-      residual.scalar_type() == x.scalar_type() && residual.dim() == 3 && residual.size(0) == x.size(0) &&
-          residual.size(1) == x.size(1) && residual.size(2) == columns,
-      "bias_dropout_add: residual must be as x");
-  STD_TORCH_CHECK(
-      !bias || (bias->is_cpu() && bias->scalar_type() == x.scalar_type() && bias->numel() == columns),
-      "bias_dropout_add: bias must be [h], of x's dtype and device");
+  check_residual("bias_dropout_add", x, residual);
+  check_bias("bias_dropout_add", x, bias);
   const auto input = torch::stable::contiguous(x);
   const auto before = torch::stable::contiguous(residual);
   auto out = torch::stable::new_empty(input, input.sizes());
   const Mask mask = mask_of(p, key);
-  const Site site{static_cast<const int64_t*>(sample_numbers.const_data_ptr()), x.size(1), columns, base};
+  const auto samples = torch::stable::contiguous(sample_numbers);
+  const Site site{static_cast<const int64_t*>(samples.const_data_ptr()), x.size(1), columns, base};
   dispatch_floating(input, [&](auto element) {
     using T = decltype(element);
     const auto wide = wide_bias<T>(bias, columns);
@@ -82,7 +75,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(
   auto out = torch::stable::new_empty(upper, upper.sizes());
   auto sums = torch::stable::new_empty(upper, {columns});
   const Mask mask = mask_of(p, key);
-  const Site site{static_cast<const int64_t*>(sample_numbers.const_data_ptr()), grad.size(1), columns, base};
+  const auto samples = torch::stable::contiguous(sample_numbers);
+  const Site site{static_cast<const int64_t*>(samples.const_data_ptr()), grad.size(1), columns, base};
   dispatch_floating(upper, [&](auto element) {
     using T = decltype(element);
     const T* above = static_cast<const T*>(upper.const_data_ptr());

@@ -1,6 +1,7 @@
 // Bias and GELU in its tanh form on the CPU; what it computes is told in megalite/kernels/gelu.py.
 #include "contract.h"
 
+#include "../checks.h"
 #include "../ops.h"
 #include "elementary.h"
 #include "rows.h"
@@ -30,17 +31,10 @@ MEGALITE_INLINE Real slope_of(Real x) {
   return gate + (is_flat ? Real{0} : x * gate * gate * e * inner);
 }
 
-void check_bias(const Tensor& x, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.dim() >= 1, "bias_gelu: x must be [..., n]");
-  STD_TORCH_CHECK(
-      !bias || (bias->is_cpu() && bias->scalar_type() == x.scalar_type() && bias->numel() == x.size(x.dim() - 1)),
-      "bias_gelu: bias must be [n], of x's dtype and device");
-}
-
 }  // namespace
 
 Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
-  check_bias(x, bias);
+  check_activation("bias_gelu", x, bias, 1);
   const auto input = torch::stable::contiguous(x);
   auto out = torch::stable::new_empty(input, input.sizes());
   const int64_t columns = x.size(x.dim() - 1);
@@ -65,9 +59,8 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
 
 std::tuple<Tensor, Tensor> bias_gelu_backward(
     const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
-  check_bias(x, bias);
-  STD_TORCH_CHECK(
-      grad.numel() == x.numel() && grad.scalar_type() == x.scalar_type(), "bias_gelu: grad must be as x");
+  check_activation("bias_gelu", x, bias, 1);
+  check_gradient("bias_gelu", grad, x);
   const auto input = torch::stable::contiguous(x);
   const auto upper = torch::stable::contiguous(grad);
   const int64_t columns = x.size(x.dim() - 1);

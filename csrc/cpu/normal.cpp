@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../checks.h"
 #include "../ops.h"
 #include "dtype.h"
 #include "isa.h"
@@ -34,8 +35,7 @@ MEGALITE_INLINE void fill_span(
 void fill_normal_(
     torch::stable::Tensor out, double std, double mean, int64_t key, int64_t base, int64_t run_length,
     int64_t run_stride) {
-  STD_TORCH_CHECK(out.is_contiguous(), "fill_normal_: out must be contiguous");
-  STD_TORCH_CHECK(run_length > 0, "fill_normal_: run_length must be positive");
+  check_fill(out, run_length);
   dispatch_floating(out, [&](auto element) {
     using T = decltype(element);
     T* target = static_cast<T*>(out.mutable_data_ptr());

@@ -1,6 +1,7 @@
 // Rotary position embedding on the CPU; what it computes is told in megalite/kernels/rotary.py.
 #include "contract.h"
 
+#include "../checks.h"
 #include "../ops.h"
 #include "rows.h"
 
@@ -9,14 +10,8 @@ namespace megalite::cpu {
 using torch::stable::Tensor;
 
 Tensor rotate(const Tensor& x, const Tensor& cosine, const Tensor& sine, bool inverse) {
-  STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0, "rotate: x must be [s, b, n, d] with an even d");
+  check_tables(x, cosine, sine);
   const int64_t sequence = x.size(0), batch = x.size(1), heads = x.size(2), d = x.size(3);
-  const auto is_table = [&](const Tensor& table) {
-    return table.is_cpu() && table.dim() == 4 && table.size(0) == sequence && table.size(2) == 1 && table.size(3) == d &&
-           (table.size(1) == 1 || table.size(1) == batch) && table.size(1) == cosine.size(1) &&
-           table.scalar_type() == cosine.scalar_type();
-  };
-  STD_TORCH_CHECK(is_table(cosine) && is_table(sine), "rotate: cosine and sine must be [s, b or 1, 1, d]");
   const auto input = x.stride(3) == 1 ? x : torch::stable::contiguous(x);  // a slice of heads is read in place
   const auto cosines = torch::stable::contiguous(cosine), sines = torch::stable::contiguous(sine);
   auto out = torch::stable::new_empty(x, {sequence, batch, heads, d});
@@ -24,8 +19,6 @@ Tensor rotate(const Tensor& x, const Tensor& cosine, const Tensor& sine, bool in
   const int64_t table_batch = cosine.size(1);
   dispatch_floating(input, [&](auto element) {
     using T = decltype(element);
-    STD_TORCH_CHECK(
-        cosine.element_size() == sizeof(Wide<T>), "rotate: cosine and sine must be in fp32, or fp64 for fp64");
     const T* source = static_cast<const T*>(input.const_data_ptr());
     const auto* cos_table = static_cast<const Wide<T>*>(cosines.const_data_ptr());
     const auto* sin_table = static_cast<const Wide<T>*>(sines.const_data_ptr());

@@ -14,6 +14,7 @@
 namespace megalite::cpu {
 
 constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
+constexpr int64_t kSpan = 512;       // of a row's, whose sums stay in the first-level cache
 
 // A bias in the precision of the computation, zeros where there is none: the loops then need no second form.
 template <class T>
@@ -43,13 +44,14 @@ void for_rows(int64_t rows, int64_t columns, const Row& row) {
   });
 }
 
-// Calls `span(row, first column, count, sums)` for all elements. A span adds to any of `num_sums` sums, and `out` gets
-// what they come to over all rows.
+// Calls `span(row, first column, count, sums)` for all elements, `max_span` at a time. A span adds to any of `num_sums`
+// sums, and `out` gets what they come to over all rows.
 //
 // Rows are summed in tiles, and then the tiles: with the same tiles whatever the threads, and in short chains.
 template <class T, class Span>
-void sum_rows(int64_t rows, int64_t columns, int64_t num_sums, T* out, const Span& span) {
-  constexpr int64_t kMaxTiles = 64, kMinTileRows = 16, kSpan = 512;
+void sum_rows(
+    int64_t rows, int64_t columns, int64_t num_sums, T* out, const Span& span, int64_t max_span = kSpan) {
+  constexpr int64_t kMaxTiles = 64, kMinTileRows = 16;
   const int64_t tile_rows = std::max(kMinTileRows, (rows + kMaxTiles - 1) / kMaxTiles);
   const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
   std::vector<Wide<T>> partial(tiles * num_sums);
@@ -59,8 +61,8 @@ void sum_rows(int64_t rows, int64_t columns, int64_t num_sums, T* out, const Spa
       for (int64_t tile = begin; tile < end; ++tile) {
         const int64_t last = std::min(rows, (tile + 1) * tile_rows);
         Wide<T>* sums = partial.data() + tile * num_sums;
-        for (int64_t column = 0; column < columns; column += kSpan) {
-          const int64_t count = std::min(kSpan, columns - column);
+        for (int64_t column = 0; column < columns; column += max_span) {
+          const int64_t count = std::min(max_span, columns - column);
           for (int64_t r = tile * tile_rows; r < last; ++r) span(r, column, count, sums);
         }
       }

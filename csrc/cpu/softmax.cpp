@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../ops.h"
+#include "../row_checks.h"
 #include "dtype.h"
 #include "elementary.h"
 #include "isa.h"
@@ -149,36 +150,19 @@ MEGALITE_INLINE void backward_row(
 
 using Tensor = torch::stable::Tensor;
 
-const int64_t* int64_pointer(const std::optional<Tensor>& tensor, int64_t numel, const char* what) {
-  if (!tensor.has_value()) return nullptr;
-  STD_TORCH_CHECK(
-      tensor->is_cpu() && tensor->is_contiguous() && tensor->numel() == numel &&
-          tensor->scalar_type() == torch::headeronly::ScalarType::Long,
-      "causal_softmax: ", what, " must be contiguous int64 on the CPU, with ", numel, " elements");
-  return static_cast<const int64_t*>(tensor->const_data_ptr());
-}
-
 Problem problem_of(
     const Tensor& scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
     const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
     int64_t seq_length) {
-  STD_TORCH_CHECK(scores.dim() == 4 && scores.is_contiguous(), "causal_softmax: scores must be contiguous, 4-D");
-  const int64_t num_samples = scores.size(0), num_heads = scores.size(1), rows = scores.size(2);
-  STD_TORCH_CHECK(
-      first >= 0 && first + rows <= scores.size(3) && scores.size(3) <= seq_length,
-      "causal_softmax: a query lies beyond the keys, or a key beyond the sequence");
+  check_scores(scores, first, seq_length);
   STD_TORCH_CHECK(p == 0.0 || samples.has_value(), "causal_softmax: dropout needs sample numbers");
-  const double* slope = nullptr;
-  if (slopes.has_value()) {
-    STD_TORCH_CHECK(
-        slopes->is_cpu() && slopes->is_contiguous() && slopes->numel() == num_heads &&
-            slopes->scalar_type() == torch::headeronly::ScalarType::Double,
-        "causal_softmax: slopes must be contiguous fp64 [n] on the CPU");
-    slope = static_cast<const double*>(slopes->const_data_ptr());
-  }
+  const int64_t num_samples = scores.size(0), num_heads = scores.size(1);
   return {
-      num_heads, rows, scores.size(3), scale, slope, int64_pointer(starts, num_samples * seq_length, "starts"),
-      int64_pointer(samples, num_samples, "samples"), p > 0.0, mask_of(p, key), base, first, seq_length};
+      num_heads, scores.size(2), scores.size(3), scale,
+      checked_elements<double>(scores, slopes, num_heads, "slopes"),
+      checked_elements<int64_t>(scores, starts, num_samples * seq_length, "starts"),
+      checked_elements<int64_t>(scores, samples, num_samples, "samples"), p > 0.0, mask_of(p, key), base, first,
+      seq_length};
 }
 
 // Calls `body(row's number, its range, buffers)` for every query, each buffer as long as there are keys.
@@ -201,11 +185,8 @@ Tensor causal_softmax_(
     int64_t seq_length) {
   const Problem problem =
       problem_of(scores, slopes, starts, samples, scale, p, key, base, first, seq_length);
-  using torch::headeronly::ScalarType;
-  const bool is_double = scores.scalar_type() == ScalarType::Double;
-  const int64_t num_samples = scores.size(0);
   auto log_sums = torch::stable::new_empty(
-      scores, {num_samples, problem.num_heads, problem.rows}, is_double ? ScalarType::Double : ScalarType::Float);
+      scores, {scores.size(0), problem.num_heads, problem.rows}, computed_in(scores));
   dispatch_floating(scores, [&](auto element) {
     using T = decltype(element);
     T* values = static_cast<T*>(scores.mutable_data_ptr());
@@ -223,15 +204,7 @@ void causal_softmax_backward_(
     int64_t base, int64_t first, int64_t seq_length) {
   const Problem problem =
       problem_of(scores, slopes, starts, samples, scale, p, key, base, first, seq_length);
-  using torch::headeronly::ScalarType;
-  const bool is_double = scores.scalar_type() == ScalarType::Double;
-  STD_TORCH_CHECK(
-      grad.is_contiguous() && grad.numel() == scores.numel() && grad.scalar_type() == scores.scalar_type(),
-      "causal_softmax_backward_: grad must be contiguous, and as scores");
-  STD_TORCH_CHECK(
-      log_sums.is_contiguous() && log_sums.numel() == scores.size(0) * problem.num_heads * problem.rows &&
-          log_sums.scalar_type() == (is_double ? ScalarType::Double : ScalarType::Float),
-      "causal_softmax_backward_: log_sums must be what causal_softmax_ returned");
+  check_weights_gradient(scores, grad, log_sums);
   dispatch_floating(scores, [&](auto element) {
     using T = decltype(element);
     T* values = static_cast<T*>(scores.mutable_data_ptr());

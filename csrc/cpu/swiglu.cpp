@@ -1,6 +1,7 @@
 // Bias and SwiGLU on the CPU; what it computes is told in megalite/kernels/swiglu.py.
 #include "contract.h"
 
+#include "../checks.h"
 #include "../ops.h"
 #include "elementary.h"
 #include "rows.h"
@@ -9,13 +10,6 @@ namespace megalite::cpu {
 namespace {
 
 using torch::stable::Tensor;
-
-void check(const Tensor& x, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) % 2 == 0, "bias_swiglu: x must be [..., 2 n]");
-  STD_TORCH_CHECK(
-      !bias || (bias->is_cpu() && bias->scalar_type() == x.scalar_type() && bias->numel() == x.size(x.dim() - 1)),
-      "bias_swiglu: bias must have 2 n elements, of x's dtype and device");
-}
 
 // A tensor of the shape of x but for its last dim.
 Tensor new_like(const Tensor& x, int64_t columns) {
@@ -27,7 +21,7 @@ Tensor new_like(const Tensor& x, int64_t columns) {
 }  // namespace
 
 Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
-  check(x, bias);
+  check_activation("bias_swiglu", x, bias, 2);
   const auto input = torch::stable::contiguous(x);
   const int64_t columns = x.size(x.dim() - 1) / 2;
   auto out = new_like(input, columns);
@@ -53,10 +47,8 @@ Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
 
 std::tuple<Tensor, Tensor> bias_swiglu_backward(
     const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
-  check(x, bias);
-  STD_TORCH_CHECK(
-      2 * grad.numel() == x.numel() && grad.scalar_type() == x.scalar_type(),
-      "bias_swiglu: grad must be [..., n], of x's dtype");
+  check_activation("bias_swiglu", x, bias, 2);
+  check_gradient("bias_swiglu", grad, x, 2);
   const auto input = torch::stable::contiguous(x), upper = torch::stable::contiguous(grad);
   const int64_t columns = x.size(x.dim() - 1) / 2;
   auto out = torch::stable::new_empty(input, input.sizes());

@@ -5,15 +5,18 @@ from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import bias_dropout_add
 from megalite.kernels.gelu import bias_gelu
 from megalite.kernels.library import implementation
+from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
 from megalite.kernels.normal import fill_normal_
 from megalite.kernels.philox import site_key
 from megalite.kernels.rotary import rotate
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.swiglu import bias_swiglu
+from megalite.kernels.weight_gradient import add_weight_gradient_
 
 __all__ = [
     "CausalSoftmax",
     "Drop",
+    "add_weight_gradient_",
     "bias_dropout_add",
     "bias_gelu",
     "bias_swiglu",
@@ -22,6 +25,10 @@ __all__ = [
     "describe",
     "dropout",
     "fill_normal_",
+    "layer_norm",
+    "layer_norm_on",
+    "rms_norm",
+    "rms_norm_on",
     "rotate",
     "site_key",
 ]
@@ -35,13 +42,15 @@ _OPS = (
     "cross_entropy_statistics",
     "dropout",
     "fill_normal_",
+    "rms_norm",
     "rotate",
 )
+_CUDA_OPS = ("layer_norm",)  # PyTorch's own serves on a CPU
 
 
 def describe(device_type: str = "cpu") -> str:
     """One line for the log that names what each operator runs on."""
     names: dict[str, list[str]] = {}
-    for op in _OPS:
+    for op in (*_OPS, *(_CUDA_OPS if device_type == "cuda" else ())):
         names.setdefault(implementation(op, device_type), []).append(op)
     return "; ".join(f"{', '.join(ops)}: {serving}" for serving, ops in names.items())

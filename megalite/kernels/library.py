@@ -1,4 +1,4 @@
-"""The compiled library of kernels: loads it if it is there, and says what serves where it is not."""
+"""The compiled libraries of kernels: loads those that are there, and says what serves where one is not."""
 
 import importlib
 import os
@@ -12,33 +12,48 @@ NAMESPACE = "megalite"
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _LIBRARY = "megalite.kernels._C"
+_CUDA_LIBRARY = "megalite.kernels._CUDA"
 _CAPABILITY = "MEGALITE_CPU_CAPABILITY"
 _CAPABILITIES = ("default", "avx2", "avx512")
 
 
-def _load() -> str:
-    """Registers the compiled kernels with torch; returns why it could not, or an empty string."""
+def _load(library: str, needed: str) -> str:
+    """Registers the kernels of a library with torch; returns why it could not, or an empty string."""
+    try:
+        importlib.import_module(library)
+    except ModuleNotFoundError:
+        return f"not compiled when megalite was built: pip install --no-build-isolation . with {needed}"
+    except ImportError as error:  # built for another torch, another machine
+        return f"compiled library does not load: {str(error).splitlines()[0]}"
+    return ""
+
+
+def _load_cpu() -> str:
     asked = os.environ.get(_CAPABILITY)
     if asked is not None and asked not in _CAPABILITIES:
         raise UserError(f"{_CAPABILITY}={asked} is none of {', '.join(_CAPABILITIES)}: unset it, or name one")
-    try:
-        library = importlib.import_module(_LIBRARY)
-    except ModuleNotFoundError:
-        return "not compiled when megalite was built: pip install --no-build-isolation . with a C++ compiler"
-    except ImportError as error:  # built for another torch, another machine
-        return f"compiled library does not load: {str(error).splitlines()[0]}"
-    return "" if hasattr(library, "capability") else "compiled library is an older megalite's: build it again"
+    problem = _load(_LIBRARY, "a C++ compiler")
+    if problem or hasattr(sys.modules[_LIBRARY], "capability"):
+        return problem
+    return "compiled library is an older megalite's: build it again"
 
 
-LOAD_ERROR = _load()
+LOAD_ERROR = _load_cpu()
+CUDA_LOAD_ERROR = "torch has no CUDA" if torch.version.cuda is None else _load(_CUDA_LIBRARY, "nvcc")
+
+
+def is_compiled(op: str, device_type: str) -> bool:
+    """Whether a compiled kernel serves `op` on `device_type`."""
+    key = _DISPATCH_KEYS.get(device_type)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
 
 
 def implementation(op: str, device_type: str) -> str:
     """What serves `op` on `device_type`: `compiled` and for what, or `reference` and why."""
-    key = _DISPATCH_KEYS.get(device_type)
     is_cpu = device_type == "cpu"
-    if key and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key):
+    if is_compiled(op, device_type):
         return f"compiled ({LOAD_ERROR or sys.modules[_LIBRARY].capability()})" if is_cpu else "compiled"
-    if is_cpu:
-        return f"reference ({LOAD_ERROR or 'the compiled library lacks it: build megalite again'})"
-    return f"reference (no compiled kernel for {device_type})"
+    if device_type not in _DISPATCH_KEYS:
+        return f"reference (no compiled kernel for {device_type})"
+    problem = LOAD_ERROR if is_cpu else CUDA_LOAD_ERROR
+    return f"reference ({problem or 'the compiled library lacks it: build megalite again'})"

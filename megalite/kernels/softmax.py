@@ -38,12 +38,14 @@ class Drop(NamedTuple):
         key: 64 bits, from `site_key(seed, site's name)`.
         sample_numbers: int64 ``[b]``, each sample's number in the run.
         base: index of the first head's first weight.
+        key_tensor: the key in a graph of torch.compile, which serves other keys too, and reads no `key`.
     """
 
     p: float
     key: int
     sample_numbers: Tensor
     base: int = 0
+    key_tensor: Tensor | None = None
 
 
 class CausalSoftmax(NamedTuple):
@@ -106,7 +108,7 @@ class CausalSoftmax(NamedTuple):
         where = (first, self.seq_length)
         if self.drop is None or self.drop.p == 0.0:
             return self.slopes, self.starts, None, self.scale, 0.0, 0, 0, *where
-        p, key, samples, base = self.drop
+        p, key, samples, base, _ = self.drop
         return self.slopes, self.starts, samples.contiguous(), self.scale, p, signed64(key), base, *where
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.kernels import layer_norm_on, rms_norm_on
 from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
 
 
@@ -17,9 +17,10 @@ class LayerNorm(nn.Module):
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
         self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), place)  # [h]
+        self.normalise = layer_norm_on(place.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        return self.normalise(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -29,9 +30,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
+        self.normalise = rms_norm_on(place.device.type)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return self.normalise(x, self.weight, self.epsilon)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

@@ -11,7 +11,7 @@ from megalite.kernels import library
 LEVELS = ("default", "avx2", "avx512")
 SCRIPT = """
 import torch
-from megalite.kernels import dropout, gelu, library, rotary, swiglu
+from megalite.kernels import dropout, gelu, library, norm, rotary, swiglu
 from megalite.kernels.cross_entropy import cross_entropy_statistics, statistics_reference
 from megalite.kernels.normal import fill_normal_, reference
 
@@ -24,6 +24,11 @@ for dtype in (torch.float32, torch.bfloat16):
         backward, grad = getattr(torch.ops.megalite, name + "_backward"), op(x, None)
         for one, other in zip(backward(grad, x, None), module.backward_reference(grad, x, None)):
             torch.testing.assert_close(one, other, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    row = (x, x[0, 0], 1e-5)
+    torch.testing.assert_close(torch.ops.megalite.rms_norm(*row), norm.rms_reference(*row))
+    found, expected = torch.ops.megalite.rms_norm_backward(x, *row), norm.rms_backward_reference(x, *row)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     from megalite.kernels.dropout import reference as dropped
     site = (numbers, 0.3, 5, 1, 130)
     assert torch.equal(torch.ops.megalite.dropout(x, *site), dropped(x, *site))

@@ -45,7 +45,7 @@ def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int) -> Tens
         seen = seen & (places >= softmax.starts[:, None, first : first + rows, None])
     weights = torch.softmax(x.masked_fill(~seen, -torch.inf), dim=-1)
     if softmax.drop is not None:
-        p, key, samples, base = softmax.drop
+        p, key, samples, base, _ = softmax.drop
         kept = dropout(torch.ones(1, b, n, s, s, dtype=torch.float64), p, key, samples, base=base)[0]
         weights = weights * kept[:, :, first : first + rows, :keys]
     return weights
