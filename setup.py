@@ -1,13 +1,18 @@
 """Builds the C++ parts into the package; all else that describes it stands in pyproject.toml.
 
-Three libraries: `megalite.data._index_builder` and `megalite.data._json_reader` on pybind11, without which
-nothing trains and no corpus is read, and `megalite.kernels._C` on torch's stable ABI, whose place plain
-PyTorch takes where it cannot be built.
+Four libraries: `megalite.data._index_builder` and `megalite.data._json_reader` on pybind11, without which
+nothing trains and no corpus is read, and `megalite.kernels._C` and, where torch has CUDA,
+`megalite.kernels._CUDA` on torch's stable ABI, whose place plain PyTorch takes where they cannot be built.
 """
 
 import importlib.metadata
 import importlib.util
 import logging
+import os
+import re
+import runpy
+import shutil
+import subprocess
 import sys
 from glob import glob
 from pathlib import Path
@@ -16,7 +21,7 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 
 # The oldest torch that the library runs on, whichever newer one it is built with.
 TORCH_TARGET_VERSION = "0x020B000000000000"
@@ -24,6 +29,7 @@ TORCH_TARGET_VERSION = "0x020B000000000000"
 # The random numbers are the same bits on every machine only if a * b + c is rounded twice; the other two
 # let loops with square roots and comparisons vectorise and change no result.
 EXACT_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 def index_builder() -> Extension:
@@ -56,13 +62,30 @@ def kernels() -> list[Extension]:
         )
         return []
     root = Path(torch.submodule_search_locations[0])
-    # CUDA sources (csrc/cuda) join this list where torch.version.cuda is set and nvcc is there.
-    sources = ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))]
-    extension = Extension(
-        "megalite.kernels._C",
+    cpu = stable_library("_C", ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))], root)
+    if runpy.run_path(str(root / "version.py"))["cuda"] is None:
+        return [cpu]
+    toolkit = cuda_toolkit()
+    if toolkit is None:
+        logging.warning(
+            "megalite.kernels._CUDA is left out, as there is no nvcc: plain PyTorch serves on GPUs. "
+            "To build it: set CUDA_HOME to a CUDA toolkit, and pip install --no-build-isolation ."
+        )
+        return [cpu]
+    cuda = stable_library("_CUDA", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), root)
+    # CUDA's runtime comes along, so that any torch will do whose driver is new enough.
+    cuda.libraries += ["torch_cuda", "cudart_static", "dl", "rt", "pthread"]
+    cuda.library_dirs += [str(toolkit / folder) for folder in ("lib64", "lib")]
+    return [cpu, cuda]
+
+
+def stable_library(name: str, sources: list[str], torch: Path) -> Extension:
+    """A library of kernels on torch's stable ABI."""
+    return Extension(
+        f"megalite.kernels.{name}",
         sources,
-        include_dirs=[str(root / "include")],
-        library_dirs=[str(root / "lib")],
+        include_dirs=[str(torch / "include")],
+        library_dirs=[str(torch / "lib")],
         libraries=["torch_cpu"],  # loaded already wherever torch is imported: no path to it is recorded
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fopenmp-simd", *EXACT_FLAGS],
@@ -70,7 +93,32 @@ def kernels() -> list[Extension]:
         optional=True,
         language="c++",
     )
-    return [extension]
+
+
+def nvcc() -> str | None:
+    """The CUDA compiler: that of CUDA_HOME, or the first in PATH."""
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+
+
+def cuda_toolkit() -> Path | None:
+    """The toolkit's folder, which nvcc knows, wherever a link or a script to it lies."""
+    compiler = nvcc()
+    if compiler is None:
+        return None
+    told = subprocess.run([compiler, "--dryrun", "-E", "none.cu"], capture_output=True, text=True).stderr
+    top = re.search(r"TOP=(.+)", told)
+    return Path(top[1]).resolve() if top else None
+
+
+def gpu_targets(compiler: str) -> list[str]:
+    """Flags for the GPUs that the compiler knows of those meant, and for all later ones."""
+    told = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    known = [code for code in ("90", "100") if f"sm_{code}" in told]
+    return [
+        "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+        *(f"-gencode=arch=compute_{code}a,code=sm_{code}a" for code in known),
+    ]
 
 
 def is_stale(object_file: str, source: str) -> bool:
@@ -92,6 +140,19 @@ class BuildExt(build_ext):
         if self.editable_mode:
             folder = Path("build") / f"editable-{sys.implementation.cache_tag}"
             self.build_temp, self.build_lib = str(folder / "temp"), str(folder / "lib")
+
+    def build_extensions(self) -> None:
+        """Has nvcc compile the `.cu` files, and the C++ compiler all others."""
+        compile_cpp = self.compiler._compile
+
+        def compile_any(target, source, extension, *arguments):
+            if extension != ".cu":
+                return compile_cpp(target, source, extension, *arguments)
+            self.spawn([nvcc(), *NVCC_FLAGS, *gpu_targets(nvcc()), "-c", source, "-o", target])
+
+        self.compiler.src_extensions.append(".cu")
+        self.compiler._compile = compile_any
+        super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
         """Builds a library, and leaves no older one behind if that fails."""

@@ -1,0 +1,84 @@
+// What the bindings of CUDA kernels share: the device and stream of a call, pointers and dtypes of tensors.
+#pragma once
+
+// Before any other of torch's headers: makes them declare the current stream.
+#ifndef USE_CUDA
+#define USE_CUDA
+#endif
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+
+#include "../checks.h"
+#include "launch.h"
+
+#define MEGALITE_DEVICE cuda::ops  // beside the launchers of the same names
+#include "../ops.h"
+
+namespace megalite::cuda {
+
+using torch::stable::Tensor;
+
+// Makes a tensor's device the current one for as long as this lives, and knows the device's current stream.
+class __attribute__((visibility("hidden"))) Place {
+ public:
+  explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+inline Dtype dtype_of(const Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return Dtype::kDouble;
+    case ScalarType::Float:
+      return Dtype::kFloat;
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    case ScalarType::Half:
+      return Dtype::kHalf;
+    default:
+      STD_TORCH_CHECK(false, "expected a tensor of fp64, fp32, bf16 or fp16");
+  }
+}
+
+// The dtype of the computation.
+inline torch::headeronly::ScalarType wide_dtype(const Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline int64_t rows_of(const Tensor& x) {
+  const int64_t columns = x.size(x.dim() - 1);
+  return columns == 0 ? 0 : x.numel() / columns;
+}
+
+inline std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional<Tensor>(torch::stable::contiguous(*tensor)) : std::nullopt;
+}
+
+inline const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+// Memory for the parts of `num_sums` sums for each of the columns.
+inline Tensor new_workspace(const Tensor& like, int64_t rows, int64_t columns, int64_t num_sums = 1) {
+  const int64_t parts = max_sum_parts(dtype_of(like), rows, columns);
+  return torch::stable::new_empty(like, {parts * num_sums * columns}, wide_dtype(like));
+}
+
+}  // namespace megalite::cuda

@@ -1,0 +1,121 @@
+// Bias, dropout and residual add on a GPU; what it computes is told in megalite/kernels/dropout_add.py.
+#include "random.cuh"
+#include "rows.cuh"
+
+namespace megalite::cuda {
+namespace {
+
+template <class T, int kWidth>
+struct Forward {
+  struct Loaded {
+    Vector<T, kWidth> x, residual;
+  };
+  struct State {
+    Wide<T> bias[kWidth];
+  };
+
+  const T *x, *bias, *residual;
+  T* out;
+  int64_t columns;
+  Site site;
+  Mask mask;
+
+  __device__ State begin(int64_t vector) const {
+    State state;
+    load_wide<kWidth>(state.bias, bias == nullptr ? bias : bias + vector * kWidth);
+    return state;
+  }
+
+  __device__ Loaded load(int64_t row, int64_t vector) const {
+    const int64_t at = row * columns + vector * kWidth;
+    return {cuda::load<kWidth>(x + at), cuda::load<kWidth>(residual + at)};
+  }
+
+  __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
+    uint32_t words[kWidth] = {};
+    auto scale = Wide<T>{1};
+    if (mask.threshold != 0) {  // else all are kept, as they are
+      const Position position = position_of(site, row);
+      words_at(words, position.index + vector * kWidth, position.sample, mask.key);
+      scale = static_cast<Wide<T>>(mask.scale);
+    }
+    Vector<T, kWidth> result;
+    MEGALITE_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const Wide<T> kept = (widen(loaded.x.values[i]) + state.bias[i]) * scale;
+      result.values[i] =
+          narrow<T>(widen(loaded.residual.values[i]) + (words[i] >= mask.threshold ? kept : Wide<T>{0}));
+    }
+    store(out + row * columns + vector * kWidth, result);
+  }
+};
+
+template <class T, int kWidth>
+struct Backward {
+  static constexpr int kSums = 1;
+  using Loaded = Vector<T, kWidth>;
+  struct State {
+    Wide<T> sums[kSums][kWidth];
+  };
+
+  const T* grad;
+  T* x_grad;
+  int64_t columns;
+  Site site;
+  Mask mask;
+
+  __device__ State begin(int64_t) const { return {}; }
+
+  __device__ Loaded load(int64_t row, int64_t vector) const {
+    return cuda::load<kWidth>(grad + row * columns + vector * kWidth);
+  }
+
+  __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
+    uint32_t words[kWidth] = {};
+    if (mask.threshold != 0) {
+      const Position position = position_of(site, row);
+      words_at(words, position.index + vector * kWidth, position.sample, mask.key);
+    }
+    const auto scale = static_cast<Wide<T>>(mask.scale);
+    Vector<T, kWidth> result;
+    MEGALITE_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const Wide<T> kept = words[i] >= mask.threshold ? widen(loaded.values[i]) * scale : Wide<T>{0};
+      result.values[i] = narrow<T>(kept);
+      state.sums[0][i] += kept;
+    }
+    store(x_grad + row * columns + vector * kWidth, result);
+  }
+};
+
+}  // namespace
+
+void bias_dropout_add(
+    Dtype dtype, const void* x, const void* bias, const void* residual, void* out, int64_t rows, int64_t columns,
+    Site site, Mask mask, cudaStream_t stream) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    dispatch_width<T>(fits_vectors(columns * sizeof(T), x, bias, residual, out), [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Forward<T, kWidth> op{
+          static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<const T*>(residual), static_cast<T*>(out),
+          columns, site, mask};
+      for_rows(op, rows, columns / kWidth, stream);
+    });
+  });
+}
+
+void bias_dropout_add_backward(
+    Dtype dtype, const void* grad, void* x_grad, void* bias_grad, void* workspace, int64_t rows, int64_t columns,
+    Site site, Mask mask, cudaStream_t stream) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    dispatch_width<T>(fits_vectors(columns * sizeof(T), grad, x_grad), [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Backward<T, kWidth> op{static_cast<const T*>(grad), static_cast<T*>(x_grad), columns, site, mask};
+      sum_rows<T, kWidth>(op, rows, columns, workspace, bias_grad, stream);
+    });
+  });
+}
+
+}  // namespace megalite::cuda

@@ -1,0 +1,38 @@
+// Functions that fp64 and fp32 have in common, and faster ones where the result is rounded to 16 bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../element.h"
+
+namespace megalite::cuda {
+
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+
+// exp(x) for a result of type T. The special function unit is off by about as many units in the last place of fp32 as
+// x is large: too far for fp32, and nothing to 16 bits.
+template <class T>
+__device__ __forceinline__ Wide<T> exp_for(Wide<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    return __expf(x);
+  } else {
+    return exp_of(x);
+  }
+}
+
+// 1 / x for a result of type T; 0 in place of what is less than the smallest normal number.
+template <class T>
+__device__ __forceinline__ Wide<T> inverse_for(Wide<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    return __fdividef(1.0f, x);
+  } else {
+    return Wide<T>{1} / x;
+  }
+}
+
+// a * b + c in one rounding. Nothing else is contracted: these files are compiled with --fmad=false.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+}  // namespace megalite::cuda

@@ -1,0 +1,115 @@
+// One block for one row: loops over its neighbouring elements in the widest accesses that their addresses allow.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "reduce.cuh"
+#include "vector.cuh"
+
+namespace megalite::cuda {
+
+constexpr int kMaxSpanThreads = 512;  // of a block
+
+template <int kWidth>
+using Width = std::integral_constant<int, kWidth>;
+
+// Threads for a span of so many elements of T: whole warps, with kInFlight vectors for each where it is long enough.
+template <class T, int kInFlight>
+dim3 span_threads(int64_t count) {
+  const int64_t needed = count / (kVectorWidth<T> * kInFlight) + 1;
+  return dim3(static_cast<unsigned>(std::min<int64_t>((needed + kWarp - 1) / kWarp * kWarp, kMaxSpanThreads)));
+}
+
+// Calls apply(loaded, vector) once for each vector of [0, vectors), by one of the block's threads, and the same one each
+// time; loaded = load(vector). A thread loads kInFlight of them before it applies the first.
+template <int kInFlight, class Load, class Apply>
+__device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, const Apply& apply) {
+  const int64_t step = blockDim.x;
+  int64_t vector = threadIdx.x;
+  for (; vector + (kInFlight - 1) * step < vectors; vector += kInFlight * step) {
+    decltype(load(vector)) loaded[kInFlight];
+    MEGALITE_UNROLL
+    for (int i = 0; i < kInFlight; ++i) loaded[i] = load(vector + i * step);
+    MEGALITE_UNROLL
+    for (int i = 0; i < kInFlight; ++i) apply(loaded[i], vector + i * step);
+  }
+  for (; vector < vectors; vector += step) apply(load(vector), vector);
+}
+
+// Calls apply(loaded, at, width) once for each element of [0, count), by one of the block's threads, with
+// loaded = load(at, width) for the elements from `at` on: as many as a vector has (width is a constant), and one by one
+// at the end. Who gets which depends on `count` and the block alone, and so does the order of sums over them: the same
+// row gives the same bits wherever it lies.
+template <int kInFlight, class T, class Load, class Apply>
+__device__ __forceinline__ void sum_span(int64_t count, const Load& load, const Apply& apply) {
+  constexpr int kWidth = kVectorWidth<T>;
+  const int64_t vectors = count / kWidth;
+  for_vectors<kInFlight>(
+      vectors, [&](int64_t vector) { return load(vector * kWidth, Width<kWidth>{}); },
+      [&](const auto& loaded, int64_t vector) { apply(loaded, vector * kWidth, Width<kWidth>{}); });
+  for (int64_t at = vectors * kWidth + threadIdx.x; at < count; at += blockDim.x) {
+    apply(load(at, Width<1>{}), at, Width<1>{});
+  }
+}
+
+// As sum_span, but for what adds up nothing: vectors begin where all pointers, to their elements 0, are aligned, if they
+// are alike, and elements before that are done one by one too.
+template <int kInFlight, class T, class Load, class Apply, class... Others>
+__device__ __forceinline__ void for_span(
+    int64_t count, const Load& load, const Apply& apply, const T* pointer, const Others*... others) {
+  constexpr int kWidth = kVectorWidth<T>;
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  const bool are_alike = (((reinterpret_cast<uintptr_t>(others) ^ address) | ... | 0) & (kVectorBytes - 1)) == 0;
+  const auto before = static_cast<int64_t>((0 - address) % kVectorBytes / sizeof(T));  // up to an aligned one
+  const int64_t head = are_alike && before < count ? before : count;
+  const int64_t vectors = (count - head) / kWidth;
+  for_vectors<kInFlight>(
+      vectors, [&](int64_t vector) { return load(head + vector * kWidth, Width<kWidth>{}); },
+      [&](const auto& loaded, int64_t vector) { apply(loaded, head + vector * kWidth, Width<kWidth>{}); });
+  for (int64_t i = threadIdx.x; i < count - vectors * kWidth; i += blockDim.x) {
+    const int64_t at = i < head ? i : i + vectors * kWidth;
+    apply(load(at, Width<1>{}), at, Width<1>{});
+  }
+}
+
+// As load, for elements that need not be aligned.
+template <int kWidth, class T>
+__device__ __forceinline__ Vector<T, kWidth> load_anywhere(const T* from) {
+  if (reinterpret_cast<uintptr_t>(from) % sizeof(Vector<T, kWidth>) == 0) return load<kWidth>(from);
+  Vector<T, kWidth> vector;
+  MEGALITE_UNROLL
+  for (int i = 0; i < kWidth; ++i) vector.values[i] = from[i];
+  return vector;
+}
+
+template <class T>
+__device__ __forceinline__ void zero_span(T* to, int64_t count) {
+  struct Nothing {};
+  for_span<1>(
+      count, [](int64_t, auto) { return Nothing{}; },
+      [=](Nothing, int64_t at, auto width) { store(to + at, Vector<T, decltype(width)::value>{}); }, to);
+}
+
+// The sums of the block's threads' values, for all of them.
+template <int kNum, class W>
+__device__ __forceinline__ void block_sums(W (&values)[kNum], W (&shared)[kMaxSpanThreads / kWarp][kNum]) {
+  const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
+  MEGALITE_UNROLL
+  for (int i = 0; i < kNum; ++i) values[i] = warp_reduce(values[i], Add{});
+  if (num_warps == 1) return;
+  if (threadIdx.x % kWarp == 0) {
+    MEGALITE_UNROLL
+    for (int i = 0; i < kNum; ++i) shared[warp][i] = values[i];
+  }
+  __syncthreads();
+  MEGALITE_UNROLL
+  for (int i = 0; i < kNum; ++i) {
+    values[i] = shared[0][i];
+    for (int w = 1; w < num_warps; ++w) values[i] += shared[w][i];
+  }
+  __syncthreads();
+}
+
+}  // namespace megalite::cuda

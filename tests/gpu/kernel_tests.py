@@ -1,0 +1,50 @@
+"""Runs the tests of the CPU's kernels on the GPU's: each call goes to the GPU and its results come back.
+
+A program, as the CPU's own kernels must not be loaded: `python -m tests.gpu.kernel_tests FILE...`
+"""
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+LIBRARY = "megalite.kernels._C"
+
+
+def elsewhere(
+    op: torch._ops.OpOverload, there: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., object]:
+    """The operator on copies of its tensors, of which those that it writes to are copied back."""
+
+    def call(*arguments: object) -> object:
+        moved = tree_map_only(torch.Tensor, there, arguments)
+        result = op(*moved)
+        for declared, given, copy in zip(op._schema.arguments, arguments, moved, strict=False):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                assert isinstance(given, torch.Tensor)
+                given.copy_(copy)
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
+
+    return call
+
+
+def main(arguments: Sequence[str]) -> int:
+    pose = types.ModuleType(LIBRARY)
+    pose.capability = lambda: "CUDA"  # type: ignore[attr-defined]
+    sys.modules[LIBRARY] = pose
+    import megalite.kernels
+
+    library = torch.library.Library("megalite", "IMPL")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        namespace, _, op = name.partition("::")
+        if namespace == "megalite":
+            library.impl(op, elsewhere(getattr(torch.ops.megalite, op).default, torch.Tensor.cuda), "CPU")
+    print(megalite.kernels.describe("cuda"))
+    return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
