@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
+from megalite.gpu import prepare_environment, settings_for
 from megalite.host import keep_freed_memory, limit_threads
 from megalite.meeting import at_work, name_of_start, wait_for_all
 from megalite.network import choose_interface
@@ -154,6 +155,8 @@ class Topology:
                 every rank alike and without a hang.
         """
         sizes = _axis_sizes(parallel, launch.world_size)
+        if parallel.distributed_backend != "gloo":
+            prepare_environment(settings_for(parallel.tp, parallel.zero_stage))
         device = _pick_device(parallel.distributed_backend, launch.local_rank)
         if device.type == "cpu":
             if parallel.keep_freed_memory:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "folders", "log", "host", "meeting", "network", "observer", "config"),
+    ("errors", "folders", "gpu", "log", "host", "meeting", "network", "observer", "config"),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),

@@ -160,7 +160,6 @@ _RULES: dict[str, Rule] = {
     "--no-bias-swiglu-fusion": _accepted(_FUSION),
     "--no-bias-dropout-fusion": _accepted(_FUSION),
     "--no-rope-fusion": _accepted(_FUSION),
-    "--no-gradient-accumulation-fusion": _accepted(_FUSION),
 }
 
 

@@ -54,6 +54,8 @@ class ParallelConfig:
         default=None, metadata=flags(sets={"--grad-reduce-in-bf16": "bf16"})
     )
     """Round gradients to this for their way between data-parallel ranks; by default they are not."""
+    gradient_accumulation_fusion: bool = True
+    """Let the products that make weights' gradients add to the sums of them; not with --zero-stage 3."""
     distributed_backend: Backend = "auto"
     """What the ranks talk through; auto is nccl on GPUs and gloo without."""
     distributed_timeout_minutes: int = 10

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megalite.config import OptimizerConfig
 from megalite.optim.flat import Bucket, Slot
@@ -92,10 +91,10 @@ class BucketState:
 
 
 class AdamW:
-    """torch's fused AdamW (Loshchilov and Hutter 2019), by its functional form.
+    """torch's fused AdamW (Loshchilov and Hutter 2019), by the op itself.
 
     The class `torch.optim.AdamW` imports torch's compiler when one is made: a second and more of each rank's
-    start, for a compiler that is not used.
+    start, for a compiler that is not used. And it counts a step for each tensor, where one count is enough.
 
     Attributes:
         num_steps: updates so far, an fp32 scalar.
@@ -107,39 +106,72 @@ class AdamW:
         self.num_steps = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], learning_rate: float, weight_decay: float) -> None:
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        divisor: Tensor | None,
+        is_good: Tensor,
+    ) -> None:
         """Updates the main weights, and with them the owned elements of the model's.
 
         Args:
-            gradients: of the owned elements, for each of the states.
+            gradients: of the owned elements, for each of the states; they are left divided.
+            divisor: what they are divided by on their way, a scalar on the device; None divides by nothing.
+            is_good: a bool scalar on the device; where it is false, all is left as it was.
         """
         pairs = list(zip(self.states, gradients, strict=True))
+        signals = _Signals(
+            self.num_steps + 1,
+            None if divisor is None else divisor.float(),
+            is_good.logical_not().float(),
+        )
         for decay in (True, False):
             members = [pair for pair in pairs if pair[0].decay is decay]
-            self._update(members, learning_rate, weight_decay if decay else 0.0)
-        self.num_steps += 1
+            self._update(members, learning_rate, weight_decay if decay else 0.0, signals)
+        self.num_steps += is_good
         for state in self.states:
             state.publish()
 
     def _update(
-        self, pairs: Sequence[tuple[Owned, Tensor]], learning_rate: float, weight_decay: float
+        self,
+        pairs: Sequence[tuple[Owned, Tensor]],
+        learning_rate: float,
+        weight_decay: float,
+        signals: _Signals,
     ) -> None:
         if not pairs:  # a stage without layers has none
             return
         states = [state for state, _ in pairs]
-        adamw(
-            params=[state.main for state in states],
-            grads=[gradient for _, gradient in pairs],
-            exp_avgs=[state.moments["exp_avg"] for state in states],
-            exp_avg_sqs=[state.moments["exp_avg_sq"] for state in states],
-            max_exp_avg_sqs=[],
-            state_steps=[self.num_steps.clone() for _ in states],  # each is counted up
-            fused=True,
-            amsgrad=False,
+        torch._fused_adamw_(
+            [state.main for state in states],
+            [gradient for _, gradient in pairs],
+            [state.moments["exp_avg"] for state in states],
+            [state.moments["exp_avg_sq"] for state in states],
+            [],
+            [signals.number] * len(states),
+            lr=learning_rate,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
-            lr=learning_rate,
             weight_decay=weight_decay,
             eps=self.config.adam_eps,
+            amsgrad=False,
             maximize=False,
+            grad_scale=signals.divisor,
+            found_inf=signals.is_bad,
         )
+
+
+class _Signals(NamedTuple):
+    """Scalars on the device that the update reads there, in fp32 as it takes them.
+
+    Attributes:
+        number: of this update, from 1.
+        divisor: of the gradients; None divides by nothing.
+        is_bad: 1 leaves all as it was, 0 does not.
+    """
+
+    number: Tensor
+    divisor: Tensor | None
+    is_bad: Tensor

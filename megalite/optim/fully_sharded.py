@@ -69,14 +69,14 @@ class FullyShardedOptimizer:
         for rows in self.rows:
             rows.parameter.grad = None
 
-    def finish_gradients(self, scale: Tensor | None = None) -> float:
+    def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
         """Completes the gradients over all ranks.
 
         Args:
             scale: a scalar on the device that they are multiplied by.
 
         Returns:
-            Their global norm, as if the scaler had not scaled the loss.
+            Their global norm, as if the scaler had not scaled the loss: an fp64 scalar on the device.
         """
         with observed(self.observers, "all-grads-sync"):
             if self.sums_over_tp:
@@ -85,7 +85,7 @@ class FullyShardedOptimizer:
             if scale is not None:
                 torch._foreach_mul_([rows.gradient for rows in self.held], scale)
             counted = (rows.gradient for rows in self._counted())
-            return global_norm(counted, self.topology).item() / self.scaler.scale
+            return global_norm(counted, self.topology) / self.scaler.scale
 
     def params_norm(self) -> float:
         """2-norm of the whole model's weights, the same on every rank; every rank calls it."""
@@ -107,14 +107,12 @@ class FullyShardedOptimizer:
         """Names of the parameters of whose complete gradient this rank has a part that is not finite."""
         return [rows.name for rows in self.held if not rows.gradient.isfinite().all()]
 
-    def step(self, learning_rate: float, weight_decay: float, grad_norm: float) -> bool:
-        """Clips the gradients to the config's norm and updates the weights.
-
-        Returns:
-            False where the norm is not finite: the weights are left as they were.
-        """
+    def step(
+        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
+    ) -> None:
+        """As `Optimizer.step`."""
         gradients = [rows.gradient for rows in self.held]
-        return self.update(gradients, learning_rate, weight_decay, grad_norm)
+        self.update(gradients, learning_rate, weight_decay, grad_norm, is_allowed)
 
     def finish_weights(self) -> None:
         """Gives up what an evaluation has left whole: to be called before weights are read or changed."""

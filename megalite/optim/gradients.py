@@ -70,7 +70,7 @@ class WholeGradients:
         self.has_views = self.dtype == bucket.weight.dtype
         if self.has_views:
             for slot in bucket.slots:
-                slot.parameter.grad = bucket.view(self.whole, slot)
+                slot.parameter.grad = self.sum_of(slot)
 
     @property
     def whole(self) -> Tensor:
@@ -95,13 +95,16 @@ class WholeGradients:
         self.whole.zero_()
 
     def take(self, slot: Slot) -> None:
-        """Counts a parameter's new gradient, and adds it unless autograd has."""
+        """Counts a parameter's new gradient, and adds it unless autograd or the product that made it has."""
         self.num_arrived += 1
-        if self.has_views:
+        if self.has_views or slot.parameter.grad is None:
             return
-        assert slot.parameter.grad is not None
-        self.bucket.view(self.whole, slot).add_(slot.parameter.grad)
+        self.sum_of(slot).add_(slot.parameter.grad)
         slot.parameter.grad = None
+
+    def sum_of(self, slot: Slot) -> Tensor:
+        """Where a parameter's gradients add up, in its shape."""
+        return self.bucket.view(self.whole, slot)
 
     def start(self) -> Message:
         """Starts the sum over the ranks."""

@@ -14,7 +14,10 @@ BACKOFF = 0.5
 
 
 class LossScaler:
-    """A constant factor on the loss; 1 changes nothing."""
+    """A constant factor on the loss; 1 changes nothing.
+
+    It lives on the host, which nobody waits for.
+    """
 
     def __init__(self, scale: float) -> None:
         self._scale = torch.tensor(scale, dtype=torch.float32)
@@ -58,11 +61,11 @@ class DynamicLossScaler(LossScaler):
         if overflowed:
             self._num_good.zero_()
             self._patience -= 1
-            if self._patience <= 0:
+            if self._patience.item() <= 0:
                 self._scale.mul_(BACKOFF).clamp_(min=self.config.min_loss_scale)
             return
         self._num_good += 1
-        if self._num_good == self.config.loss_scale_window:
+        if self._num_good.item() == self.config.loss_scale_window:
             self._num_good.zero_()
             self._patience.fill_(self.config.hysteresis)
             self._scale.mul_(GROWTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from megalite.parallel.collectives import all_reduce
 from megalite.topology import Topology
 
-BLOCK = 2**16
-"""Elements summed in one go. torch's CPU norm adds squares in a few long fp32 chains: 1e8 elements at once
-come out 1% too small, and by another share in another layout; blocks of this size are exact to 2e-7."""
+BLOCKS = {"cpu": 2**16}
+"""Elements summed in one go, by device; elsewhere all at once, which the op itself cuts into such blocks.
+
+torch's CPU norm adds squares in a few long fp32 chains: 1e8 elements at once come out 1% too small, and by
+another share in another layout; blocks of this size are exact to 2e-7."""
 
 
 def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:
@@ -29,6 +32,7 @@ def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:
 
 def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Of all elements, a scalar in fp64."""
-    if blocks := [block for grad in gradients for block in grad.view(-1).split(BLOCK)]:
+    size = BLOCKS.get(device.type, sys.maxsize)
+    if blocks := [block for gradient in gradients for block in gradient.view(-1).split(size)]:
         return torch.stack(torch._foreach_norm(blocks)).double().square().sum()
     return torch.zeros((), dtype=torch.float64, device=device)

@@ -20,6 +20,7 @@ from megalite.optim.part import Part
 from megalite.optim.reducer import GradReducer
 from megalite.optim.update import ClippedUpdate
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.rng import fill_initial
 from megalite.parallel.tied import TiedWeight, sum_over_edges
 from megalite.topology import Topology
@@ -44,6 +45,7 @@ class Optimizer:
         topology: Topology,
         dtype: torch.dtype,
         units: Sequence[Unit] = (),
+        weight_gradients: WeightGradients | None = None,
     ) -> None:
         """Moves the parameters into buckets and makes the gradients' buffers and the state.
 
@@ -55,6 +57,7 @@ class Optimizer:
             dtype: of the weights.
             units: the rank's modules in the order in which forward calls them; weights that are gathered
                 under forward are waited for there.
+            weight_gradients: of the linear layers, which may add theirs to the buffers themselves.
         """
         self.topology = topology
         self.tied = tied
@@ -62,6 +65,8 @@ class Optimizer:
         stage = parallel.zero_stage_among(topology.dp.size)
         self.gradients = self._make_gradients(list(named_parameters), parallel, stage)
         self.reducer = self._make_reducer(parallel)
+        self.weight_gradients = weight_gradients or WeightGradients()
+        self.sums = self.reducer.sums() if self.weight_gradients.are_fused else {}
         self.states = [BucketState(each.bucket, each.owned) for each in self.gradients]
         self.adamw = AdamW(self.states, config, topology.device)
         self.scaler = build_loss_scaler(config, dtype)
@@ -90,16 +95,18 @@ class Optimizer:
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients and gets ready for that many backward passes."""
         self.reducer.begin(num_microbatches)
+        self.weight_gradients.sums = self.sums
 
-    def finish_gradients(self, scale: Tensor | None = None) -> float:
+    def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
         """Completes the gradients over all ranks.
 
         Args:
             scale: a scalar on the device that they are multiplied by.
 
         Returns:
-            Their global norm, as if the scaler had not scaled the loss.
+            Their global norm, as if the scaler had not scaled the loss: an fp64 scalar on the device.
         """
+        self.weight_gradients.sums = {}
         with observed(self.observers, "all-grads-sync"):
             self.reducer.finish()
             if self.sums_over_tp:
@@ -108,7 +115,7 @@ class Optimizer:
             if scale is not None and self.gradients:
                 torch._foreach_mul_([each.summed for each in self.gradients], scale)
             counted = [each.shard for each in self.gradients if self._counts(each.bucket)]
-            return global_norm(counted, self.topology).item() / self.scaler.scale
+            return global_norm(counted, self.topology) / self.scaler.scale
 
     def params_norm(self) -> float:
         """2-norm of the whole model's weights, the same on every rank; every rank calls it."""
@@ -148,18 +155,22 @@ class Optimizer:
         }
         return [name for name, part in parts.items() if not part.tensor.isfinite().all()]
 
-    def step(self, learning_rate: float, weight_decay: float, grad_norm: float) -> bool:
+    def step(
+        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
+    ) -> None:
         """Clips the gradients to the config's norm and updates the weights.
 
-        Returns:
-            False where the norm is not finite: the weights are left as they were.
+        The device decides: where the norm is not finite, or the update is not allowed, weights and state are
+        left as they were. The scaler is not told.
+
+        Args:
+            grad_norm: what `finish_gradients` has given.
+            is_allowed: a bool scalar on the device; by default it is.
         """
         summed = [each.summed for each in self.gradients]
-        if not self.update(summed, learning_rate, weight_decay, grad_norm):
-            return False
+        self.update(summed, learning_rate, weight_decay, grad_norm, is_allowed)
         if self.gatherer is not None:
             self.gatherer.start()
-        return True
 
     def finish_weights(self) -> None:
         """Waits until every weight is whole again: to be called before they are read outside of forward."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.optim.flat import Slot
 from megalite.optim.gradients import Message, WholeGradients
+from megalite.parallel.deferred import GradientSum
 from megalite.topology import Axis
 
 MAX_IN_FLIGHT = 2
@@ -49,13 +50,20 @@ class GradReducer:
         # What is still to leave: a bucket, and how many gradients it waits for.
         self._waiting: deque[tuple[WholeGradients, int]] = deque()
         self._in_flight: deque[Message] = deque()
-        for each in gradients:
-            if dp.size > 1 or not each.has_views:
-                for slot in each.bucket.slots:
-                    slot.parameter.register_post_accumulate_grad_hook(partial(self._take, each, slot))
-        if last is not None:
-            for slot in last.bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(partial(_take_alone, last, slot))
+        for each, slot, take in self._takers():
+            if each is last or dp.size > 1 or not each.has_views:
+                slot.parameter.register_post_accumulate_grad_hook(take)
+
+    def sums(self) -> dict[nn.Parameter, GradientSum]:
+        """Where each parameter's gradients add up, for products that add to them without autograd.
+
+        A parameter's hook fires all the same where autograd comes by with nothing to add; elsewhere `arrived`
+        does what the hook would.
+        """
+        return {
+            slot.parameter: GradientSum(partial(each.sum_of, slot), partial(take, slot.parameter))
+            for each, slot, take in self._takers()
+        }
 
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients; expects each parameter's from each of `num_microbatches` backward passes."""
@@ -81,6 +89,15 @@ class GradReducer:
             if self.dp.size > 1:
                 self._in_flight.append(self.last.start())
         self._wait(0)
+
+    def _takers(self) -> Iterator[tuple[WholeGradients, Slot, Callable[[Tensor], None]]]:
+        """What is to be called with each parameter that has got its gradient."""
+        for each in self.gradients:
+            for slot in each.bucket.slots:
+                yield each, slot, partial(self._take, each, slot)
+        if self.last is not None:
+            for slot in self.last.bucket.slots:
+                yield self.last, slot, partial(_take_alone, self.last, slot)
 
     def _take(self, gradients: WholeGradients, slot: Slot, _: Tensor) -> None:
         gradients.take(slot)

@@ -9,7 +9,8 @@
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.) In backward the input's gradient comes
 first, and its collective runs under the weight gradient's product. With sequence parallelism the slice of the
-input is saved and not the whole, which backward gathers again under the input gradient's product.
+input is saved and not the whole, which backward gathers again under the input gradient's product. Where
+somebody keeps sums of the weights' gradients, the product adds to them at once.
 
 Shapes: s sequence, b microbatch, t = tp.size; a layer's features are in and out, those of one rank i and o.
 """
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megalite.kernels import add_weight_gradient_
 from megalite.parallel.collectives import (
     Pending,
     reduce_from,
@@ -40,7 +42,42 @@ Product = Callable[[Tensor, nn.Parameter, "nn.Parameter | None"], Tensor]
 """x, weight ``[..., i]`` and bias -> ``x weight^T + bias``; all dims of the weight but its last are one."""
 
 
-def column_product(place: Placement) -> Product:
+class Arithmetic(Protocol):
+    """What a rank's own product computes with; it sends no tensors of the layer's."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``[s, b, i]`` and ``[o, i]`` -> ``[s, b, o]``."""
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+        """``[s, b, o]`` and ``[o, i]`` -> what gives ``[s, b, i]``, and sends nothing any more."""
+
+    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """The product and its gradients for a graph of torch.compile, on one rank."""
+
+
+class _Plain:
+    """Arithmetic in the tensors' own dtype."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `Arithmetic`, the same bits whether or not the weight has a gradient.
+
+        For torch that decides whether s and b become one dim, and the two products round differently.
+        """
+        return F.linear(x.contiguous(), weight.detach(), bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+        """As `Arithmetic`, likewise."""
+        return lambda: (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
+
+    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+
+PLAIN = _Plain()
+"""The arithmetic of every layer that has no other."""
+
+
+def column_product(place: Placement, arithmetic: Arithmetic = PLAIN) -> Product:
     """The product with a weight that is cut by its output features.
 
     It takes ``[s, b, in]`` (whole, or the rank's slice ``[s/t, b, in]`` under sequence parallelism) to
@@ -50,16 +87,16 @@ def column_product(place: Placement) -> Product:
         entry: _Entry = _Nothing()
     else:
         entry = (_GatheredSequence if place.sequence_parallel else _Copied)(place.tp)
-    return _local_product(entry, place)
+    return _local_product(entry, place, arithmetic)
 
 
-def row_product(place: Placement) -> Product:
+def row_product(place: Placement, arithmetic: Arithmetic = PLAIN) -> Product:
     """The product with a weight that is cut by its input features.
 
     It takes ``[s, b, i]`` to ``[s, b, out]`` (whole, or ``[s/t, b, out]`` under sequence parallelism). The
     bias is whole on every rank and added once, to the sum.
     """
-    local = _local_product(_Nothing(), place)
+    local = _local_product(_Nothing(), place, arithmetic)
     if place.tp.size == 1:
         return local
 
@@ -120,48 +157,44 @@ class _GatheredSequence:
         return start_scatter_sum(grad, self.tp)
 
 
-class _Deferred(NamedTuple):
-    """Parameters whose gradients are not autograd's to make, and where the products go."""
+class _Owner(NamedTuple):
+    """Whose gradients the backward pass makes, and what becomes of them."""
 
     queue: WeightGradients
     weight: nn.Parameter
     bias: nn.Parameter | None
+    arithmetic: Arithmetic
 
 
-def _local_product(entry: _Entry, place: Placement) -> Product:
+def _local_product(entry: _Entry, place: Placement, arithmetic: Arithmetic) -> Product:
     """The product of this rank's features."""
     queue = place.weight_gradients
-    if queue.are_deferred:
+    if place.tp.size == 1 and not (queue.are_deferred or queue.are_fused):
+        return arithmetic.traced
 
-        def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-            detached = None if bias is None else bias.detach().flatten()
-            later = _Deferred(queue, weight, bias)
-            y: Tensor = _Product.apply(x, weight.detach().flatten(0, -2), detached, entry, later)
-            return y
+    def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        if torch.compiler.is_compiling():  # only at tp 1; a graph has no place for another's sums
+            return arithmetic.traced(x, weight, bias)
+        flat = weight.flatten(0, -2), None if bias is None else bias.flatten()
+        y: Tensor = _Product.apply(x, *flat, entry, _Owner(queue, weight, bias, arithmetic))
+        return y
 
-    elif place.tp.size == 1:
+    def deferred(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        flat = weight.detach().flatten(0, -2), None if bias is None else bias.detach().flatten()
+        y: Tensor = _Product.apply(x, *flat, entry, _Owner(queue, weight, bias, arithmetic))
+        return y
 
-        def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-            return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
-
-    else:
-
-        def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-            flat = None if bias is None else bias.flatten()
-            y: Tensor = _Product.apply(x, weight.flatten(0, -2), flat, entry, None)
-            return y
-
-    return product
+    return deferred if queue.are_deferred else product
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: _Entry, deferred: _Deferred | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: _Entry, owner: _Owner
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.deferred = entry, deferred
-        return _output(entry.enter(x), weight, bias)
+        ctx.entry, ctx.owner = entry, owner
+        return owner.arithmetic.output(entry.enter(x), weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -169,31 +202,27 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         entry: _Entry = ctx.entry
+        owner: _Owner = ctx.owner
+        input_gradient = owner.arithmetic.input_gradient(grad, weight) if needs_x else None
         whole = entry.enter_again(x) if needs_weight else None
-        x_grad = entry.leave(_input_gradient(grad, weight)) if needs_x else None
-        weight_grad = _weight_gradient(grad, whole.wait()) if whole is not None else None
+        x_grad = None if input_gradient is None else entry.leave(input_gradient())
+        weight_grad = _weight_gradient(owner, grad, whole.wait()) if whole is not None else None
         bias_grad = _bias_gradient(grad) if needs_bias else None
-        if ctx.deferred is not None:
-            _defer(ctx.deferred, entry, x, grad)
+        if owner.queue.are_deferred:
+            _defer(owner, entry, x, grad)
         return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None
 
 
-def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[s, b, i]`` and ``[o, i]`` -> ``[s, b, o]``, the same bits whether or not the weight has a gradient.
-
-    For torch that decides whether s and b become one dim, and the two products round differently.
-    """
-    return F.linear(x.contiguous(), weight.detach(), bias)
-
-
-def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """``[s, b, o]`` and ``[o, i]`` -> ``[s, b, i]``, likewise."""
-    return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """``[s, b, o]`` and ``[s, b, i]`` -> ``[o, i]``."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+def _weight_gradient(owner: _Owner, grad: Tensor, x: Tensor) -> Tensor | None:
+    """``[s, b, o]`` and ``[s, b, i]`` -> ``[o, i]``, or nothing: it is in the weight's sum of gradients."""
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    kept = owner.queue.sums.get(owner.weight)
+    if kept is None:
+        return grad.t() @ x
+    add_weight_gradient_(kept.tensor().flatten(0, -2), grad, x)
+    if owner.queue.are_deferred:
+        kept.arrived()
+    return None
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
@@ -201,12 +230,13 @@ def _bias_gradient(grad: Tensor) -> Tensor:
     return grad.flatten(0, -2).sum(0)
 
 
-def _defer(deferred: _Deferred, entry: _Entry, x: Tensor, grad: Tensor) -> None:
+def _defer(owner: _Owner, entry: _Entry, x: Tensor, grad: Tensor) -> None:
     """Leaves both parameters' gradients for later; what waits is the input as saved: a slice if it is one."""
-    queue, weight, bias = deferred
+    queue, weight, bias, _ = owner
 
-    def of_weight() -> Tensor:
-        return _weight_gradient(grad, entry.enter_again(x).wait()).view(weight.shape)
+    def of_weight() -> Tensor | None:
+        gradient = _weight_gradient(owner, grad, entry.enter_again(x).wait())
+        return None if gradient is None else gradient.view(weight.shape)
 
     queue.add(weight, of_weight)
     if bias is not None:

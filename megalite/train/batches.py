@@ -21,6 +21,8 @@ from megalite.topology import Topology
 NUM_AHEAD = 4
 """Microbatches that are read before they are asked for."""
 
+_NO_TEXT = np.empty((0, 1), np.int64)
+
 
 class BatchLoader:
     """Loads microbatch `index` of the global batch that starts at sample `consumed`.
@@ -56,8 +58,7 @@ class BatchLoader:
         """
         samples = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
         if self._prefetcher is None:
-            none = torch.empty(0, dtype=torch.int64)
-            return Microbatch(none, none, torch.from_numpy(samples).to(self.device))
+            return HostBatch.of(_NO_TEXT, samples, self.device).to(self.device)
         try:
             microbatch = self._prefetcher.take(samples).to(self.device)
         except UserError as error:

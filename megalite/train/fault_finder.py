@@ -140,7 +140,7 @@ class FaultFinder:
 
         self._optimizer.begin(1)
         self._pipeline.train_step(1, load)
-        return self._optimizer.finish_gradients()
+        return self._optimizer.finish_gradients().item()
 
     def _first_bad_parameter(self) -> str:
         """The bad parameter nearest to the loss, over all ranks, in words."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from megalite.config import TrainingConfig
 
 MIN_LOSSES = 10
@@ -56,10 +58,8 @@ class Guard:
             return Fault("loss", f"the loss is {loss}")
         if self._checks_nan and not math.isfinite(grad_norm) and not may_overflow:
             return Fault("gradient", f"the grad norm is {grad_norm}")
-        if not self._checks_spikes or len(recent_losses) < MIN_LOSSES:
-            return None
-        median = statistics.median(recent_losses)
-        if not loss > self._factor * median:
+        median = self._median(recent_losses)
+        if median is None or not loss > self._factor * median:
             return None
         return Fault(
             "spike",
@@ -67,6 +67,22 @@ class Guard:
             f"{len(recent_losses)}",
         )
 
+    def allows(self, loss: Tensor, recent_losses: Sequence[float]) -> Tensor:
+        """Whether `fault` would find nothing wrong with the loss, a bool scalar where the loss is.
+
+        So the device can leave an update out before the host has read what it is judged by.
+        """
+        median = self._median(recent_losses)
+        highest = math.inf if median is None else self._factor * median
+        is_low = loss.gt(highest).logical_not_()  # NaN is not above anything
+        return is_low.logical_and_(loss.isfinite()) if self._checks_nan else is_low
+
     def kept(self, loss: float) -> tuple[float, ...]:
         """What later losses are told by, of an iteration that was trained: its loss, or nothing."""
         return (loss,) if self._checks_spikes and math.isfinite(loss) else ()
+
+    def _median(self, recent_losses: Sequence[float]) -> float | None:
+        """What a loss is spiky above a multiple of; None where none is."""
+        if not self._checks_spikes or len(recent_losses) < MIN_LOSSES:
+            return None
+        return statistics.median(recent_losses)

@@ -14,6 +14,7 @@ from megalite.optim.gather import Unit
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.part import Part
+from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.tied import TiedWeight
 from megalite.topology import Topology
 from megalite.train.chunks import named_parameters
@@ -27,9 +28,11 @@ class RunOptimizer(Protocol):
 
     def begin(self, num_microbatches: int) -> None: ...
 
-    def finish_gradients(self, scale: Tensor | None = None) -> float: ...
+    def finish_gradients(self, scale: Tensor | None = None) -> Tensor: ...
 
-    def step(self, learning_rate: float, weight_decay: float, grad_norm: float) -> bool: ...
+    def step(
+        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
+    ) -> None: ...
 
     def finish_weights(self) -> None: ...
 
@@ -50,12 +53,21 @@ class RunOptimizer(Protocol):
     def state(self) -> Mapping[str, Tensor | Part]: ...
 
 
-def build_optimizer(chunks: Sequence[GPTStage], config: Config, topology: Topology) -> RunOptimizer:
-    """Takes over the chunks' weights; main weights in fp32 start as the model's before rounding."""
-    return OPTIMIZERS[config.parallel.zero_stage_among(topology.dp.size)](chunks, config, topology)
+def build_optimizer(
+    chunks: Sequence[GPTStage], config: Config, topology: Topology, weight_gradients: WeightGradients
+) -> RunOptimizer:
+    """Takes over the chunks' weights; main weights in fp32 start as the model's before rounding.
+
+    Args:
+        weight_gradients: of the chunks' linear layers.
+    """
+    build = OPTIMIZERS[config.parallel.zero_stage_among(topology.dp.size)]
+    return build(chunks, config, topology, weight_gradients)
 
 
-def _with_whole_weights(chunks: Sequence[GPTStage], config: Config, topology: Topology) -> RunOptimizer:
+def _with_whole_weights(
+    chunks: Sequence[GPTStage], config: Config, topology: Topology, weight_gradients: WeightGradients
+) -> RunOptimizer:
     optimizer = Optimizer(
         named_parameters(chunks),
         _tied_weight(chunks, topology),
@@ -64,12 +76,15 @@ def _with_whole_weights(chunks: Sequence[GPTStage], config: Config, topology: To
         topology,
         DTYPES[config.model.params_dtype],
         [Unit(module, uses) for chunk in chunks for module, uses in chunk.units()],
+        weight_gradients,
     )
     optimizer.initialize_main(config.training.seed)
     return optimizer
 
 
-def _with_shared_weights(chunks: Sequence[GPTStage], config: Config, topology: Topology) -> RunOptimizer:
+def _with_shared_weights(
+    chunks: Sequence[GPTStage], config: Config, topology: Topology, _: WeightGradients
+) -> RunOptimizer:
     from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch takes seconds to import DTensor
 
     (model,) = chunks  # there is no pipeline
@@ -84,7 +99,7 @@ def _with_shared_weights(chunks: Sequence[GPTStage], config: Config, topology: T
     )
 
 
-OPTIMIZERS: dict[int, Callable[[Sequence[GPTStage], Config, Topology], RunOptimizer]] = {
+OPTIMIZERS: dict[int, Callable[[Sequence[GPTStage], Config, Topology, WeightGradients], RunOptimizer]] = {
     0: _with_whole_weights,
     1: _with_whole_weights,
     2: _with_whole_weights,

@@ -25,6 +25,7 @@ from megalite.train.course import Course
 from megalite.train.fault_finder import FaultFinder
 from megalite.train.guard import Guard
 from megalite.train.optimizer import RunOptimizer
+from megalite.train.readout import Readout
 from megalite.train.telemetry.timers import BATCH_GENERATOR, Timers
 
 
@@ -130,6 +131,11 @@ def total_loss(losses: Sequence[Tensor], topology: Topology, scale: Tensor | Non
 class TrainStep:
     """Runs iterations; holds no count of its own: what an iteration is follows from the run's progress.
 
+    The device decides for itself whether it updates the weights, by the same rules as the host, from the loss
+    and the norm that it has; the host reads both in one piece, once the update is in the device's queue. So
+    the device always has work while the host waits, judges and gets the next iteration ready. What the host
+    knows beforehand, the median that spiky losses are told by, it gives along.
+
     Args:
         course: plans each iteration.
         load: gives a microbatch by the batch's first sample and its number within the batch.
@@ -175,26 +181,34 @@ class TrainStep:
         rate = plan.learning_rate
         if plan.is_left_out:
             return StepResult(math.nan, math.nan, rate, True, plan.num_samples, is_left_out=True)
-        loss, grad_norm = self.gradients(consumed)
-        may_overflow = self.optimizer.scaler.can_go_down
-        fault = self.guard.fault(loss, grad_norm, progress.recent_losses, may_overflow)
+        mean_loss, norm = self.gradients(consumed)
+        readout = Readout(mean_loss, norm)
+        is_allowed = self.guard.allows(mean_loss, progress.recent_losses)
+        self.before_update()
+        with self.timers("optimizer"):
+            self.optimizer.step(rate, plan.weight_decay, norm, is_allowed)
+        loss, grad_norm = readout.read()
+        scaler = self.optimizer.scaler
+        fault = self.guard.fault(loss, grad_norm, progress.recent_losses, scaler.can_go_down)
         if fault is not None:
             where = self.finder.where(fault, consumed, self.num_microbatches(consumed))
             told = f"{fault.what}, {where}; the update was skipped"
             return StepResult(loss, grad_norm, rate, True, plan.num_samples, fault=told)
-        self.before_update()
-        with self.timers("optimizer"):
-            updated = self.optimizer.step(rate, plan.weight_decay, grad_norm)
+        overflowed = not math.isfinite(grad_norm)
+        scaler.update(overflowed)
         kept = self.guard.kept(loss)
-        return StepResult(loss, grad_norm, rate, not updated, plan.num_samples, kept_losses=kept)
+        return StepResult(loss, grad_norm, rate, overflowed, plan.num_samples, kept_losses=kept)
 
     def num_microbatches(self, consumed_samples: int) -> int:
         """Microbatches of this rank in the batch from sample `consumed_samples` on."""
         num_samples = self.course.batch_size(consumed_samples)
         return num_samples // (self.load.micro_batch_size * self.topology.dp.size)
 
-    def gradients(self, consumed_samples: int) -> tuple[float, float]:
-        """Fills the gradients, complete over all ranks; returns the loss and the gradient's norm."""
+    def gradients(self, consumed_samples: int) -> tuple[Tensor, Tensor]:
+        """Fills the gradients, complete over all ranks; gives the loss and the gradient's norm.
+
+        Both are fp64 scalars on the device, which have not been waited for.
+        """
         counted = CountedTokens(self.topology)
 
         def load(index: int) -> Microbatch:
@@ -208,6 +222,5 @@ class TrainStep:
         with self.timers("forward-backward"):
             losses = self.pipeline.train_step(num_microbatches, load)
         scale = counted.scale() if self.masks_loss else None
-        loss = total_loss(losses, self.topology, scale)  # read below: to read the norm waits for both
-        grad_norm = self.optimizer.finish_gradients(scale)
-        return loss.item(), grad_norm
+        loss = total_loss(losses, self.topology, scale)
+        return loss, self.optimizer.finish_gradients(scale)

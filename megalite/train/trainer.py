@@ -30,6 +30,7 @@ from megalite.train.guard import Guard
 from megalite.train.optimizer import build_optimizer
 from megalite.train.step import BatchTokens, StepResult, TrainStep, build_pipeline
 from megalite.train.telemetry.timers import Timers
+from megalite.train.weight_gradients import fusion_of
 
 
 class Trainer:
@@ -57,9 +58,12 @@ class Trainer:
         self.num_microbatches = config.num_microbatches(dp)
         self.batch_tokens = BatchTokens(self.global_batch_size * config.model.seq_length)
         with timers("model-and-optimizer-setup"):
-            weight_gradients = WeightGradients(SCHEDULES[config.parallel.schedule].splits_backward)
+            weight_gradients = WeightGradients(
+                SCHEDULES[config.parallel.schedule].splits_backward,
+                fusion_of(config, topology).is_on,
+            )
             self.chunks = build_chunks(config, topology, weight_gradients)
-            self.optimizer = build_optimizer(self.chunks, config, topology)
+            self.optimizer = build_optimizer(self.chunks, config, topology, weight_gradients)
         self.pipeline = build_pipeline(self.chunks, config, topology, self.batch_tokens, weight_gradients)
         if timers.level > 0:
             for observers in self.observer_lists():

@@ -123,8 +123,10 @@ def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topol
     mean = expected(training, GLOBAL_BATCH_SIZE)
     gradients = torch.autograd.grad(mean, list(weights.values()))
     loss, grad_norm = trainer.train_step.gradients(0)
-    assert loss == pytest.approx(mean.item(), rel=1e-13)
-    assert grad_norm == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-12)
+    assert loss.item() == pytest.approx(mean.item(), rel=1e-13)
+    assert grad_norm.item() == pytest.approx(
+        torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-12
+    )
     for name, gradient in zip(weights, gradients, strict=True):
         torch.testing.assert_close(
             trainer.optimizer.gradient(name), gradient, rtol=1e-9, atol=1e-14, msg=name

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megalite.config import TrainingConfig
 from megalite.log import log
-from megalite.parallel.collectives import largest_of_all
+from megalite.parallel.collectives import all_reduce, largest_of_all
 from megalite.topology import Topology
 from megalite.train.stopping.signals import INTERRUPTED, STOP_SIGNALS, TEMPORARY_FAILURE, StopSignals
 
@@ -74,7 +75,7 @@ class StopConditions:
         return stop
 
     def now(self) -> Stop | None:
-        """Why to stop at this moment; costs an all-reduce of three numbers an axis, if anything may ask."""
+        """Why to stop at this moment; costs an all-reduce of three numbers, if anything may ask."""
         config = self.config
         if not (config.exit_signals or config.kill_switch_path or config.exit_duration_in_mins):
             return None
@@ -99,7 +100,10 @@ class StopConditions:
             raise Stopped(stop)
 
     def _agreed(self) -> list[float]:
-        """Age in minutes, kill switch and signal, each the largest of any rank: none may decide alone."""
+        """Age in minutes, kill switch and signal, each the largest of any rank: none may decide alone.
+
+        The hosts ask each other: on a GPU the answer would wait for all the work that is queued there.
+        """
         name = self.signals.received
         seen = torch.tensor(
             [
@@ -108,9 +112,9 @@ class StopConditions:
                 0 if name is None else 1 + STOP_SIGNALS.index(name),
             ],
             dtype=torch.float64,
-            device=self.topology.device,
+            device="cpu",
         )
-        return largest_of_all(seen, self.topology).tolist()
+        return all_reduce(seen, self.topology.world, dist.ReduceOp.MAX).tolist()
 
 
 def is_switched_off(config: TrainingConfig) -> bool:

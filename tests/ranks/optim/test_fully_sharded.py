@@ -176,8 +176,10 @@ def meet_overflow(topology: Topology, config: Config) -> list[tuple[bool, float]
         tokens = torch.arange(S)[None]
         before = trainer.optimizer.weight("layers.0.mlp.up.weight")
         (model(tokens, tokens, torch.zeros(1, dtype=torch.int64), None) * scale).backward()
-        updated = trainer.optimizer.step(1e-2, 0.1, trainer.optimizer.finish_gradients())
-        assert torch.equal(before, trainer.optimizer.weight("layers.0.mlp.up.weight")) is not updated
+        norm = trainer.optimizer.finish_gradients()
+        trainer.optimizer.step(1e-2, 0.1, norm)
+        trainer.optimizer.scaler.update(overflowed=not norm.isfinite())
+        updated = not torch.equal(before, trainer.optimizer.weight("layers.0.mlp.up.weight"))
         told.append((updated, trainer.optimizer.scaler.scale))
     return told
 

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import run_ranks
-from megalite.parallel.deferred import WeightGradients, run_deferred
+from megalite.parallel.deferred import GradientSum, WeightGradients, run_deferred
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.parallel.shard import Placement, gather_full, spec_of
 
 S, B, WIDTH, OUT = 8, 3, 8, 12
 NUM_MICROBATCHES = 2
-FORMS = list(itertools.product((False, True), (False, True)))
-"""Whether sequence parallel, whether deferred."""
+FORMS = list(itertools.product((False, True), (False, True), (False, True)))
+"""Whether sequence parallel, whether deferred, whether the product adds to a sum of somebody's."""
 
 
 def full(name, *shape):
@@ -67,9 +67,9 @@ def gradients_of(layer, topology, sequence_parallel):
     return found
 
 
-def linear(kind, topology, sequence_parallel, deferred):
+def linear(kind, topology, sequence_parallel, deferred, fused):
     """Two microbatches through a layer, their weight gradients together or each after its backward."""
-    queue = WeightGradients(deferred)
+    queue = WeightGradients(deferred, are_fused=fused)
     place = Placement(topology.tp, torch.float64, topology.device, sequence_parallel, queue)
     layer = kind(WIDTH, (2, OUT) if kind is ColumnParallelLinear else OUT, place, bias=True, std=1.0)
     fill(layer, topology)
@@ -77,6 +77,9 @@ def linear(kind, topology, sequence_parallel, deferred):
     x_dim, y_dim = (cut.sequence_dim, -1) if kind is ColumnParallelLinear else (-1, cut.sequence_dim)
     hooks = []
     layer.weight.register_post_accumulate_grad_hook(lambda _: hooks.append("weight"))
+    total = torch.zeros_like(layer.weight)
+    if fused:
+        queue.sums = {layer.weight: GradientSum(lambda: total, lambda: hooks.append("weight"))}
 
     results = {}
     for number in range(NUM_MICROBATCHES):
@@ -91,6 +94,9 @@ def linear(kind, topology, sequence_parallel, deferred):
         assert len(hooks) == number + 1
         y = y.unflatten(-1, (*halves[:-1], -1))
         results |= {f"y{number}": cut.whole(y, y_dim), f"dx{number}": cut.whole(x.grad, x_dim)}
+    if fused:
+        assert layer.weight.grad is None
+        layer.weight.grad = total
     return results | gradients_of(layer, topology, sequence_parallel)
 
 
@@ -153,7 +159,7 @@ def test_equals_dense(layer, form, results):
 
 @pytest.mark.parametrize("layer", ["column", "row"])
 def test_deferred_is_bitwise_the_same(layer, results):
-    for result, sequence_parallel in itertools.product(results, (False, True)):
-        at_once, deferred = (result[layer, (sequence_parallel, later)] for later in (False, True))
+    for result, cut, fused in itertools.product(results, (False, True), (False, True)):
+        at_once, deferred = (result[layer, (cut, later, fused)] for later in (False, True))
         for name, tensor in at_once.items():
             assert torch.equal(deferred[name], tensor), name

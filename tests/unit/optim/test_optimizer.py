@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -63,9 +64,10 @@ def train(net, optimizer: Optimizer, iterations: range, scale: float = 1.0) -> l
     for iteration in iterations:
         optimizer.begin(NUM_MICROBATCHES)
         for batch in batches(iteration):
-            (scale * net(batch)).backward()
-        norms.append(optimizer.finish_gradients())
-        optimizer.step(1e-2 / (1 + iteration), CONFIG.weight_decay, norms[-1])
+            (scale * net(batch.to(net.table.dtype))).backward()
+        norm = optimizer.finish_gradients()
+        optimizer.step(1e-2 / (1 + iteration), CONFIG.weight_decay, norm)
+        norms.append(norm.item())
     return norms
 
 
@@ -82,7 +84,7 @@ def train_with_torch(net, iterations: range, clip: float, scale: float) -> list[
     for iteration in iterations:
         adamw.zero_grad()
         for batch in batches(iteration):
-            (scale * net(batch)).backward()
+            (scale * net(batch.to(net.table.dtype))).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf")).item())
         for group in adamw.param_groups:
             group["lr"] = 1e-2 / (1 + iteration)
@@ -92,24 +94,37 @@ def train_with_torch(net, iterations: range, clip: float, scale: float) -> list[
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("scale", [1e-3, 1.0])
-def test_ten_iterations_as_torch_makes_them(net, topology, clip, scale):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-5)])
+def test_ten_iterations_as_torch_makes_them(make_parameter, topology, clip, scale, dtype, tolerance):
     """With gradients above the largest norm, below it, and with clipping turned off."""
+    net = Net(partial(make_parameter, dtype=dtype))
     theirs = copy.deepcopy(net)
     config = dataclasses.replace(CONFIG, clip_grad=clip)
     norms = train(net, optimizer_of(net, topology, config), range(10), scale)
-    assert norms == pytest.approx(train_with_torch(theirs, range(10), clip, scale), rel=1e-13)
+    assert norms == pytest.approx(train_with_torch(theirs, range(10), clip, scale), rel=tolerance)
     assert (min(norms) > 1.0) if scale == 1.0 else (max(norms) < 1.0)
     for name, weight in net.named_parameters():
-        torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=tolerance, atol=tolerance)
+
+
+def test_the_scale_of_the_loss_is_taken_out_of_the_gradients(make_parameter, topology):
+    """Adam's weights would hardly show it; its moments do."""
+    moments = []
+    for scale in (1.0, 8.0):
+        net = Net(partial(make_parameter, dtype=torch.float16))
+        config = dataclasses.replace(CONFIG, loss_scale=scale, clip_grad=0.0)
+        optimizer = optimizer_of(net, topology, config)
+        train(net, optimizer, range(1), scale)
+        moments.append(torch.cat([state.moments["exp_avg"] for state in optimizer.states]))
+    torch.testing.assert_close(moments[1], moments[0], rtol=0.02, atol=1e-4)
+    assert moments[0].abs().max() > 0.01
 
 
 def test_biases_and_norms_do_not_decay(net, topology):
     before = copy.deepcopy(net)
     optimizer = optimizer_of(net, topology)
     optimizer.begin(1)
-    assert optimizer.step(
-        0.1, CONFIG.weight_decay, optimizer.finish_gradients()
-    )  # no gradient: the decay is all that happens
+    optimizer.step(0.1, CONFIG.weight_decay, optimizer.finish_gradients())  # no gradient: the decay is all
     assert torch.equal(net.bias, before.bias)
     assert torch.equal(net.norm, before.norm)
     for name in ("table", "inner"):
@@ -117,20 +132,31 @@ def test_biases_and_norms_do_not_decay(net, topology):
         torch.testing.assert_close(net.get_parameter(name), expected, rtol=1e-15, atol=0.0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(net, topology, bad):
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), "not allowed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_update_that_is_left_out_changes_nothing(make_parameter, topology, bad, dtype):
+    """For a gradient that is not finite, or because the caller says so; the next one goes on as if alone."""
+    net = Net(partial(make_parameter, dtype=dtype))
     optimizer = optimizer_of(net, topology)
     train(net, optimizer, range(2))
     weights = copy.deepcopy(net)
     state = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
     optimizer.begin(1)
-    net(batches(2)[0]).backward()
-    net.bias.grad[3] = bad
-    assert not optimizer.step(1e-2, CONFIG.weight_decay, optimizer.finish_gradients())
+    net(batches(2)[0].to(dtype)).backward()
+    if bad != "not allowed":
+        optimizer.gradients[0].whole[3] = bad
+    gradients = [each.whole.clone() for each in optimizer.gradients]
+    norm = optimizer.finish_gradients()
+    assert norm.isfinite().item() is (bad == "not allowed")
+    optimizer.step(1e-2, CONFIG.weight_decay, norm, torch.tensor(bad != "not allowed"))
+    for each, gradient in zip(optimizer.gradients, gradients, strict=True):
+        torch.testing.assert_close(each.whole, gradient, rtol=0.0, atol=0.0, equal_nan=True)
     assert all(torch.equal(weight, weights.get_parameter(name)) for name, weight in net.named_parameters())
     assert all(torch.equal(tensor, state[name]) for name, tensor in state_of(optimizer).items())
     train(net, optimizer, range(2, 3))
-    assert all(weight.isfinite().all() for weight in net.parameters())
+    straight = Net(partial(make_parameter, dtype=dtype))
+    train(straight, optimizer_of(straight, topology), range(3))
+    assert all(torch.equal(weight, straight.get_parameter(name)) for name, weight in net.named_parameters())
 
 
 def test_resumes_bitwise_from_copies_of_its_state(make_parameter, topology):
@@ -162,6 +188,8 @@ def test_state_has_each_parameters_shape(net, topology):
 def test_a_stage_without_parameters_takes_part(topology):
     optimizer = Optimizer([], None, CONFIG, ParallelConfig(), topology, torch.float32)
     optimizer.begin(1)
-    assert optimizer.finish_gradients() == 0.0
-    assert optimizer.step(1e-2, 0.1, 3.0)
+    norm = optimizer.finish_gradients()
+    assert norm == 0.0
+    optimizer.step(1e-2, 0.1, norm)
+    assert optimizer.state()["num_steps"] == 1.0
     assert optimizer.state().keys() == {"num_steps"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,30 @@ def test_middle_stages_read_documents_where_layers_need_them(on_every_stage: boo
         assert batch.position_ids.tolist() == [list(range(9)), [0] * 9]
     else:
         assert batch.document_ids is None and batch.position_ids is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_gpu_takes_is_pinned_and_not_waited_for(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every stage: a copy from memory that is not pinned waits for all that the GPU has to do."""
+    pinned: list[int] = []
+    sent: list[tuple[bool, bool]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor
+
+    def send(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        assert device.type == "cuda"
+        sent.append((tensor.data_ptr() in pinned, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    with Topology.fake(ParallelConfig(pipeline_model_parallel_size=3), 3, rank, device="cpu") as topology:
+        on_gpu = dataclasses.replace(topology, device=torch.device("cuda"))
+        BatchLoader(Recorder(8), 2, on_gpu)(0, 0)
+    assert sent == [(True, True)] * 2
 
 
 def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""The product that makes a weight's gradient, added to the sum of gradients in place."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+
+_OP = f"{NAMESPACE}::add_weight_gradient_"
+
+torch.library.define(_OP, "(Tensor(a!) total, Tensor grad, Tensor x) -> ()")
+
+
+def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Adds ``grad^T x`` to `total`, without a tensor in between where the device has such a product.
+
+    In one go, the product of 16-bit factors is not rounded to 16 bits on its way into an fp32 sum.
+
+    Args:
+        total: ``[o, i]``, of the factors' dtype or a wider one.
+        grad: ``[n, o]``.
+        x: ``[n, i]``, of the gradient's dtype.
+    """
+    torch.ops.megalite.add_weight_gradient_(total, grad, x)
+
+
+@functools.cache
+def has_widening_product(dtype: torch.dtype, total_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies in `dtype` into a sum in `total_dtype`: it is tried, once.
+
+    The product is 257, which needs more bits than bf16 has. Where nothing can be tried, a meta tensor stands
+    for one on a GPU.
+    """
+    if device.type == "meta":
+        return True
+    factor = torch.ones(257, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, dtype=total_dtype, device=device)
+    try:
+        _add_widened(total, factor, factor)
+        return bool((total == 258.0).all())
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Plain PyTorch implementation."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)
+    else:
+        total.add_(grad.t() @ x)
+
+
+def _implementation(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """PyTorch's own product where it widens (cuBLAS does), else the reference."""
+    is_wider = total.dtype != grad.dtype
+    if is_wider and has_widening_product(grad.dtype, total.dtype, grad.device):
+        _add_widened(total, grad, x)
+    else:
+        reference(total, grad, x)
+
+
+def _add_widened(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
+
+
+torch.library.register_kernel(_OP, None, _implementation)
+
+
+@torch.library.register_fake(_OP)
+def _fake(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    return None

@@ -1,0 +1,86 @@
+"""The weight gradient's product that adds to a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.kernels.weight_gradient import add_weight_gradient_, has_widening_product
+
+CPU = torch.device("cpu")
+SHAPES = [(0, 3, 5), (1, 1, 1), (127, 3, 65), (64, 129, 1)]
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """What one test finds out about the device is not another's."""
+    has_widening_product.cache_clear()
+    yield
+    has_widening_product.cache_clear()
+
+
+def tensors(n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(n + o + i)
+    shapes = (o, i), (n, o), (n, i)
+    total, grad, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return total.to(total_dtype), grad.to(dtype), x.to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "total_dtype"), DTYPES)
+@pytest.mark.parametrize(("n", "o", "i"), SHAPES)
+def test_adds_the_product(n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype) -> None:
+    total, grad, x = tensors(n, o, i, dtype, total_dtype)
+    expected = total.double() + grad.double().t() @ x.double()
+    add_weight_gradient_(total, grad, x)
+    tolerance = 4.0 * torch.finfo(dtype).eps * (1.0 + n**0.5)
+    torch.testing.assert_close(total.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_into_a_part_of_a_flat_buffer() -> None:
+    buffer = torch.ones(2 + 3 * 5 + 1)
+    grad, x = torch.ones(4, 3), torch.ones(4, 5)
+    add_weight_gradient_(buffer[2:17].view(3, 5), grad, x)
+    assert buffer.tolist() == [1.0] * 2 + [5.0] * 15 + [1.0]
+
+
+@pytest.mark.parametrize(("dtype", "total_dtype"), DTYPES)
+def test_opcheck(dtype: torch.dtype, total_dtype: torch.dtype) -> None:
+    op = torch.ops.megalite.add_weight_gradient_.default
+    torch.library.opcheck(op, tensors(7, 3, 5, dtype, total_dtype))
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_widening_product_is_used_where_it_is_right(rounds: bool) -> None:
+    """A device that has the op, and one whose op rounds to the factors' dtype on its way."""
+    calls: list[tuple[int, ...]] = []
+
+    def product(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor, **_: Any) -> Tensor:
+        assert total is out
+        assert total.dtype == dtype == torch.float32
+        calls.append(tuple(out.shape))
+        wide = a.float() @ b.float()
+        return out.add_(wide.to(a.dtype) if rounds else wide)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", product, "CPU", allow_override=True)
+    try:
+        total, grad, x = tensors(64, 3, 5, torch.bfloat16, torch.float32)
+        exact = total + grad.float().t() @ x.float()
+        rounded = total + grad.t() @ x
+        add_weight_gradient_(total, grad, x)
+        is_known = has_widening_product(torch.bfloat16, torch.float32, CPU)
+    finally:
+        library._destroy()
+    assert calls == ([(16, 16)] if rounds else [(16, 16), (3, 5)])
+    assert is_known is not rounds
+    torch.testing.assert_close(total, rounded if rounds else exact, rtol=1e-6, atol=1e-6)
