@@ -24,7 +24,7 @@ FUTURE = (
         "this precision",
         "remove it; with --bf16 and --fp16 the loss is in fp32 and hidden states in 16 bits",
         """
-        fp8 fp8-format fp16-lm-cross-entropy fp32-residual-connection
+        fp16-lm-cross-entropy fp32-residual-connection
         """,
     ),
     Future(

@@ -85,6 +85,8 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     if not config.dry_run.dry_run:
         for name in ("world_size", "rank", "dry_run_json"):
             yield name, "it is of --dry-run, which is not given"
+    else:
+        yield "compile", "a dry run computes nothing"
     yield from _recompute_reasons(config)
     if config.parallel.tp == 1:
         yield "sequence_parallel", "with one tensor-parallel rank (--tp 1) there is nothing to cut"

@@ -9,6 +9,8 @@ from megalite.config.flags import flags
 
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
+Fp8Format = Literal["hybrid", "e4m3"]
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -55,6 +57,12 @@ class TrainingConfig:
     hang_timeout: float | None = None
     """Seconds without progress that end the run with a report (0: never); by default half of
     --distributed-timeout-minutes."""
+    fp8_format: Fp8Format | None = field(
+        default=None, metadata=flags(sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"})
+    )
+    """Multiply in 8 bits in the linear layers of a bf16 model: e4m3, or hybrid with gradients in e5m2."""
+    compile: bool = False
+    """Compile the transformer layers with torch.compile at their first calls (docs/precision.md)."""
     deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
     """Use only operations whose result is bitwise the same from run to run."""
 

@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
     precision.loss_scale,
     precision.gradient_messages,
     precision.zero_stage,
+    precision.fp8,
     run.required,
     run.skipped_iterations,
     run.hang_timeout,

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.kernels import Drop
 from megalite.model.attention_core import Core
 from megalite.model.positions import Places
 from megalite.parallel.collectives import gather_from
@@ -67,9 +66,7 @@ class Attention(nn.Module):
             q, k = self.core.rotate(q, places.angles), self.core.rotate(k, places.angles)
             q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, n/t, s, d]
             first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
-            drop = Drop(
-                self.dropout.p if self.training else 0.0, self.dropout.key, sample_numbers, first_weight
-            )
+            drop = self.dropout.of_weights(sample_numbers, first_weight)
             return self.core(q, k, v, places.mask, drop).permute(2, 0, 1, 3)
 
         y = self.run(attend, *self.split(self.qkv(x)))  # [s, b, n/t, d]

@@ -51,6 +51,8 @@ class Core(Protocol):
 
     def places(self, documents: Documents | None) -> Places: ...
 
+    def prepare(self, seq_length: int) -> None: ...
+
     def of_layer(self, layer: int) -> LayerCore: ...
 
 
@@ -73,6 +75,10 @@ class AttentionCore(ABC):
             mask=None if ids is None else self.mask(ids),
             angles=None if positions is None else self.rotate.at(positions),
         )
+
+    def prepare(self, seq_length: int) -> None:
+        """Gets ready for compiled layers: what the first sample of this length would make is made now."""
+        self.rotate.make_tables(seq_length)
 
     def of_layer(self, layer: int) -> LayerCore:
         """What a layer calls: itself, which keeps nothing of a layer's own."""
@@ -107,6 +113,12 @@ class SdpaCore(AttentionCore):
         if seq_length not in self.biases:
             self.biases[seq_length] = attention_bias(self.config, self.place, seq_length)
         return self.biases[seq_length]
+
+    def prepare(self, seq_length: int) -> None:
+        """As `AttentionCore`."""
+        super().prepare(seq_length)
+        if self.has_bias:
+            self.bias(seq_length)
 
     def mask(self, document_ids: Tensor) -> Tensor:
         """The bias ``[b, n or 1, s, s]``."""

@@ -50,6 +50,15 @@ class FlexCore(AttentionCore):
         b, s = document_ids.shape
         return create_block_mask(sees, b, None, s, s, device=self.place.device)
 
+    def prepare(self, seq_length: int) -> None:
+        """As `AttentionCore`; the kernel stays a graph of its own.
+
+        Within a layer's graph it gave other numbers after a rotation (torch 2.13 on a CPU, forward).
+        """
+        super().prepare(seq_length)
+        self._of_whole_samples(seq_length)
+        self.attend = torch.compiler.disable(self.attend, recursive=False)
+
     def _of_whole_samples(self, s: int) -> BlockMask:
         """The causal order alone, made at its first use."""
 

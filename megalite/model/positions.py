@@ -70,6 +70,10 @@ class Rotary:
         dtype = torch.promote_types(self.place.dtype, torch.float32)
         return Angles(angles.cos().to(dtype)[:, :, None], angles.sin().to(dtype)[:, :, None])
 
+    def make_tables(self, seq_length: int) -> None:
+        """Makes now what would be made at the first sample of this length."""
+        self._tables(seq_length)
+
     def _tables(self, seq_length: int) -> Angles:
         """The angles of the places in a sample, ``[s, 1, 1, d]``; computed in fp64 and rounded once."""
         if seq_length not in self.tables:
@@ -91,6 +95,9 @@ class NoRotation:
 
     def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
         return x
+
+    def make_tables(self, seq_length: int) -> None:
+        return None
 
     def at(self, position_ids: Tensor) -> None:
         return None

@@ -67,6 +67,7 @@ class GPTStage(nn.Module):
         recompute: RecomputeConfig | None = None,
         has_weights: bool = True,
         attention: Callable[[ModelConfig, Placement], Core] = build_core,
+        fp8_format: str | None = None,
     ) -> None:
         """Builds the stage with its initial weights.
 
@@ -81,6 +82,7 @@ class GPTStage(nn.Module):
             recompute: what backward computes again; by default nothing.
             has_weights: else parameters have no memory and no initial weights.
             attention: makes the attention product that all layers share.
+            fp8_format: of the layers' products; the embedding and the logits have none.
         """
         super().__init__()
         place = Placement(
@@ -90,35 +92,40 @@ class GPTStage(nn.Module):
             sequence_parallel,
             weight_gradients or WeightGradients(),
             has_weights,
+            fp8_format,
         )
         self.config = config
         self.tp = topology.tp
         self.is_first = topology.pp.is_first if is_first is None else is_first
         self.is_last = topology.pp.is_last if is_last is None else is_last
         self.core = attention(config, place)
-        tied = not config.untie_embeddings_and_output_weights
-        if self.is_first:
-            self.embedding: nn.Module = Embedding(config, place, seed)
-        elif self.is_last and tied:
-            self.embedding = nn.ModuleDict({"word": word or word_table(config, place)})
+        self._make_start(place, seed, word)
         recompute = recompute or RecomputeConfig()
         self.layers = nn.ModuleDict(
             {str(i): TransformerLayer(config, place, self.core, i, seed, recompute.modules) for i in layers}
         )
         self.run_layers = RecomputedLayers(recompute, place, len(self.layers))
         if self.is_last:
-            self.final_norm = build_norm(config, place)
-            self._make_loss(place, recompute.cross_entropy_chunks)
-            self.output: nn.Module | None = None if tied else OutputWeight(config, place)
+            self._make_end(place, recompute.cross_entropy_chunks)
         if has_weights and topology.device.type != "meta":
             initialize(self, seed, topology)
 
-    def _make_loss(self, place: Placement, num_chunks: int) -> None:
-        """Chooses the product that makes the logits, and how the losses come of it.
+    def _make_start(self, place: Placement, seed: int, word: nn.Module | None) -> None:
+        """Makes what comes before the layers, and the word table that a tied model's last stage shares."""
+        if self.is_first:
+            self.embedding: nn.Module = Embedding(self.config, place, seed)
+        elif self.is_last and not self.config.untie_embeddings_and_output_weights:
+            self.embedding = nn.ModuleDict({"word": word or word_table(self.config, place)})
+
+    def _make_end(self, place: Placement, num_chunks: int) -> None:
+        """Makes what comes after the layers: the norm, the logits' product, and how the losses come of it.
 
         In chunks the weight has one gradient of them all, summed by autograd in the weight's precision: the
         schedule cannot put it off.
         """
+        self.final_norm = build_norm(self.config, place)
+        untied = self.config.untie_embeddings_and_output_weights
+        self.output: nn.Module | None = OutputWeight(self.config, place) if untied else None
         self.in_chunks: Callable[[Tensor, Tensor], Tensor] | None = None
         if num_chunks > 1:
             place = replace(place, weight_gradients=WeightGradients())

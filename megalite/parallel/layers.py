@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import reduce_from, scatter_sum
-from megalite.parallel.linear import column_product, row_product
+from megalite.parallel.fp8 import Fp8Arithmetic
+from megalite.parallel.linear import PLAIN, Arithmetic, column_product, row_product
 from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
 
 
@@ -36,7 +37,7 @@ class ColumnParallelLinear(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.product = column_product(place)
+        self.product = column_product(place, arithmetic_of(place))
         shard = Shard("tp", len(out_shape) - 1)
         weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
         self.weight = new_parameter(weight, place)  # [..., out/t, in]
@@ -69,7 +70,7 @@ class RowParallelLinear(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.product = row_product(place)
+        self.product = row_product(place, arithmetic_of(place))
         weight = ParameterSpec((out_features, in_features), Shard("tp", 1), std=std)
         self.weight = new_parameter(weight, place)  # [out, in/t]
         self.bias = (
@@ -107,6 +108,11 @@ class VocabParallelEmbedding(nn.Module):
         foreign = (rows < 0) | (rows >= num_rows)
         found = F.embedding(rows.masked_fill(foreign, 0), self.weight).masked_fill(foreign[..., None], 0.0)
         return self.leave(found, self.tp)
+
+
+def arithmetic_of(place: Placement) -> Arithmetic:
+    """What the linear layers compute with."""
+    return PLAIN if place.fp8_format is None else Fp8Arithmetic(place.fp8_format, place.tp)
 
 
 def depth_scaled_std(std: float, num_layers: int) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megalite.config import RecomputeConfig
 from megalite.parallel.collectives import start_gather
@@ -54,9 +55,17 @@ def recompute(function: Function, *inputs: Tensor, keep: Keep = keep_whole) -> T
     Args:
         keep: how each of them is.
     """
+    if torch.compiler.is_compiling():
+        return _traced(function, *inputs)
     region = _Region(function, inputs, keep)
     with saved_tensors_hooks(region.pack, region.unpack):
         return function(*inputs)
+
+
+def _traced(function: Function, *inputs: Tensor) -> Tensor:
+    """A call whose results torch.compile's graph does not keep for its backward: it computes them again."""
+    y: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return y
 
 
 def compute(function: Function, *inputs: Tensor) -> Tensor:
@@ -70,6 +79,8 @@ def recompute_between(function: Function, x: Tensor, consumer: Function) -> Tens
     For cheap functions with large outputs that a product saves as its input: norms and activations. Backward
     runs `function` once, for the consumer's gradients and for its own.
     """
+    if torch.compiler.is_compiling():
+        return consumer(_traced(function, x))
     region = _Region(function, (x,), keep_whole)
     with saved_tensors_hooks(region.pack, region.unpack):
         y = function(x)

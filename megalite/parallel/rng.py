@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels import bias_dropout_add, dropout, fill_normal_, site_key
+from megalite.kernels import Drop, bias_dropout_add, dropout, fill_normal_, site_key
+from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
 from megalite.parallel.shard import ParameterSpec, axis_of, spec_of
 from megalite.topology import Topology
 
@@ -64,6 +65,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
         self.key = site_key(seed, site)
+        self.key_tensor = key_tensor(self.key)
 
     def forward(self, x: Tensor, sample_numbers: Tensor, base: int = 0) -> Tensor:
         """Drops elements while training, and does nothing in evaluation.
@@ -77,9 +79,18 @@ class Dropout(nn.Module):
             return x
         return dropout(x, self.p, self.key, sample_numbers, base=base)
 
+    def of_weights(self, sample_numbers: Tensor, base: int) -> Drop:
+        """What attention needs to drop weights itself, by the index of its first one."""
+        p = self.p if self.training else 0.0
+        if torch.compiler.is_compiling():
+            return Drop(p, 0, sample_numbers, base, self.key_tensor)
+        return Drop(p, self.key, sample_numbers, base)
+
     def add(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, sample_numbers: Tensor, base: int = 0
     ) -> Tensor:
         """``residual + forward(x + bias)``, all ``[n, b, h]``, in one pass over them."""
         p = self.p if self.training else 0.0
+        if torch.compiler.is_compiling():
+            return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, sample_numbers, base=base)
         return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)

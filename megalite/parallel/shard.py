@@ -64,6 +64,7 @@ class Placement:
         weight_gradients: takes the linear layers' weight gradients where the schedule computes them apart.
         has_weights: parameters have memory; else they have a shape alone (device meta), and somebody else
             puts others in their places.
+        fp8_format: of the linear layers' products; None where they are in `dtype`.
     """
 
     tp: Axis
@@ -72,6 +73,7 @@ class Placement:
     sequence_parallel: bool = False
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     has_weights: bool = True
+    fp8_format: str | None = None
 
     def first_position(self, num_positions: int) -> int:
         """Position in the sample of the first of the `num_positions` that this rank's hidden states hold."""

@@ -10,8 +10,10 @@ from torch import nn
 from megalite.config import Config
 from megalite.config.stages import layers_per_stage, num_chunks
 from megalite.model.backends import build_core
+from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.stage import GPTStage
 from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.fp8 import check_device
 from megalite.pipeline.partition import layers_of_stages
 from megalite.pipeline.schedule import SCHEDULES
 from megalite.topology import Topology
@@ -30,6 +32,9 @@ def build_chunks(config: Config, topology: Topology, weight_gradients: WeightGra
     stages = SCHEDULES[config.parallel.schedule].stage_map(topology.pp.size, num_chunks(config))
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
     chunks: list[GPTStage] = []
+    if config.training.fp8_format is not None and topology.device.type != "meta":
+        with topology.agreed():
+            check_device(topology.device, config.training.fp8_format)
     for stage in stages.stages_of(topology.pp.rank):
         holds_first = bool(chunks) and chunks[0].is_first
         chunk = GPTStage(
@@ -45,8 +50,14 @@ def build_chunks(config: Config, topology: Topology, weight_gradients: WeightGra
             recompute=config.recompute,
             has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,
             attention=partial(build_core, has_documents=config.data.reset_attention_mask),
+            fp8_format=config.training.fp8_format,
         )
         chunks.append(chunk)
+    if config.training.compile and topology.device.type != "meta":
+        with topology.agreed():
+            check_compiler(topology.device)
+        for chunk in chunks:
+            compile_layers(chunk)
     return chunks
 
 

@@ -13,6 +13,7 @@ from megalite.train.profiler import memory_history, profiler
 from megalite.train.step import StepResult
 from megalite.train.stopping.requeue import RequeueNote
 from megalite.train.stopping.stop import Stop, StopConditions, Stopped
+from megalite.train.telemetry.compile_time import compile_time
 from megalite.train.telemetry.metrics import IntervalMeter, IterationMetrics, ValidationMetrics, paused
 from megalite.train.telemetry.writers import Writers
 from megalite.train.tracing.pipeline_trace import pipeline_trace
@@ -54,6 +55,7 @@ def _iterate(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop |
         memory_history(config.logging, topology),
         profiler(config.logging, topology, trainer.progress.iteration) as profile,
         pipeline_trace(trainer) as trace,
+        compile_time(config.training) as compiling,
     ):
         while end is None and trainer.progress.iteration < num_iterations:
             number = trainer.progress.iteration + 1
@@ -66,8 +68,10 @@ def _iterate(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop |
             iteration = trainer.progress.iteration
             is_last = iteration == num_iterations
             end = None if is_last else stop.after(iteration)
+            seconds = compiling.take()
             for meter in meters.values():
                 _add(meter, result)
+                meter.leave_time_out(seconds)
             if result.fault and topology.is_reporter:
                 log.warning("iteration %d: %s", iteration, result.fault, extra=THIS_RANK)
             for interval, meter in meters.items():
@@ -78,6 +82,7 @@ def _iterate(trainer: Trainer, writers: Writers, stop: StopConditions) -> Stop |
                 trace.after(iteration)
                 if _due(iteration, config.training.eval_interval) and not (end and end.is_urgent):
                     end = evaluate_validation(trainer, writers, stop) or end
+                compiling.take()  # the clocks stand already
                 trainer.saver.poll()
                 ends = end is not None or is_last
                 if ends or _due(iteration, config.checkpoint.save_interval):

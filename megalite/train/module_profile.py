@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +65,16 @@ def log_module_profile(trainer: Trainer) -> None:
 
 def profile_modules(trainer: Trainer) -> list[Row]:
     """The rows of this rank's modules, each one's before those that it is made of; every rank calls it."""
+    with _seen_into(trainer):
+        return _profiled(trainer)
+
+
+def _seen_into(trainer: Trainer) -> AbstractContextManager[Any]:
+    """Has compiled layers run as they are written: a graph has no modules to watch."""
+    return torch.compiler.set_stance("force_eager") if trainer.config.training.compile else nullcontext()
+
+
+def _profiled(trainer: Trainer) -> list[Row]:
     rows: dict[str, Row] = {}
     for chunk in trainer.chunks:
         chunk.train()

@@ -29,6 +29,7 @@ from megalite.data.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizer_digest import check_tokenizer
 from megalite.errors import UserError
 from megalite.folders import make_writable
+from megalite.gpu import describe, settings_for
 from megalite.log import configure_logging, log
 from megalite.plan.flops import CONVENTION
 from megalite.topology import Launch, Topology
@@ -39,6 +40,7 @@ from megalite.train.stopping.signals import StopSignals, stop_signals
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers, startup_line
 from megalite.train.trainer import Trainer
+from megalite.train.weight_gradients import fusion_of
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
@@ -194,7 +196,14 @@ def announce(trainer: Trainer) -> None:
     config, topology = trainer.config, trainer.topology
     log.info(startup_line(topology))
     log.info("kernels on %s: %s", topology.device, kernels.describe(topology.device.type))
+    if topology.device.type == "cuda":
+        log.info("CUDA: %s", describe(settings_for(config.parallel.tp, config.parallel.zero_stage)))
     log.info("attention: %s", trainer.chunks[0].core.choice)
+    log.info("weight gradients: %s", fusion_of(config, topology).told)
+    if config.training.fp8_format is not None:
+        log.info("linear layers: products in 8 bits (%s), not yet measured", config.training.fp8_format)
+    if config.training.compile:
+        log.info("layers: compiled at their first calls")
     log.info(
         "vocabulary of %s tokens, padded to %d; %d microbatches of %d samples a rank in a global batch of %d",
         config.model.vocab_size,

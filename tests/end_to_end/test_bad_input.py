@@ -22,7 +22,7 @@ CONFIG_MISTAKES = {
     "padding too small": (["--pad-vocab-size-to", "200"], "--pad-vocab-size-to 200 is smaller"),
     "world size": (["--tp", "2"], "world size 1 is not"),
     "unknown flag": (["--num-layer", "3"], "unknown flag --num-layer; nearest is --num-layers"),
-    "not there yet": (["--fp8"], "--fp8"),
+    "not there yet": (["--checkpoint-in-cpu"], "--checkpoint-in-cpu"),
     "unreadable tokenizer": (
         ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/tokenizer.json"],
         "/nowhere/tokenizer.json",

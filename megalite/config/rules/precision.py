@@ -49,3 +49,41 @@ def zero_stage(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--zero-stage 3 with --pp {parallel.pp}: each stage would gather its weights for each one of "
             "many microbatches, give --zero-stage 2, or more of --tp instead of --pp",
         )
+
+
+def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Products in 8 bits are of matrices whose sides are multiples of 16, in a model of bf16."""
+    model, tp, given = config.model, config.parallel.tp, config.training.fp8_format
+    if given is None:
+        return
+    if model.params_dtype != "bf16":
+        yield Problem(
+            ("fp8_format", "params_dtype"),
+            f"--fp8-format {given} with --params-dtype {model.params_dtype}: what is not multiplied in 8 "
+            "bits is in bf16, give --bf16",
+        )
+    heads = model.num_attention_heads * model.head_dim
+    sides = (
+        (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
+        (
+            ("num_attention_heads", "num_query_groups", "kv_channels"),
+            f"the {heads + 2 * model.num_kv_heads * model.head_dim} features of queries, keys and values "
+            "(--num-attention-heads, --num-query-groups, --kv-channels)",
+            heads + 2 * model.num_kv_heads * model.head_dim,
+            tp,
+        ),
+        (
+            ("num_attention_heads", "kv_channels"),
+            f"the {heads} features of all heads (--num-attention-heads, --kv-channels)",
+            heads,
+            tp,
+        ),
+        (("ffn_hidden_size",), f"--ffn-hidden-size {model.ffn_size}", model.ffn_size, tp),
+    )
+    for fields, what, size, ranks in sides:
+        if size % (16 * ranks):
+            over = f" over --tp {ranks}" if ranks > 1 else ""
+            yield Problem(
+                ("fp8_format", "tensor_model_parallel_size", *fields),
+                f"--fp8-format {given} with {what}{over}: a rank's share must be a multiple of 16",
+            )

@@ -165,6 +165,10 @@ class IntervalMeter:
         finally:
             self._start += self._clock() - begin
 
+    def leave_time_out(self, seconds: float) -> None:
+        """Takes time that has passed since the interval's start out of the iterations' time."""
+        self._start += seconds
+
     def take(
         self,
         iteration: int,

@@ -109,13 +109,15 @@ def test_abbreviations_are_unknown(problems) -> None:
 
 
 def test_all_mistakes_come_at_once_and_none_that_rests_on_another(problems) -> None:
-    found = problems("--hiden-size 60 --num-attention-heads 7 --lr x --foo --fp8 --split a --train-itrs 3")
+    found = problems(
+        "--hiden-size 60 --num-attention-heads 7 --lr x --foo --qk-layernorm --split a --train-itrs 3"
+    )
     assert [problem.split(":")[0].split(";")[0] for problem in found[:5]] == [
         "unknown flag --hiden-size",
         "--lr takes a number, not 'x'",
         "unknown flag --foo",
         "unknown flag --train-itrs",
-        "--fp8 (this precision) is not in this version",
+        "--qk-layernorm (this model option) is not in this version",
     ]
     # No word of hidden size 768 and 7 heads: 768 is not what the user wanted. Nor of --train-iters.
     assert [problem.split()[0] for problem in found[5:]] == ["--data-path", "--split", "the"]

@@ -1,0 +1,59 @@
+"""Transformer layers compiled by torch.compile, each by itself: one graph serves all that are alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalite.errors import UserError
+from megalite.model.layer import TransformerLayer
+from megalite.model.stage import GPTStage
+from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+_NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
+
+
+def check_compiler(device: torch.device) -> None:
+    """Has a first small graph compiled.
+
+    Raises:
+        UserError: torch.compile does not work here.
+    """
+    try:
+        torch.compile(_try)(torch.zeros(8, device=device))
+    except (RuntimeError, ImportError, OSError) as error:  # what torch.compile raises is a RuntimeError
+        needs = _NEEDS.get(device.type, "a compiler")
+        raise UserError(
+            f"--compile: torch.compile does not work here ({str(error).strip().splitlines()[0]}): install "
+            f"{needs}, or leave --compile out"
+        ) from error
+
+
+def _try(x: Tensor) -> Tensor:
+    return x.sin() + 1.0
+
+
+def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
+    """Makes each layer's forward one that is compiled at its first calls, for training and evaluation.
+
+    Hooks of a layer stay outside of the graph, as those that gather its weights (ZeRO stage 3). A product
+    that talks to other ranks, or puts its weight's gradient off, is called between graphs and not traced: in
+    backward it starts collectives that run under other work, which a graph of torch.compile does not.
+
+    Args:
+        stage: whose layers.
+        backend: of torch.compile.
+    """
+    stage.core.prepare(stage.config.seq_length)
+    for layer in stage.layers.values():
+        assert isinstance(layer, TransformerLayer)
+        if layer.place.tp.size > 1 or layer.place.weight_gradients.are_deferred:
+            _leave_products_out(layer)
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)  # type: ignore[method-assign]
+
+
+def _leave_products_out(layer: TransformerLayer) -> None:
+    for module in layer.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.product = torch.compiler.disable(module.product)
+    layer.attention.split = torch.compiler.disable(layer.attention.split)

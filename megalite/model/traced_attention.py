@@ -1,0 +1,93 @@
+"""Attention written out as one operator, which a compiled layer calls and does not look into.
+
+Its blocks are products of their own already: traced, they would be hundreds of nodes that nothing fuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.kernels import CausalSoftmax, Drop
+from megalite.kernels.traced import key_of
+from megalite.model.blockwise import Blocking, attend, attend_backward, empty_results, like_sequence
+
+_OP = "megalite::attention"
+_BACKWARD = "megalite::attention_backward"
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor samples, Tensor key, float scale, float p, int base, "
+    "int num_queries, int num_bytes"
+)
+
+torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
+    """What `attend` computes, with its gradients, by a dropout whose key is in a tensor."""
+    _, scale, slopes, starts, drop = softmax
+    assert drop is not None and drop.key_tensor is not None
+    p, _, samples, base, key = drop
+    out: Tensor = torch.ops.megalite.attention(
+        q, k, v, slopes, starts, samples, key, scale, p, base, *blocking
+    )[0]
+    return out
+
+
+def _setting(
+    q: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor,
+    key: Tensor,
+    scale: float,
+    p: float,
+    base: int,
+    *blocking: int,
+) -> tuple[CausalSoftmax, Blocking]:
+    drop = Drop(p, key_of(key), samples, base)
+    return CausalSoftmax(q.shape[2], scale, slopes, starts, drop), Blocking(*blocking)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return attend(q, k, v, *_setting(q, *rest))
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attend_backward(grad, q, k, v, sums, *_setting(q, *rest))
+
+
+torch.library.register_kernel(_OP, None, _forward)
+torch.library.register_kernel(_BACKWARD, None, _gradients)
+
+
+@torch.library.register_fake(_OP)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return like_sequence(q), like_sequence(k), like_sequence(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, slopes, starts, samples, key, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, output[1], slopes, starts, samples, key)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.megalite.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return *grads, *(None,) * 9
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,0 +1,86 @@
+"""Products in 8 bits and compiled layers on a real GPU; neither has been run on one yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.errors import UserError
+from megalite.model.compiled import check_compiler, compile_layers
+from megalite.model.stage import GPTStage
+from megalite.parallel.fp8 import E4M3, GRADIENT_DTYPES, Fp8, Fp8Arithmetic, amax, check_device, in_fp8
+from megalite.topology import Launch, Topology
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=128,
+    num_attention_heads=2,
+    seq_length=64,
+    vocab_size=128,
+    params_dtype="bf16",
+    attention_dropout=0.0,
+)
+
+
+@pytest.fixture
+def one_gpu() -> Iterator[Topology]:
+    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+        yield topology
+
+
+def _meant(x: Fp8) -> Tensor:
+    return x.numbers.double() * x.unit.double()
+
+
+def _skip_without_fp8(topology: Topology) -> None:
+    try:
+        check_device(topology.device, "hybrid")
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("fp8_format", GRADIENT_DTYPES)
+def test_products_are_those_of_what_8_bits_mean(fp8_format: str, one_gpu: Topology) -> None:
+    """Of 15 rows: of those no multiple of 16 is asked."""
+    _skip_without_fp8(one_gpu)
+    arithmetic, device = Fp8Arithmetic(fp8_format, one_gpu.tp), one_gpu.device
+    x, grad, weight = (
+        torch.randn(*shape, device=device).bfloat16() for shape in ((5, 3, 64), (5, 3, 48), (48, 64))
+    )
+    gradient_dtype = GRADIENT_DTYPES[fp8_format]
+    in_8_bits, of_weight = _meant(in_fp8(x.flatten(0, 1), E4M3, amax(x))), in_fp8(weight, E4M3, amax(weight))
+    grads = _meant(in_fp8(grad.flatten(0, 1), gradient_dtype, amax(grad)))
+    y = arithmetic.output(x, weight, None).flatten(0, 1).double()
+    torch.testing.assert_close(y, in_8_bits @ _meant(of_weight).t(), rtol=2.0**-7, atol=0.05)
+    x_grad = arithmetic.input_gradient(grad, weight)().flatten(0, 1).double()
+    torch.testing.assert_close(x_grad, grads @ _meant(of_weight), rtol=2.0**-7, atol=0.01)
+
+
+@pytest.mark.parametrize("fp8_format", [None, "hybrid"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_compiled_layers_give_the_same(dropout: float, fp8_format: str | None, one_gpu: Topology) -> None:
+    if fp8_format is not None:
+        _skip_without_fp8(one_gpu)
+    check_compiler(one_gpu.device)
+    model = ModelConfig(**{**vars(MODEL), "hidden_dropout": dropout})
+    ids = torch.arange(130, device=one_gpu.device).view(2, 65) % 128
+    numbers = torch.arange(2, device=one_gpu.device)
+    losses, norms = [], []
+    for compiled in (False, True):
+        stage = GPTStage(model, one_gpu, range(2), seed=1, fp8_format=fp8_format)
+        if compiled:
+            compile_layers(stage)
+        loss = stage(ids[:, :-1], ids[:, 1:], numbers, None)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append([p.grad.float().norm().item() for p in stage.parameters() if p.grad is not None])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)

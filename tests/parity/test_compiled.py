@@ -1,0 +1,39 @@
+"""Rows of the layout table with compiled layers; the reference is the table's, one rank and no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import RecomputeConfig
+from megalite.verify.compare import TOLERANCES, compare
+from megalite.verify.layout import Layout
+from megalite.verify.record import record_run
+from tests.parity.test_activations import RECOMPUTE
+from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, _config, _reference
+
+NOTHING = RecomputeConfig()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "dtype", "name", "recompute"),
+    [
+        ("gpt-tiny", "fp64", "mbs2", NOTHING),
+        ("gpt-tiny", "fp32", "mbs2", NOTHING),
+        ("gpt-tiny", "fp64", "tp2", RECOMPUTE["mlp"]),
+        ("gpt-tiny", "fp64", "pp4zb", RECOMPUTE["core"]),
+        ("gpt-tiny", "fp64", "dp2+zero3", RECOMPUTE["full"]),
+        ("llama-tiny", "fp64", "tp4+sp", NOTHING),
+        ("llama-tiny", "fp32", "dp2+zero1+gather", RECOMPUTE["parts"]),
+        ("bloom-tiny", "fp64", "tp2pp2zbdp2+sp", RECOMPUTE["parts"]),
+    ],
+)
+def test_same_run(model: str, dtype: str, name: str, recompute: RecomputeConfig, corpus: str) -> None:
+    layout = Layout.parse(name)
+    config = _config(model, dtype, corpus)
+    config = replace(config, training=replace(config.training, compile=True), recompute=recompute)
+    config = layout.apply(config, GLOBAL_BATCH_SIZE)
+    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    assert not compare(run, _reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])

@@ -1,0 +1,78 @@
+"""What multiplying in 8 bits asks of a model, what it goes with, and how it is asked for."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megalite.cli import parse
+from megalite.errors import ConfigError, UserError
+from megalite.plan.request import read_request
+
+BASE = "--preset gpt-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"
+
+
+def _problems(line: str, world_size: int = 1) -> list[str]:
+    config, _ = parse(shlex.split(f"{BASE} {line}"))
+    try:
+        config.validate(world_size)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp8", "hybrid"),
+        ("--fp8-format hybrid", "hybrid"),
+        ("--fp8-format e4m3", "e4m3"),
+        ("--fp8-e4m3", "e4m3"),
+        ("", None),
+    ],
+)
+def test_megatrons_names(flags: str, expected: str | None) -> None:
+    config, _ = parse(shlex.split(f"{BASE} --bf16 {flags}"))
+    assert config.training.fp8_format == expected
+    config.validate(1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
+def test_the_rest_is_in_bf16(dtype: str) -> None:
+    (told,) = _problems(f"--fp8 --params-dtype {dtype}")
+    assert told.startswith(f"--fp8-format hybrid with --params-dtype {dtype}: ")
+    assert "give --bf16" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "named"),
+    [
+        ("--hidden-size 60 --num-attention-heads 4 --kv-channels 16", 1, "--hidden-size 60"),
+        ("--ffn-hidden-size 200", 1, "--ffn-hidden-size 200"),
+        ("--ffn-hidden-size 240 --tp 2", 2, "--ffn-hidden-size 240 over --tp 2"),
+        ("--num-attention-heads 4 --kv-channels 10", 1, "--kv-channels"),
+        ("--num-attention-heads 4 --num-query-groups 1 --kv-channels 4", 1, "--num-query-groups"),
+    ],
+)
+def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> None:
+    assert not _problems(f"--bf16 {line}", world_size)
+    told = _problems(f"--bf16 --fp8 {line}", world_size)
+    assert told
+    assert all(problem.startswith("--fp8-format hybrid with ") for problem in told)
+    assert any(named in problem for problem in told)
+
+
+def test_a_plan_of_it_is_refused_in_a_line() -> None:
+    line = "--gpu h100 --preset gpt-1.3b --global-batch-size 8 --bf16"
+    read_request(shlex.split(line))
+    with pytest.raises(UserError, match="--fp8-format hybrid cannot be planned") as caught:
+        read_request(shlex.split(f"{line} --fp8"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dry_run_compiles_nothing() -> None:
+    _, notices = parse(shlex.split(f"{BASE} --compile --dry-run --world-size 1"))
+    assert [notice for notice in notices if notice.startswith("--compile True is without effect: ")]
+    _, notices = parse(shlex.split(f"{BASE} --compile"))
+    assert not [notice for notice in notices if "--compile" in notice]
