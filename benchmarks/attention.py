@@ -4,10 +4,10 @@
 python benchmarks/attention.py --threads 1
 
 Shapes keep the work of a row about the same: sequence length, batch, heads, head size. With one thread the
-clock is the process' CPU time, which a busy neighbour changes less; with more it is the wall's. Backends run
-turn by turn, and each figure is the median of its rounds. `plain` is what a careful user writes without a
-fused kernel: scores, bias, softmax and weights whole in memory; `dropout` is unfused with a tenth of the
-weights dropped.
+clock is the process' CPU time, which a busy neighbour changes less; with more it is the wall's, of a GPU its
+own. Backends run turn by turn, and each figure is the median of its rounds. `plain` is what a careful user
+writes without a fused kernel: scores, bias, softmax and weights whole in memory; `dropout` is unfused with a
+tenth of the weights dropped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import argparse
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
+from clock import Clock
 from torch import Tensor
 
 from megalite import host
@@ -73,8 +73,11 @@ def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Top
         num_attention_heads=n, hidden_size=n * d, seq_length=s, position_embedding_type=KINDS[kind]
     )
     place = Placement(topology.tp, dtype, topology.device)
-    ids = (torch.arange(s) * 4 // s).expand(b, s) if kind == "packed" else None
-    nothing, some = Drop(0.0, 1, torch.arange(b)), Drop(0.1, 1, torch.arange(b))
+    ids = None
+    if kind == "packed":
+        ids = (torch.arange(s, device=topology.device) * 4 // s).expand(b, s)
+    numbers = torch.arange(b, device=topology.device)
+    nothing, some = Drop(0.0, 1, numbers), Drop(0.1, 1, numbers)
     sdpa, unfused = SdpaCore(config, place), UnfusedCore(config, place)
     bias = attention_bias(config, place, s) if ids is None else sdpa.mask(ids)
     return {
@@ -87,14 +90,15 @@ def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Top
 
 def seconds_of(runs: dict[str, Run], qkv: Tensor, grad: Tensor, rounds: int) -> dict[str, float]:
     """Median seconds of a forward and a backward, turn by turn after a round of warm-up."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = Clock(qkv.device, by_process=torch.get_num_threads() == 1)
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
-            start = clock()
+            clock.start()
+            start = clock.mark()
             q, k, v = (part.squeeze(3).permute(1, 2, 0, 3) for part in qkv.split(1, dim=3))
             run(q, k, v).permute(2, 0, 1, 3).flatten(2).backward(grad)
-            taken[name].append(clock() - start)
+            taken[name].append(clock.seconds(start, clock.mark()))
     return {name: statistics.median(some[1:]) for name, some in taken.items()}
 
 
@@ -104,8 +108,11 @@ def rows(args: argparse.Namespace, topology: Topology) -> Iterator[str]:
         s, b, n, d = shape
         if args.seq_lengths and s not in args.seq_lengths:
             continue
-        qkv = torch.randn(s, b, n, 3, d).to(DTYPES[dtype]).requires_grad_()
-        grad = torch.randn(s, b, n * d).to(DTYPES[dtype])
+        qkv, grad = (
+            torch.randn(shape, device=topology.device).to(DTYPES[dtype])
+            for shape in ((s, b, n, 3, d), (s, b, n * d))
+        )
+        qkv.requires_grad_()
         runs = runs_of(shape, kind, DTYPES[dtype], topology)
         base, *others = seconds_of(runs, qkv, grad, args.rounds).values()
         ratios = " ".join(f"{other / base:7.2f}" for other in others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from benchmarks.chart import TITLES, speed_of
 from megalite.pipeline.picture import Colour
 from megalite.pipeline.svg import INK, PAPER, WAITING, Drawing, schedule_svg
 
@@ -190,5 +191,6 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "interleaved.svg": partial(schedule_svg, "interleaved", 4, 8, 2),
     "zb-h1.svg": partial(schedule_svg, "zb-h1", 4, 8),
     "zb-v.svg": partial(schedule_svg, "zb-v", 4, 8),
+    **{f"speed_of_{name}.svg": partial(speed_of, name) for name in TITLES},
 }
 """By the file's name in docs/pictures."""

@@ -1,0 +1,92 @@
+"""Whether a step fits into this machine's memory, by the planner, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.config import Config
+from megalite.errors import UserError
+from megalite.plan.cluster import Cluster
+from megalite.plan.gpu import GPUS
+from megalite.plan.job import Job
+from megalite.plan.memory import rank_memories
+from megalite.plan.program import PROGRAMS, Program, own_program
+
+_GB = 1e9
+PROCESS_BYTES = {"cpu": 0.5 * _GB, "cuda": 2.2 * _GB}
+"""Of a process with torch, that no tensor holds."""
+GAPS = 1.3
+"""What glibc takes for activations, where it keeps freed memory: blocks of many sizes leave gaps."""
+MAX_MICRO_BATCH = 16
+
+
+def step_bytes(config: Config, device_type: str, program: Program | None = None) -> float:
+    """What a rank's training step takes, planned.
+
+    Args:
+        program: what trains; by default megalite.
+    """
+    gpu = replace(GPUS["h200"], residual_gb=0.0)
+    tp = config.parallel.tp
+    cluster = Cluster(gpu, tp, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
+    planned = rank_memories(Job(config, cluster, program or own_program(config.model)))[0]
+    held = planned.weights + planned.gradients + planned.optimizer
+    has_gaps = device_type == "cpu" and program is None and config.parallel.keep_freed_memory
+    return PROCESS_BYTES[device_type] + held + (planned.total - held) * (GAPS if has_gaps else 1.0)
+
+
+def plain_step_bytes(config: Config, device_type: str) -> float:
+    """The same in plain PyTorch, with attention fused and logits copied to fp32."""
+    return step_bytes(config, device_type, replace(PROGRAMS["plain-torch"], gradient_bytes=4))
+
+
+def free_bytes(device_type: str) -> float:
+    """What this machine has left, of its GPU where it has one."""
+    if device_type == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return 1024 * next(float(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+def largest_micro_batch(config_of: Callable[[int], Config], device_type: str, free: float) -> int:
+    """Samples of a microbatch: of a CPU one, of a GPU the largest power of two that leaves a tenth free."""
+    size = 1
+    while device_type == "cuda" and size < MAX_MICRO_BATCH:
+        if step_bytes(config_of(2 * size), device_type) > 0.9 * free:
+            break
+        size *= 2
+    return size
+
+
+def check_fits(
+    name: str, config: Config, others: Iterable[tuple[str, Config]], device_type: str, free: float
+) -> None:
+    """Refuses a step that this machine has no memory for.
+
+    Args:
+        name: of the model.
+        others: models that may be named in its place, each with its step.
+
+    Raises:
+        UserError: with what would fit.
+    """
+    needed = step_bytes(config, device_type)
+    if needed <= free:
+        return
+    fitting = [other for other, step in others if step_bytes(step, device_type) <= free]
+    layers = range(config.model.num_layers - 1, 0, -1)
+    most = next((n for n in layers if step_bytes(_with_layers(config, n), device_type) <= free), None)
+    advice = [*fitting, *([f"{name} with --layers {most}"] if most else [])]
+    raise UserError(
+        f"--model {name} in {config.model.params_dtype} with --micro-batch-size "
+        f"{config.training.micro_batch_size} needs {needed / _GB:.1f} GB by the plan, and "
+        f"{free / _GB:.1f} GB are free: {', '.join(advice) or 'no model that has a name'} would fit"
+    )
+
+
+def _with_layers(config: Config, num_layers: int) -> Config:
+    return replace(config, model=replace(config.model, num_layers=num_layers))

@@ -1,0 +1,179 @@
+"""The kernels that are measured, each with the same op as one writes it in PyTorch, and with its reference.
+
+Shapes: s sequence, b microbatch, h hidden size, d head size, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite import kernels
+from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu
+from megalite.kernels.dropout import reference as dropout_reference
+from megalite.kernels.library import is_compiled
+from megalite.parallel.loss import vocab_parallel_cross_entropy
+from megalite.topology import Axis
+
+P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5
+ONE_RANK = Axis("tp", 1, 0, (0,), None)  # type: ignore[arg-type]
+
+
+class Case(NamedTuple):
+    """One op at one shape.
+
+    Attributes:
+        inputs: leaves; those of floating point get gradients.
+        ours, eager: the op by this library, and as one writes it in PyTorch.
+        reference: forward and backward of the reference; backward takes the output's gradient and the inputs.
+        passes: tensors of the first input's size that a forward and a backward must move.
+    """
+
+    inputs: tuple[Tensor, ...]
+    ours: Callable[..., Tensor]
+    eager: Callable[..., Tensor]
+    reference: tuple[Callable[..., Any], Callable[..., Any]]
+    passes: tuple[float, float]
+
+
+def cases(sizes: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Case]]:
+    """The ops at the shapes of one layer, and of the loss."""
+    s, b, h, d = sizes.seq_length, sizes.micro_batch_size, sizes.hidden, 64
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    numbers = torch.arange(b, device=device)
+    yield "bias + GELU", _gelu(_random(s, b, 4 * h, **kind), _random(4 * h, **kind))
+    yield "SwiGLU", _swiglu(_random(s, b, 2 * sizes.hidden * 8 // 3, **kind))
+    x, residual, bias = (_random(*shape, **kind) for shape in ((s, b, h), (s, b, h), (h,)))
+    yield "dropout", _dropout(x, numbers)
+    yield "bias + dropout + residual", _dropout_add(x, bias, residual, numbers)
+    weight = _random(h, **kind)
+    yield "RMSNorm", _rms_norm(x, weight)
+    if is_compiled("layer_norm", device.type):  # elsewhere PyTorch's own serves
+        yield "LayerNorm", _layer_norm(x, weight, bias)
+    yield "rotary", _rotary(_random(s, b, h // d, d, **kind))
+    yield "cross-entropy", _cross_entropy(_random(s * b, sizes.vocab_size, **kind))
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def _gelu(x: Tensor, bias: Tensor) -> Case:
+    return Case(
+        (x, bias),
+        kernels.bias_gelu,
+        lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+        (gelu.reference, gelu.backward_reference),
+        (2, 3),
+    )
+
+
+def _swiglu(x: Tensor) -> Case:
+    def eager(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    forward, backward = swiglu.reference, swiglu.backward_reference
+    reference = (lambda x: forward(x, None)), (lambda grad, x: backward(grad, x, None))
+    return Case((x,), lambda x: kernels.bias_swiglu(x, None), eager, reference, (1.5, 2.5))
+
+
+def _dropout(x: Tensor, numbers: Tensor) -> Case:
+    def reference(x: Tensor) -> Tensor:
+        return dropout_reference(x, numbers, P, site, 0, x.shape[-1])
+
+    site = kernels.philox.signed64(KEY)
+    return Case(
+        (x,),
+        lambda x: kernels.dropout(x, P, KEY, numbers),
+        lambda x: F.dropout(x, P),
+        (reference, lambda grad, x: reference(grad)),
+        (2, 2),
+    )
+
+
+def _dropout_add(x: Tensor, bias: Tensor, residual: Tensor, numbers: Tensor) -> Case:
+    site = (numbers, P, kernels.philox.signed64(KEY), 0)
+    return Case(
+        (x, bias, residual),
+        lambda x, bias, residual: kernels.bias_dropout_add(x, bias, residual, P, KEY, numbers),
+        lambda x, bias, residual: residual + F.dropout(x + bias, P),
+        (
+            lambda x, bias, residual: dropout_add.reference(x, bias, residual, *site),
+            lambda grad, *_: dropout_add.backward_reference(grad, *site),
+        ),
+        (3, 2),
+    )
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Case:
+    return Case(
+        (x, weight),
+        lambda x, weight: kernels.rms_norm_on(x.device.type)(x, weight, EPSILON),
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, EPSILON),
+        (
+            lambda x, weight: norm.rms_reference(x, weight, EPSILON),
+            lambda grad, x, weight: norm.rms_backward_reference(grad, x, weight, EPSILON),
+        ),
+        (2, 3),
+    )
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Case:
+    return Case(
+        (x, weight, bias),
+        lambda x, weight, bias: kernels.layer_norm_on(x.device.type)(x, weight, bias, EPSILON),
+        lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPSILON),
+        (
+            lambda x, weight, bias: norm.layer_reference(x, weight, bias, EPSILON),
+            lambda grad, x, weight, bias: norm.layer_backward_reference(grad, x, weight, EPSILON),
+        ),
+        (2, 3),
+    )
+
+
+def _rotary(x: Tensor) -> Case:
+    angles = torch.randn(x.shape[0], 1, 1, x.shape[-1] // 2, device=x.device).repeat(1, 1, 1, 2)
+    cosine, sine = angles.cos(), angles.sin()
+
+    def eager(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return (x * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
+
+    return Case(
+        (x,),
+        lambda x: kernels.rotate(x, cosine, sine),
+        eager,
+        (
+            lambda x: rotary.reference(x, cosine, sine, False),
+            lambda grad, x: rotary.reference(grad, cosine, sine, True),
+        ),
+        (2, 2),
+    )
+
+
+def _cross_entropy(logits: Tensor) -> Case:
+    rows, columns = logits.shape
+    targets = torch.randint(0, columns, (rows,), device=logits.device)
+    statistics: list[Tensor] = []
+
+    def forward(logits: Tensor) -> Tensor:
+        found = cross_entropy.statistics_reference(logits, targets, 0, columns)
+        statistics[:] = [found[:2]]
+        return found[1].log() + found[0] - found[2]
+
+    def backward(grad: Tensor, logits: Tensor) -> None:
+        cross_entropy.gradient_reference(logits.detach(), targets, statistics[0], grad, 0, columns)
+
+    return Case(
+        (logits,),
+        lambda logits: vocab_parallel_cross_entropy(logits, targets, columns, ONE_RANK),
+        lambda logits: F.cross_entropy(logits.float(), targets, reduction="none"),
+        (forward, backward),
+        (1, 2),
+    )
