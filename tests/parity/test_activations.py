@@ -16,6 +16,10 @@ from megalite.verify.record import record_run
 from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, MODELS, NUM_ITERATIONS, _config, _reference
 
 SEQUENCE_PARALLEL = ("tp2+sp", "tp4+sp", "tp2pp2dp2+sp")
+QUICK_SEQUENCE_PARALLEL = [
+    *(("gpt-tiny", "fp64", name) for name in SEQUENCE_PARALLEL),
+    *((model, "fp64", "tp2pp2dp2+sp") for model in MODELS),
+]
 RECOMPUTE = {
     "full": RecomputeConfig(recompute_granularity="full"),
     "two": RecomputeConfig(recompute_granularity="full", recompute_num_layers=2),
@@ -53,9 +57,15 @@ def _slow_unless(is_quick: bool) -> tuple[pytest.MarkDecorator, ...]:
     return () if is_quick else (pytest.mark.slow,)
 
 
-@pytest.mark.parametrize("name", SEQUENCE_PARALLEL)
-@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "dtype", "name"),
+    [
+        pytest.param(model, dtype, name, marks=_slow_unless((model, dtype, name) in QUICK_SEQUENCE_PARALLEL))
+        for model in MODELS
+        for dtype in ("fp64", "fp32")
+        for name in SEQUENCE_PARALLEL
+    ],
+)
 def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> None:
     layout = Layout.parse(name)
     config = layout.apply(_config(model, dtype, corpus), GLOBAL_BATCH_SIZE)

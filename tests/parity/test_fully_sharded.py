@@ -22,7 +22,7 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_same_run(dtype: str, name: str, corpus: str) -> None:
     table.test_same_run("gpt-tiny", dtype, name, corpus)
 

@@ -20,7 +20,7 @@ SLOW_LAYOUTS = ("tp2dp2+zero1", "tp2dp2+zero2", "pp2dp2+zero1+gather", "dp2mbs1+
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS),
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_same_run(dtype: str, name: str, corpus: str) -> None:
     table.test_same_run("gpt-tiny", dtype, name, corpus)
 
