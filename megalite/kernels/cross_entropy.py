@@ -105,8 +105,8 @@ def _columns(targets: Tensor, start: int, num_real: int) -> tuple[Tensor, Tensor
     return column.where(is_mine, 0)[:, None], is_mine
 
 
-torch.library.register_kernel(_STATISTICS, None, statistics_reference)  # a compiled kernel goes before it
-torch.library.register_kernel(_GRADIENT, None, gradient_reference)
+torch.library.impl(_STATISTICS, "default", statistics_reference)  # a compiled kernel goes before it
+torch.library.impl(_GRADIENT, "default", gradient_reference)
 
 
 @torch.library.register_fake(_STATISTICS)

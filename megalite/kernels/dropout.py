@@ -80,7 +80,7 @@ def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, 
     return out.view(x.shape)
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
 
 
 @torch.library.register_fake(_OP)

@@ -89,8 +89,8 @@ def backward_reference(
     return dropped.to(grad.dtype), dropped.flatten(0, 1).sum(0).to(grad.dtype)
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
-torch.library.register_kernel(_BACKWARD, None, backward_reference)
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_BACKWARD, "default", backward_reference)
 
 
 @torch.library.register_fake(_OP)

@@ -45,8 +45,8 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     return wide if bias is None else wide + bias
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
-torch.library.register_kernel(_BACKWARD, None, backward_reference)
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_BACKWARD, "default", backward_reference)
 
 
 @torch.library.register_fake(_OP)

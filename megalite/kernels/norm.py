@@ -113,10 +113,10 @@ def _summed(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-torch.library.register_kernel(_RMS, None, rms_reference)  # every device; a compiled kernel goes before it
-torch.library.register_kernel(_LAYER, None, layer_reference)
-torch.library.register_kernel(f"{_RMS}_backward", None, rms_backward_reference)
-torch.library.register_kernel(f"{_LAYER}_backward", None, layer_backward_reference)
+torch.library.impl(_RMS, "default", rms_reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_LAYER, "default", layer_reference)
+torch.library.impl(f"{_RMS}_backward", "default", rms_backward_reference)
+torch.library.impl(f"{_LAYER}_backward", "default", layer_backward_reference)
 
 
 @torch.library.register_fake(_RMS)

@@ -76,7 +76,7 @@ def reference(
         piece.copy_(value if out.dtype == torch.float64 else value.float())
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
 
 
 @torch.library.register_fake(_OP)

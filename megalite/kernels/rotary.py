@@ -36,7 +36,7 @@ def reference(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
     return (x * cosine + crossed * sine).to(x.dtype).contiguous()
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
 
 
 @torch.library.register_fake(_OP)

@@ -186,8 +186,8 @@ def reference_backward(
     scores.copy_(weights * keep)
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
-torch.library.register_kernel(_BACKWARD, None, reference_backward)
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_BACKWARD, "default", reference_backward)
 
 
 @torch.library.register_fake(_OP)

@@ -52,8 +52,8 @@ def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return (wide if bias is None else wide + bias.flatten()).chunk(2, dim=-1)
 
 
-torch.library.register_kernel(_OP, None, reference)  # every device; a compiled kernel goes before it
-torch.library.register_kernel(_BACKWARD, None, backward_reference)
+torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_BACKWARD, "default", backward_reference)
 
 
 @torch.library.register_fake(_OP)

@@ -64,7 +64,7 @@ def _add_widened(total: Tensor, grad: Tensor, x: Tensor) -> None:
     torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
 
 
-torch.library.register_kernel(_OP, None, _implementation)
+torch.library.impl(_OP, "default", _implementation)
 
 
 @torch.library.register_fake(_OP)

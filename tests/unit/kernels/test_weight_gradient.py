@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,3 +86,13 @@ def test_a_widening_product_is_used_where_it_is_right(rounds: bool) -> None:
     assert calls == ([(16, 16)] if rounds else [(16, 16), (3, 5)])
     assert is_known is not rounds
     torch.testing.assert_close(total, rounded if rounds else exact, rtol=1e-6, atol=1e-6)
+
+
+def test_no_compiler_is_imported_to_train() -> None:
+    """It takes a second and more of each rank's start, for a compiler that is not used."""
+    program = (
+        "import sys, torch, megalite.kernels as kernels;"
+        "kernels.add_weight_gradient_(torch.zeros(4, 4), torch.ones(3, 4), torch.ones(3, 4));"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
