@@ -81,5 +81,7 @@ def run_deferred(pending: Iterable[Product]) -> None:
     The accumulation is autograd's own, hooks included: nobody after it can tell the difference.
     """
     for weight, compute in pending:
-        if (gradient := compute()) is not None:
+        with torch.no_grad():  # the saved input has a graph, which the sum must not join
+            gradient = compute()
+        if gradient is not None:
             torch.autograd.backward(weight, gradient)
