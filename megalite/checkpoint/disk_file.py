@@ -54,8 +54,7 @@ class DiskFile:
     def close(self) -> None:
         """Gives back what the system lent; without `finish` the file is not whole."""
         os.close(self._descriptor)
-        if self._buffer is not None:
-            self._buffer.close()
+        self._buffer = None  # not closed: an error on its way may still hold a view of it
 
     def _flush(self) -> None:
         assert self._buffer is not None
