@@ -8,7 +8,8 @@ disk that has nothing else to write, so that a busy neighbour slows them all; th
 megalite's files are hashed and synced, and hashed again as they are loaded; torch.save leaves its file to the
 system's memory, unless synced. For a save in the background training stands still as the save begins, and
 before the next update for what is left of the copy: after a second of computing, and with nothing computed.
-A load is from the system's memory in both cases, and ends in the tensors.
+A load ends in the tensors: torch.load's is from the system's memory, megalite's from the disk, where a
+local one was written to directly.
 """
 
 from __future__ import annotations

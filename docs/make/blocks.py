@@ -16,7 +16,6 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from megalite.cli import run_main
 
@@ -84,8 +83,8 @@ def _main_of(path: Path) -> Callable[[Sequence[str]], Any]:
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {spec.name: module}):
-        spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
     found: Callable[[Sequence[str]], Any] = module.main
     return found
 
