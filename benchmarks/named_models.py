@@ -16,6 +16,7 @@ from megalite.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    check_config,
     to_yaml,
 )
 from megalite.presets import PRESETS
@@ -119,7 +120,7 @@ def config_of(named: NamedModel, args: argparse.Namespace, micro_batch_size: int
             file.write(to_yaml(config))
             file.flush()
             config, _ = parse(["--config", file.name, *args.flags.split()])
-    config.validate(named.tp)
+    check_config(config, named.tp)
     return config
 
 

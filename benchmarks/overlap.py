@@ -41,7 +41,7 @@ import torch.distributed as dist
 from rank_turns import ForeignCPU
 
 from megalite.cli import parse
-from megalite.config import Config
+from megalite.config import Config, check_config
 from megalite.errors import ConfigError, UserError
 from megalite.parallel.collectives import flat_gather, flat_scatter_sum
 from megalite.topology import Axis, Launch, Topology
@@ -299,7 +299,7 @@ def config_of(args: argparse.Namespace, flags: str) -> Config:
         --lr 1e-4 --lr-decay-style constant --num-threads 1 --ddp-bucket-size {args.bucket_size} {flags}
     """
     config, _ = parse(words.split())
-    config.validate(NUM_RANKS)
+    check_config(config, NUM_RANKS)
     return config
 
 

@@ -40,7 +40,7 @@ from rank_turns import ForeignCPU, Ranks
 from torch import Tensor
 
 from megalite.cli import parse
-from megalite.config import Config
+from megalite.config import Config, check_config
 from megalite.data.sampler import microbatch_samples
 from megalite.errors import ConfigError
 from megalite.local_ranks import RankError, run_ranks
@@ -139,7 +139,7 @@ def config_of(mode: str, args: argparse.Namespace) -> Config:
     if not args.keep_freed_memory:
         words.append("--no-keep-freed-memory")
     config, _ = parse(words)
-    config.validate(NUM_RANKS)
+    check_config(config, NUM_RANKS)
     return config
 
 

@@ -32,8 +32,8 @@ _PROGRAM_FLAGS = ("--config", "--preset", "--print-config", *_HELP)
 def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """Reads a command line: flags over the YAML file of --config over the model of --preset.
 
-    The config that comes back is not yet validated, since that wants the number of ranks:
-    `config.validate(world_size)`.
+    The config that comes back is not yet checked, since that wants the number of ranks:
+    `check_config`.
 
     Args:
         argv: the arguments, without the program's name.

@@ -14,6 +14,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
 from megalite.config.text import to_yaml
 from megalite.config.training import TrainingConfig
+from megalite.config.validate import check_config
 
 __all__ = [
     "CheckpointConfig",
@@ -26,5 +27,6 @@ __all__ = [
     "ParallelConfig",
     "RecomputeConfig",
     "TrainingConfig",
+    "check_config",
     "to_yaml",
 ]

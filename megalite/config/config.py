@@ -14,8 +14,6 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
 from megalite.config.training import TrainingConfig
-from megalite.config.validate import problems_of
-from megalite.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
-
-    def validate(self, world_size: int | None = None) -> None:
-        """Checks every field and every rule between fields.
-
-        Args:
-            world_size: ranks that were started; None leaves out what depends on it.
-
-        Raises:
-            ConfigError: with all mistakes, each naming the flags, their values and the fix.
-        """
-        if problems := problems_of(self, world_size):
-            raise ConfigError(problems)
 
     def global_batch(self, dp: int) -> int:
         """Samples of one optimizer step over `dp` replicas, once a ramp-up has come to its end."""

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS
 from megalite.config.flags import flag_of
+from megalite.config.logging import LoggingConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.rules.layout import replicas
 from megalite.config.stages import SPLITS
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
-    from megalite.config.logging import LoggingConfig
-    from megalite.config.optimizer import OptimizerConfig
-
 
 _FOR_WANDB_TOO = (
     "tensorboard_log_interval",

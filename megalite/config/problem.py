@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from megalite.config.config import Config
 
-    from megalite.config.config import Config
-
-    Rule = Callable[[Config, int | None], Iterator["Problem"]]
-    """Yields what is wrong with a config when this many ranks are started (None: not known)."""
+Rule = Callable[[Config, int | None], Iterator["Problem"]]
+"""Yields what is wrong with a config when this many ranks are started (None: not known)."""
 
 
 class Problem(NamedTuple):

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
+from megalite.config.model import ModelConfig
 from megalite.config.partition import balanced_partition, even_partition
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
-    from megalite.config.model import ModelConfig
 
 DEFAULT_CHUNKS = 2
 """Of an interleaved schedule that is asked for by name alone."""

@@ -6,11 +6,9 @@ import json
 import math
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megalite.config.config import Config
-
+from megalite.config.config import Config
 
 _UNPRINTABLE = re.compile("[^\x20-\x7e]")
 """Characters that are written as YAML's escapes, which go beyond JSON's 16 bits."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
 
-from megalite.config.problem import Problem, one_line
+from megalite.config.config import Config
+from megalite.config.problem import Problem, Rule, one_line
 from megalite.config.ranges import range_problems
 from megalite.config.rules import (
     batch_size,
@@ -21,10 +21,7 @@ from megalite.config.rules import (
     recompute,
     run,
 )
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
-    from megalite.config.problem import Rule
+from megalite.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (
     model.head_size,
@@ -78,6 +75,19 @@ RULES: tuple[Rule, ...] = (
     dry_run.json_folder,
 )
 """Every rule between fields; a new one is a function and a line here."""
+
+
+def check_config(config: Config, world_size: int | None = None) -> None:
+    """Checks every field and every rule between fields.
+
+    Args:
+        world_size: ranks that were started; None leaves out what depends on it.
+
+    Raises:
+        ConfigError: with all mistakes, each naming the flags, their values and the fix.
+    """
+    if problems := problems_of(config, world_size):
+        raise ConfigError(problems)
 
 
 def problems_of(config: Config, world_size: int | None, doubted: Collection[str] = ()) -> list[str]:

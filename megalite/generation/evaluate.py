@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config import Config, ParallelConfig, RecomputeConfig
+from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
 from megalite.data.indexed import IndexedDataset
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import UserError
@@ -158,7 +158,7 @@ def evaluate_split(
         micro_batch_size: None for the run's; the result is the same.
     """
     config = _run_config(trained, parallel, micro_batch_size)
-    config.validate(topology.world_size)
+    check_config(config, topology.world_size)
     if config.training.eval_iters == 0:
         raise UserError("the run evaluates nothing (--eval-iters 0): give --data-path in place of --split")
     datasets = build_data(config, topology, Timers(), [split])

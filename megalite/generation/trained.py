@@ -13,7 +13,7 @@ from megalite.checkpoint.choice import choose_checkpoint
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.tensor_reader import read_tensors
 from megalite.cli import parse
-from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
+from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.data.tokenizer_digest import tokenizer_digest
 from megalite.errors import ConfigError, UserError
@@ -105,7 +105,7 @@ def _check_layout(model: ModelConfig, flags: ModelFlags, topology: Topology) -> 
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1),
     )
-    asked.validate(topology.world_size)
+    check_config(asked, topology.world_size)
 
 
 def load_model(

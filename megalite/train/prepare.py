@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
-from megalite.config import Config, to_yaml
+from megalite.config import Config, check_config, to_yaml
 from megalite.config.flags import flag_of
 from megalite.data.build import (
     BuildOptions,
@@ -50,7 +50,7 @@ def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> N
         ConfigError: with every mistake, on every rank alike and before any process group starts.
     """
     configure_logging(launch.rank)
-    config.validate(launch.world_size)
+    check_config(config, launch.world_size)
     for notice in notices:
         log.warning(notice)
     if config.training.deterministic:
@@ -87,7 +87,7 @@ def resolve_vocabulary(config: Config, topology: Topology) -> Config:
             size = given
     model = dataclasses.replace(config.model, vocab_size=size)
     resolved = dataclasses.replace(config, model=model)
-    resolved.validate(topology.world_size)
+    check_config(resolved, topology.world_size)
     return resolved
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megalite.config import Config, ParallelConfig
+from megalite.config import Config, ParallelConfig, check_config
 from megalite.data.origin import Origin, origins_of
 from megalite.errors import UserError
 from megalite.topology import Launch, Topology
@@ -44,7 +44,7 @@ def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:
         UserError: the run has no such iteration, the config is not valid, leaves the batch open, or has no
             corpus.
     """
-    config.validate()
+    check_config(config)
     dp = config.parallel.data_parallel_size
     if config.training.global_batch_size is None and dp is None:
         raise UserError("the batch of an iteration is not known: give --global-batch-size, or the run's --dp")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config import Config, ParallelConfig
+from megalite.config import Config, ParallelConfig, check_config
 from megalite.config.parallel import PipelineSchedule
 from megalite.config.recompute import Granularity
 from megalite.config.stages import num_stages
@@ -149,5 +149,5 @@ class Layout:
             config.recompute, recompute_granularity=self.recompute or config.recompute.recompute_granularity
         )
         applied = dataclasses.replace(config, parallel=parallel, training=training, recompute=recompute)
-        applied.validate(self.world_size)
+        check_config(applied, self.world_size)
         return applied

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.presets import PRESETS
 from megalite.verify.compare import TOLERANCES, compare
 from megalite.verify.layout import Layout
@@ -78,5 +78,5 @@ def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
 def test_uneven_stages(split: str, corpus: str) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, **UNEVEN[split])
     config = replace(_config("gpt-tiny", "fp64", corpus), parallel=parallel)
-    config.validate(2)
+    check_config(config, 2)
     assert not _excesses(config, "gpt-tiny", "fp64", corpus, 2)

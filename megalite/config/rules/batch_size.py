@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megalite.config.batch_size import BatchSize
+from megalite.config.config import Config
 from megalite.config.problem import Problem
 from megalite.config.rules.layout import replicas
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 _RAMPUP, _FULL = "rampup_batch_size", "global_batch_size"
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.problem import Problem
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 _NON_PERSISTENT = "non_persistent_save_interval"
 _OVERRIDE, _KEEP = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS
 from megalite.config.flags import flag_of
 from megalite.config.problem import Problem
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 
 def given(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.problem import Problem
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 
 def rank_of_world(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.model import vocab_padding_problems
 from megalite.config.problem import Problem
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.flags import flag_of
+from megalite.config.parallel import ParallelConfig
 from megalite.config.partition import even_partition
 from megalite.config.problem import Problem
 from megalite.config.rules.layout import replicas
@@ -17,10 +18,6 @@ from megalite.config.stages import (
     weights_by_name,
     words,
 )
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
-    from megalite.config.parallel import ParallelConfig
 
 _PP = "pipeline_model_parallel_size"
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"

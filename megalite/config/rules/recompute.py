@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.problem import Problem
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 
 def num_layers(config: Config, world_size: int | None) -> Iterator[Problem]:

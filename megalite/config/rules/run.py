@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from megalite.config.config import Config
 from megalite.config.data import split_weights
 from megalite.config.problem import Problem
 from megalite.config.training import iteration_range
-
-if TYPE_CHECKING:
-    from megalite.config.config import Config
 
 
 def required(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -16,7 +16,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    check_config,
+)
 from megalite.local_ranks import run_ranks
 from megalite.topology import Topology
 from megalite.train.prepare import build_data
@@ -51,7 +59,7 @@ def config_of(dp: int, model: ModelConfig = MODEL, batch: int | None = None, **p
 
 
 def trainer_of(topology: Topology, config: Config) -> Trainer:
-    config.validate(topology.world_size)
+    check_config(config, topology.world_size)
     timers = Timers()
     return Trainer(config, topology, build_data(config, topology, timers), timers)
 

@@ -29,6 +29,7 @@ from megalite.config import (
     ParallelConfig,
     RecomputeConfig,
     TrainingConfig,
+    check_config,
 )
 from megalite.local_ranks import run_ranks
 from megalite.train.prepare import build_data
@@ -67,7 +68,7 @@ def config_of(world_size, recompute=None, **parallel):
 
 def second_iteration(topology, config):
     """The traffic of an iteration that has others before and after it."""
-    config.validate(topology.world_size)
+    check_config(config, topology.world_size)
     timers = Timers()
     trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
     trainer.step()

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megalite.cli import parse
-from megalite.config import CheckpointConfig
+from megalite.config import CheckpointConfig, check_config
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
@@ -15,7 +15,7 @@ ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
 
 def read(line: str) -> tuple[CheckpointConfig, list[str]]:
     config, notices = parse(shlex.split(ENOUGH + line))
-    config.validate(None)
+    check_config(config, None)
     return config.checkpoint, notices
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import parse
+from megalite.config import check_config
 from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE
 
 
@@ -31,7 +32,7 @@ def without(line: str, *flags: str) -> list[str]:
 
 def test_the_course_script_is_accepted_whole() -> None:
     config, notices = parse(shlex.split(COURSE))
-    config.validate(world_size=4)
+    check_config(config, world_size=4)
     assert (config.parallel.tp, config.parallel.pp, config.model.num_attention_heads) == (2, 2, 32)
     assert config.optimizer.lr_warmup_fraction == 0.01
     assert config.optimizer.weight_decay == 0.1
@@ -45,7 +46,7 @@ def test_the_course_script_is_accepted_whole() -> None:
 
 def test_the_bloom_job_is_accepted_whole(in_folder: Path) -> None:
     config, notices = parse(shlex.split(BLOOM))
-    config.validate(world_size=8)
+    check_config(config, world_size=8)
     assert config.data.data_path == ("0.033178301", "ar_text_document", "0.0112", "ca_text_document")
     assert config.model.embed_layernorm
     assert (config.model.params_dtype, config.parallel.zero_stage) == ("bf16", 0)

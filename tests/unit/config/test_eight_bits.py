@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from megalite.cli import parse
+from megalite.config import check_config
 from megalite.errors import ConfigError, UserError
 from megalite.plan.request import read_request
 
@@ -16,7 +17,7 @@ BASE = "--preset gpt-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3
 def _problems(line: str, world_size: int = 1) -> list[str]:
     config, _ = parse(shlex.split(f"{BASE} {line}"))
     try:
-        config.validate(world_size)
+        check_config(config, world_size)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -35,7 +36,7 @@ def _problems(line: str, world_size: int = 1) -> list[str]:
 def test_megatrons_names(flags: str, expected: str | None) -> None:
     config, _ = parse(shlex.split(f"{BASE} --bf16 {flags}"))
     assert config.training.fp8_format == expected
-    config.validate(1)
+    check_config(config, 1)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])

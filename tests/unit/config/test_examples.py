@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megalite.cli import parse
+from megalite.config import check_config
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
@@ -21,7 +22,7 @@ def test_published_runs(name: str, world_size: int, num_iterations: int, schedul
     flags = ("--data-path", "corpus", "--save", "runs", "--tensorboard-dir", "runs")
     config, notices = parse(["--config", file, *flags])
     assert notices == []
-    config.validate(world_size)
+    check_config(config, world_size)
     assert config.num_iterations(8) == num_iterations
     assert config.parallel.schedule == schedule
 
@@ -32,6 +33,6 @@ def test_azureml_job() -> None:
     config, notices = parse(flags)
     assert notices == []
     nodes, processes = job["resources"]["instance_count"], job["distribution"]["process_count_per_instance"]
-    config.validate(nodes * processes)
+    check_config(config, nodes * processes)
     inputs = {word for word in flags if word.startswith("${{")}
     assert {word.split(".")[1].split("}")[0] for word in inputs} <= {*job["inputs"], *job["outputs"]}

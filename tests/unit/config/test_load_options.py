@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import parse
-from megalite.config import Config, ModelConfig, TrainingConfig, to_yaml
+from megalite.config import Config, ModelConfig, TrainingConfig, check_config, to_yaml
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
@@ -16,7 +16,7 @@ ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
 
 def read(line: str) -> tuple[Config, list[str]]:
     config, notices = parse(shlex.split(ENOUGH + line))
-    config.validate(None)
+    check_config(config, None)
     return config, notices
 
 

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megalite.cli import parse
-from megalite.config import LoggingConfig
+from megalite.config import LoggingConfig, check_config
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
@@ -35,7 +35,7 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
 def test_what_is_refused(line: str, problem: str) -> None:
     config, _ = parse(shlex.split(ENOUGH + line))
     with pytest.raises(ConfigError) as caught:
-        config.validate(4)
+        check_config(config, 4)
     assert problem in str(caught.value)
 
 
@@ -76,7 +76,7 @@ def test_what_is_without_effect_is_told(line: str, notice: str) -> None:
 )
 def test_what_is_honoured_is_not_remarked_upon(line: str) -> None:
     config, notices = parse(shlex.split(ENOUGH + line))
-    config.validate(4)
+    check_config(config, 4)
     assert notices == []
 
 

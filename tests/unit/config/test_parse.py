@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megalite.cli import parse, report, run_main
 from megalite.cli.fields import config_fields, field_docs, fields_by_flag
 from megalite.cli.legacy import legacy_rules
-from megalite.config import Config, ModelConfig, OptimizerConfig
+from megalite.config import Config, ModelConfig, OptimizerConfig, check_config
 from megalite.errors import ConfigError, UserError
 from megalite.presets import PRESETS
 
@@ -168,7 +168,7 @@ def test_flags_go_over_the_preset() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound(name: str) -> None:
     config, notices = parse(["--preset", name, *ENOUGH])
-    config.validate(world_size=1)
+    check_config(config, world_size=1)
     assert notices == []
 
 
@@ -277,7 +277,7 @@ def test_any_words_end_in_a_config_or_in_lines_of_mistakes(argv: list[str], worl
     argv = [word for word in argv if word not in ("-h", "--help", "--print-config")]
     mistakes: tuple[str, ...] = ()
     try:
-        parse(argv)[0].validate(world_size)
+        check_config(parse(argv)[0], world_size)
     except ConfigError as error:
         mistakes = error.problems
     # A whole config is not to be had from these words: --train-iters and a corpus are seldom among them.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megalite.cli import parse
 from megalite.cli.fields import fields_by_flag
-from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.partition import balanced_partition
 from megalite.config.stages import layers_per_stage, num_chunks
 from megalite.errors import ConfigError
@@ -24,7 +24,7 @@ ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte --global-batch-s
 def told(line: str, world_size: int | None = None) -> list[str]:
     config, _ = parse(shlex.split(ENOUGH + line))
     try:
-        config.validate(world_size)
+        check_config(config, world_size)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -32,7 +32,7 @@ def told(line: str, world_size: int | None = None) -> list[str]:
 
 def split(line: str) -> tuple[int, ...]:
     config, _ = parse(shlex.split(ENOUGH + line))
-    config.validate()
+    check_config(config)
     return layers_per_stage(config)
 
 
@@ -89,7 +89,7 @@ def test_splits_are_megatrons(layers, pp, chunks, options):
     )
     config = Config(ModelConfig(num_layers=layers), parallel, training=TrainingConfig(global_batch_size=64))
     try:
-        config.validate()
+        check_config(config)
     except ConfigError as error:
         # What is told besides the split is that the config has no corpus, length or vocabulary.
         refused = any("layers" in problem or "pipeline" in problem for problem in error.problems)
@@ -289,5 +289,5 @@ def test_all_that_is_wrong_is_told_at_once():
 )
 def test_chunks_of_a_schedule(line, schedule, chunks):
     config, _ = parse(shlex.split(ENOUGH + line))
-    config.validate()
+    check_config(config)
     assert (config.parallel.schedule, num_chunks(config)) == (schedule, chunks)

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megalite.cli import parse
-from megalite.config import RecomputeConfig
+from megalite.config import RecomputeConfig, check_config
 from megalite.errors import ConfigError
 
 
@@ -80,7 +80,7 @@ def test_parts_that_are_recomputed():
 )
 def test_what_cannot_be_is_refused(line, told):
     with pytest.raises(ConfigError) as caught:
-        parse(shlex.split(f"{line} --train-iters 1 --mock-data --vocab-size 9"))[0].validate()
+        check_config(parse(shlex.split(f"{line} --train-iters 1 --mock-data --vocab-size 9"))[0])
     assert len(caught.value.problems) == 1
     assert told in caught.value.problems[0]
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megalite.cli import parse
+from megalite.config import check_config
 from megalite.config.idle import idle_options
 from megalite.errors import UserError
 
@@ -17,7 +18,7 @@ LOCAL = ("--non-persistent-save-interval", "2", "--non-persistent-local-ckpt-dir
 def told(*flags: str) -> str:
     """What is wrong with a command line."""
     with pytest.raises(UserError) as caught:
-        parse([*BASE, *flags])[0].validate(1)
+        check_config(parse([*BASE, *flags])[0], 1)
     return str(caught.value)
 
 
@@ -36,7 +37,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
 def test_megatrons_flags_are_taken() -> None:
     flags = ["--save", "x", *LOCAL, "--non-persistent-ckpt-type", "local", "--async-save"]
     config, _ = parse([*BASE, *flags, "--exit-on-save-failure"])
-    config.validate(1)
+    check_config(config, 1)
     checkpoint = config.checkpoint
     assert (checkpoint.non_persistent_save_interval, checkpoint.async_save) == (2, True)
     assert not [line for line in idle_options(config) if "save" in line or "persistent" in line]

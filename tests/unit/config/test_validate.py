@@ -11,7 +11,7 @@ import pytest
 
 from megalite.cli import parse
 from megalite.cli.fields import config_fields, fields_by_flag
-from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.ranges import RANGES
 from megalite.errors import ConfigError, UserError
 
@@ -21,7 +21,7 @@ ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
 def told(line: str, world_size: int | None = None) -> list[str]:
     config, _ = parse(shlex.split(ENOUGH + line))
     try:
-        config.validate(world_size)
+        check_config(config, world_size)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -29,7 +29,7 @@ def told(line: str, world_size: int | None = None) -> list[str]:
 
 def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config().validate()
+        check_config(Config())
     assert [problem[:13] for problem in caught.value.problems] == [
         "--train-iters",
         "--data-path i",
@@ -203,10 +203,10 @@ SAMPLES = "--data-path p --tokenizer-type byte --train-samples 100 "
 def test_a_run_counted_in_samples(line: str, expected: str | None) -> None:
     config, _ = parse(shlex.split(SAMPLES + line))
     if expected is None:
-        config.validate()
+        check_config(config)
         return
     with pytest.raises(ConfigError) as caught:
-        config.validate()
+        check_config(config)
     (problem,) = caught.value.problems
     assert expected in problem
 
@@ -262,7 +262,7 @@ def test_every_number_has_a_range_and_every_other_value_its_choices() -> None:
     with pytest.raises(
         ConfigError, match="--normalization Batch is not known: choose one of LayerNorm, RMSNorm"
     ):
-        config.validate()
+        check_config(config)
 
 
 def test_choices_are_strings() -> None:
@@ -347,10 +347,10 @@ def test_batches() -> None:
 def test_splits_given_apart(line: str, fault: str | None) -> None:
     config, _ = parse(shlex.split("--train-iters 100 --tokenizer-type byte " + line))
     if fault is None:
-        config.validate()
+        check_config(config)
         return
     with pytest.raises(ConfigError) as caught:
-        config.validate()
+        check_config(config)
     (problem,) = caught.value.problems
     assert fault in problem
 
@@ -365,9 +365,9 @@ def test_split_says_nothing_where_splits_are_given_apart() -> None:
 def test_ends_of_documents_take_a_tokenizer(flag: str) -> None:
     line = ["--train-iters", "1", "--vocab-size", "9", flag]
     with pytest.raises(ConfigError, match=f"{flag} with no tokenizer: give the --tokenizer-type"):
-        parse([*line, "--data-path", "p"])[0].validate()
-    parse([*line, "--mock-data"])[0].validate()
-    parse([*line, "--data-path", "p", "--tokenizer-type", "NullTokenizer"])[0].validate()
+        check_config(parse([*line, "--data-path", "p"])[0])
+    check_config(parse([*line, "--mock-data"])[0])
+    check_config(parse([*line, "--data-path", "p", "--tokenizer-type", "NullTokenizer"])[0])
 
 
 def test_positions_that_restart_change_no_distances() -> None:

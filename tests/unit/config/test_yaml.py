@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megalite.cli import parse
 from megalite.cli.findings import Findings
 from megalite.cli.yaml import read_yaml
-from megalite.config import Config, DataConfig, OptimizerConfig, to_yaml
+from megalite.config import Config, DataConfig, OptimizerConfig, check_config, to_yaml
 from megalite.presets import PRESETS
 from tests.unit.config.lines import COURSE
 
@@ -175,7 +175,7 @@ def test_examples_want_a_corpus_and_nothing_else(path: Path) -> None:
     assert notices == []
     for tp, pp, dp in ((1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)):
         layout = replace(config.parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-        replace(config, parallel=layout).validate(tp * pp * dp)
+        check_config(replace(config, parallel=layout), tp * pp * dp)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

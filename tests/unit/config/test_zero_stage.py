@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from megalite.cli import parse
+from megalite.config import check_config
 from megalite.errors import ConfigError
 
 BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3 --dp 2"
@@ -20,7 +21,7 @@ BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3
 def test_stage_3_has_no_pipeline(schedule: str) -> None:
     config, _ = parse(shlex.split(f"{BASE} --zero-stage 3 --pp 2 --global-batch-size 8 {schedule}"))
     with pytest.raises(ConfigError) as caught:
-        config.validate(4)
+        check_config(config, 4)
     (told,) = caught.value.problems
     assert told.startswith("--zero-stage 3 with --pp 2: ")
     assert "--zero-stage 2" in told
@@ -28,7 +29,7 @@ def test_stage_3_has_no_pipeline(schedule: str) -> None:
 
 def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:
     config, _ = parse(shlex.split(f"{BASE} --zero-stage 3 --tp 2 --sequence-parallel"))
-    config.validate(4)
+    check_config(config, 4)
     assert config.parallel.zero_stage == 3
 
 

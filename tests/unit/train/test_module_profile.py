@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig, check_config
 from megalite.plan.flops import flops_per_token_by_convention
 from megalite.plan.parameters import total_parameters
 from megalite.topology import Topology
@@ -29,7 +29,7 @@ CONFIG = Config(
 
 def trainer_of(topology: Topology, model: ModelConfig = MODEL) -> Trainer:
     config = replace(CONFIG, model=model)
-    config.validate(1)
+    check_config(config, 1)
     timers = Timers()
     return Trainer(config, topology, build_data(config, topology, timers), timers)
 
