@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 from clock import Clock
-from op_cases import Case, cases
+from op_cases import Case, Outputs, cases
 from torch import Tensor
 
 from megalite import kernels
@@ -38,7 +38,7 @@ Times = tuple[float, float, float]
 """Seconds of a forward, of a backward, and of both."""
 
 
-def seconds_of(kind: str, case: Case, functions: dict[str, Callable[..., Tensor]]) -> Times:
+def seconds_of(kind: str, case: Case, functions: dict[str, Callable[..., Outputs]]) -> Times:
     """One forward and one backward; what the loss uses up is made anew before."""
     inputs, clock = [x.clone() for x in case.inputs], Clock(DEVICE)
     clock.start()
@@ -47,18 +47,23 @@ def seconds_of(kind: str, case: Case, functions: dict[str, Callable[..., Tensor]
         with torch.no_grad():
             y = case.reference[0](*inputs)
             middle = clock.mark()
-            grad = torch.ones_like(y)
+            grads = ones_for(y)
             begin = clock.mark()
-            case.reference[1](grad, *inputs)
+            case.reference[1](*grads, *inputs)
     else:
         y = functions[kind](*inputs)
         middle = clock.mark()
-        grad = torch.ones_like(y)
+        grads = ones_for(y)
         begin = clock.mark()
-        torch.autograd.grad(y, case.inputs, grad)
+        torch.autograd.grad(y, case.inputs, grads)
     end = clock.mark()
     forward, backward = clock.seconds(start, middle), clock.seconds(begin, end)
     return forward, backward, forward + backward
+
+
+def ones_for(outputs: Outputs) -> list[Tensor]:
+    """A gradient for each output."""
+    return [torch.ones_like(y) for y in ([outputs] if isinstance(outputs, Tensor) else outputs)]
 
 
 def copy_seconds(x: Tensor) -> float:
@@ -71,12 +76,13 @@ def copy_seconds(x: Tensor) -> float:
     return clock.seconds(start, clock.mark())
 
 
-def compiled(function: Callable[..., Tensor], case: Case) -> Callable[..., Tensor] | None:
+def compiled(function: Callable[..., Outputs], case: Case) -> Callable[..., Outputs] | None:
     """The same in torch.compile; None where that does not work on this machine."""
     torch._dynamo.reset()
     whole = torch.compile(function)
     try:
-        whole(*[x.clone() for x in case.inputs]).sum().backward()
+        y = whole(*[x.clone() for x in case.inputs])
+        torch.autograd.grad(y, case.inputs, ones_for(y))
     except Exception as error:
         print(f"torch.compile: {str(error).splitlines()[0][:90]}")
         return None

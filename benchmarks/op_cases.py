@@ -23,20 +23,22 @@ from megalite.topology import Axis
 P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5
 ONE_RANK = Axis("tp", 1, 0, (0,), None)  # type: ignore[arg-type]
 
+Outputs = Tensor | tuple[Tensor, ...]
+
 
 class Case(NamedTuple):
     """One op at one shape.
 
     Attributes:
         inputs: leaves; those of floating point get gradients.
-        ours, eager: the op by this library, and as one writes it in PyTorch.
-        reference: forward and backward of the reference; backward takes the output's gradient and the inputs.
+        ours, eager: the op by this library, and as one writes it in PyTorch. They give a tensor or a tuple.
+        reference: forward and backward of the reference; backward takes outputs' gradients and inputs.
         passes: tensors of the first input's size that a forward and a backward must move.
     """
 
     inputs: tuple[Tensor, ...]
-    ours: Callable[..., Tensor]
-    eager: Callable[..., Tensor]
+    ours: Callable[..., Outputs]
+    eager: Callable[..., Outputs]
     reference: tuple[Callable[..., Any], Callable[..., Any]]
     passes: tuple[float, float]
 
@@ -53,6 +55,7 @@ def cases(sizes: argparse.Namespace, dtype: torch.dtype, device: torch.device) -
     yield "bias + dropout + residual", _dropout_add(x, bias, residual, numbers)
     weight = _random(h, **kind)
     yield "RMSNorm", _rms_norm(x, weight)
+    yield "RMSNorm, residual", _rms_norm_with_residual(x, weight)
     if is_compiled("layer_norm", device.type):  # elsewhere PyTorch's own serves
         yield "LayerNorm", _layer_norm(x, weight, bias)
     yield "rotary", _rotary(_random(s, b, h // d, d, **kind))
@@ -114,7 +117,7 @@ def _dropout_add(x: Tensor, bias: Tensor, residual: Tensor, numbers: Tensor) -> 
 def _rms_norm(x: Tensor, weight: Tensor) -> Case:
     return Case(
         (x, weight),
-        lambda x, weight: kernels.rms_norm_on(x.device.type)(x, weight, EPSILON),
+        lambda x, weight: kernels.rms_norm_on(x.device.type).alone(x, weight, EPSILON),
         lambda x, weight: F.rms_norm(x, weight.shape, weight, EPSILON),
         (
             lambda x, weight: norm.rms_reference(x, weight, EPSILON),
@@ -124,10 +127,23 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Case:
     )
 
 
+def _rms_norm_with_residual(x: Tensor, weight: Tensor) -> Case:
+    def backward(grad: Tensor, residual_grad: Tensor, x: Tensor, weight: Tensor) -> object:
+        return norm.rms_backward_reference(grad, x, weight, EPSILON, residual_grad)
+
+    return Case(
+        (x, weight),
+        lambda x, weight: kernels.rms_norm_on(x.device.type).with_residual(x, weight, EPSILON),
+        lambda x, weight: (F.rms_norm(x, weight.shape, weight, EPSILON), x),
+        (lambda x, weight: (norm.rms_reference(x, weight, EPSILON), x), backward),
+        (2, 4),
+    )
+
+
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Case:
     return Case(
         (x, weight, bias),
-        lambda x, weight, bias: kernels.layer_norm_on(x.device.type)(x, weight, bias, EPSILON),
+        lambda x, weight, bias: kernels.layer_norm_on(x.device.type).alone(x, weight, bias, EPSILON),
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPSILON),
         (
             lambda x, weight, bias: norm.layer_reference(x, weight, bias, EPSILON),

@@ -1,4 +1,4 @@
-// What an operator's arguments must be, on every device: dispatch alone has looked at them before.
+// What an operator's arguments are and must be, on every device: dispatch alone has looked at them before.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,6 +9,17 @@
 #include <optional>
 
 namespace megalite {
+
+inline int64_t rows_of(const torch::stable::Tensor& x) {
+  const int64_t columns = x.size(x.dim() - 1);
+  return columns == 0 ? 0 : x.numel() / columns;
+}
+
+// The dtype in which a tensor is computed with.
+inline torch::headeronly::ScalarType computed_in(const torch::stable::Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
 inline bool is_beside(const torch::stable::Tensor& tensor, const torch::stable::Tensor& x) {
   return tensor.device() == x.device();
@@ -57,7 +68,6 @@ inline void check_residual(
 
 inline void check_tables(
     const torch::stable::Tensor& x, const torch::stable::Tensor& cosine, const torch::stable::Tensor& sine) {
-  using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0, "rotate: x must be [s, b, n, d] with an even d");
   const auto fits = [&](const torch::stable::Tensor& table) {
     return is_beside(table, x) && table.dim() == 4 && table.size(0) == x.size(0) && table.size(2) == 1 &&
@@ -65,9 +75,8 @@ inline void check_tables(
            table.size(1) == cosine.size(1);
   };
   STD_TORCH_CHECK(fits(cosine) && fits(sine), "rotate: cosine and sine must be [s, b or 1, 1, d] on x's device");
-  const auto wide = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   STD_TORCH_CHECK(
-      cosine.scalar_type() == wide && sine.scalar_type() == wide,
+      cosine.scalar_type() == computed_in(x) && sine.scalar_type() == computed_in(x),
       "rotate: cosine and sine must be in fp32, or fp64 for fp64");
 }
 

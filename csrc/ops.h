@@ -115,7 +115,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> layer_norm_backward(
     const torch::stable::Tensor& grad,
     const torch::stable::Tensor& x,
     const torch::stable::Tensor& weight,
-    double epsilon);
+    double epsilon,
+    const std::optional<torch::stable::Tensor>& residual_grad);
 
 torch::stable::Tensor rms_norm(
     const torch::stable::Tensor& x,
@@ -126,7 +127,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> rms_norm_backward(
     const torch::stable::Tensor& grad,
     const torch::stable::Tensor& x,
     const torch::stable::Tensor& weight,
-    double epsilon);
+    double epsilon,
+    const std::optional<torch::stable::Tensor>& residual_grad);
 
 torch::stable::Tensor rotate(
     const torch::stable::Tensor& x,

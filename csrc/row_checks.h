@@ -17,12 +17,6 @@ inline void check_logits(
   STD_TORCH_CHECK(0 <= num_real && num_real <= columns, "cross_entropy: num_real is out of range");
 }
 
-// The dtype in which a tensor is computed with.
-inline torch::headeronly::ScalarType computed_in(const torch::stable::Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 inline void check_statistics(
     const torch::stable::Tensor& logits, const torch::stable::Tensor& statistics, const torch::stable::Tensor& grad,
     int64_t rows) {

@@ -45,9 +45,12 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon) {
+    const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon,
+    const std::optional<Tensor>& residual_grad) {
   check_norm(x, weight);
   check_gradient("rms_norm", grad, x);
+  if (residual_grad) check_gradient("rms_norm", *residual_grad, x);
+  const auto added = residual_grad ? std::optional<Tensor>(torch::stable::contiguous(*residual_grad)) : std::nullopt;
   const auto input = torch::stable::contiguous(x), upper = torch::stable::contiguous(grad);
   const int64_t columns = x.size(x.dim() - 1);
   auto out = torch::stable::new_empty(input, input.sizes());
@@ -60,6 +63,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
     const T* above = static_cast<const T*>(upper.const_data_ptr());
     T* target = static_cast<T*>(out.mutable_data_ptr());
     const W* weights = wide.data();
+    const T* residual = added ? static_cast<const T*>(added->const_data_ptr()) : nullptr;
     const auto whole_row = [=](int64_t r, int64_t, int64_t, W* __restrict sum) MEGALITE_BODY {
       const T* __restrict from = source + r * columns;
       const T* __restrict g = above + r * columns;
@@ -69,11 +73,16 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
       const W along = sum_of<W>(columns, [=](int64_t i) MEGALITE_BODY {
         return widen(g[i]) * weights[i] * (widen(from[i]) * inverse);
       }) / static_cast<W>(columns);
-      for (int64_t i = 0; i < columns; ++i) {
-        const W normal = widen(from[i]) * inverse, y = widen(g[i]);
-        to[i] = narrow<T>(inverse * (y * weights[i] - normal * along));
-        sum[i] += y * normal;
-      }
+      const auto write = [=](const auto& beside) MEGALITE_BODY {
+        for (int64_t i = 0; i < columns; ++i) {
+          const W normal = widen(from[i]) * inverse, y = widen(g[i]);
+          to[i] = narrow<T>(inverse * (y * weights[i] - normal * along) + beside(i));
+          sum[i] += y * normal;
+        }
+      };
+      if (residual == nullptr) return write([](int64_t) MEGALITE_BODY { return W{0}; });
+      const T* __restrict other = residual + r * columns;
+      write([=](int64_t i) MEGALITE_BODY { return widen(other[i]); });
     };
     sum_rows(rows_of(input), columns, columns, static_cast<T*>(sums.mutable_data_ptr()), whole_row, columns);
   });

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "../checks.h"
 #include "dtype.h"
 #include "isa.h"
 
@@ -26,11 +27,6 @@ std::vector<Wide<T>> wide_bias(const std::optional<torch::stable::Tensor>& bias,
     for (int64_t i = 0; i < columns; ++i) wide[i] = widen(source[i]);
   }
   return wide;
-}
-
-inline int64_t rows_of(const torch::stable::Tensor& x) {
-  const int64_t columns = x.size(x.dim() - 1);
-  return columns == 0 ? 0 : x.numel() / columns;
 }
 
 // Calls `row(r)` for each row, several at a time on as many threads.

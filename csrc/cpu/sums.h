@@ -1,4 +1,4 @@
-// Sums of a row in many short chains, in an order that depends on how many there are alone: the same on every processor.
+// Sums of a row in many short chains, in an order that depends on how many there are alone, on every processor.
 #pragma once
 
 #include <cstdint>

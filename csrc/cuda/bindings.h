@@ -56,17 +56,6 @@ inline Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// The dtype of the computation.
-inline torch::headeronly::ScalarType wide_dtype(const Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-inline int64_t rows_of(const Tensor& x) {
-  const int64_t columns = x.size(x.dim() - 1);
-  return columns == 0 ? 0 : x.numel() / columns;
-}
-
 inline std::optional<Tensor> dense(const std::optional<Tensor>& tensor) {
   return tensor ? std::optional<Tensor>(torch::stable::contiguous(*tensor)) : std::nullopt;
 }
@@ -78,7 +67,7 @@ inline const void* data_of(const std::optional<Tensor>& tensor) {
 // Memory for the parts of `num_sums` sums for each of the columns.
 inline Tensor new_workspace(const Tensor& like, int64_t rows, int64_t columns, int64_t num_sums = 1) {
   const int64_t parts = max_sum_parts(dtype_of(like), rows, columns);
-  return torch::stable::new_empty(like, {parts * num_sums * columns}, wide_dtype(like));
+  return torch::stable::new_empty(like, {parts * num_sums * columns}, computed_in(like));
 }
 
 }  // namespace megalite::cuda

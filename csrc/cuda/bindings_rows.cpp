@@ -34,18 +34,21 @@ Tensor normalised(const Tensor& x, const Tensor& weight, const std::optional<Ten
   return out;
 }
 
-std::tuple<Tensor, Tensor> norm_gradients(const Tensor& grad, const Tensor& x, const Tensor& weight, Norm kind) {
+std::tuple<Tensor, Tensor> norm_gradients(
+    const Tensor& grad, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& residual_grad, Norm kind) {
   check_norm(x, weight);
   check_gradient("norm", grad, x);
+  if (residual_grad) check_gradient("norm", *residual_grad, x);
   const Place place(x);
   const auto input = torch::stable::contiguous(x), upper = torch::stable::contiguous(grad);
   const auto scale = torch::stable::contiguous(weight);
+  const auto added = dense(residual_grad);
   const int64_t rows = rows_of(x), columns = x.size(x.dim() - 1), num_sums = kind.centres ? 2 * columns : columns;
   auto out = torch::stable::new_empty(input, input.sizes());
   auto sums = torch::stable::new_empty(input, {num_sums});
   auto workspace = torch::stable::new_empty(input, {num_norm_parts(rows) * num_sums}, computed_in(x));
   cuda::norm_backward(
-      dtype_of(x), kind, upper.const_data_ptr(), input.const_data_ptr(), scale.const_data_ptr(),
+      dtype_of(x), kind, upper.const_data_ptr(), input.const_data_ptr(), scale.const_data_ptr(), data_of(added),
       out.mutable_data_ptr(), sums.mutable_data_ptr(), workspace.mutable_data_ptr(), rows, columns, place.stream());
   return {out, sums};
 }
@@ -109,8 +112,9 @@ Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, dou
 }
 
 std::tuple<Tensor, Tensor> layer_norm_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon) {
-  return norm_gradients(grad, x, weight, {true, epsilon});
+    const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon,
+    const std::optional<Tensor>& residual_grad) {
+  return norm_gradients(grad, x, weight, residual_grad, {true, epsilon});
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
@@ -118,8 +122,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon) {
-  return norm_gradients(grad, x, weight, {false, epsilon});
+    const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon,
+    const std::optional<Tensor>& residual_grad) {
+  return norm_gradients(grad, x, weight, residual_grad, {false, epsilon});
 }
 
 }  // namespace megalite::cuda::ops

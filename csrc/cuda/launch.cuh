@@ -29,12 +29,14 @@ void launch(
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaError_t error = cudaSuccess;
   if (shared_bytes > kGrantedSharedBytes) {
     const auto size = static_cast<int>(shared_bytes);
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size) != cudaSuccess) {
+      throw std::runtime_error(
+          "rows too long for this GPU: a CUDA kernel needs " + std::to_string(size) + " bytes of shared memory");
+    }
   }
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   if (error != cudaSuccess) throw std::runtime_error(std::string("a CUDA kernel: ") + cudaGetErrorString(error));
 }
 

@@ -111,8 +111,9 @@ void norm(
 // fp64).
 int64_t num_norm_parts(int64_t rows);
 
+// A residual_grad that is not null is added to the input's gradient.
 void norm_backward(
-    Dtype dtype, Norm kind, const void* grad, const void* x, const void* weight, void* x_grad, void* parameter_grads,
-    void* workspace, int64_t rows, int64_t columns, cudaStream_t stream);
+    Dtype dtype, Norm kind, const void* grad, const void* x, const void* weight, const void* residual_grad,
+    void* x_grad, void* parameter_grads, void* workspace, int64_t rows, int64_t columns, cudaStream_t stream);
 
 }  // namespace megalite::cuda

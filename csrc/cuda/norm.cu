@@ -71,20 +71,98 @@ __global__ void __launch_bounds__(kMaxSpanThreads) norm_kernel(
   });
 }
 
-template <class T, int kWidth>
-struct Pair {
-  Vector<T, kWidth> x, grad;
+// What backward reads of one row. `residual` is null where no other gradient is added to the input's.
+template <class T>
+struct Row {
+  const T *x, *grad, *residual;
+  T* x_grad;
 };
+
+template <class W>
+struct Statistics {
+  W mean, inverse;  // of the row: 1 / its standard deviation
+  W along, level;   // how much of the gradient lies along the normal row, and its mean: neither changes the output
+};
+
+template <bool kCentres, int kWidth, class T>
+__device__ __forceinline__ Statistics<Wide<T>> statistics_of(
+    const Row<T>& row, const T* weight, int64_t columns, double epsilon) {
+  using W = Wide<T>;
+  constexpr int kSums = kCentres ? 3 : 2;
+  struct Pair {
+    Vector<T, kWidth> x, grad;
+  };
+  __shared__ WarpValues<1, W> shared_mean;
+  __shared__ WarpValues<kSums, W> shared;
+  const W mean = mean_of<kCentres, kWidth>(row.x, columns, shared_mean);
+  W sums[kSums] = {};  // of the squares, of the gradient along the row, and of the gradient
+  for_vectors<kInFlightBackward>(
+      columns / kWidth,
+      [=](int64_t vector) {
+        return Pair{load<kWidth>(row.x + vector * kWidth), load<kWidth>(row.grad + vector * kWidth)};
+      },
+      [&](const auto& pair, int64_t vector) {
+        W weights[kWidth];
+        load_wide<kWidth>(weights, weight + vector * kWidth);
+        MEGALITE_UNROLL
+        for (int i = 0; i < kWidth; ++i) {
+          const W centred = widen(pair.x.values[i]) - mean, y = widen(pair.grad.values[i]) * weights[i];
+          sums[0] += centred * centred;
+          sums[1] += y * centred;
+          if constexpr (kCentres) sums[kSums - 1] += y;
+        }
+      });
+  block_sums(sums, shared);
+  const W inverse = inverse_root(sums[0], columns, epsilon), count = static_cast<W>(columns);
+  return {mean, inverse, sums[1] * inverse / count, kCentres ? sums[kSums - 1] / count : W{0}};
+}
+
+// Writes the gradient of a row's input, and adds what the row has for the parameters.
+template <bool kCentres, int kWidth, class T>
+__device__ __forceinline__ void write_row(
+    const Row<T>& row, const Statistics<Wide<T>>& of_row, const T* weight, Wide<T>* weight_sums, Wide<T>* bias_sums,
+    int64_t columns) {
+  using W = Wide<T>;
+  struct Loaded {
+    Vector<T, kWidth> x, grad, residual;
+  };
+  for_vectors<kInFlightBackward>(
+      columns / kWidth,
+      [=](int64_t vector) {
+        const int64_t at = vector * kWidth;
+        Loaded loaded = {load<kWidth>(row.x + at), load<kWidth>(row.grad + at), {}};
+        if (row.residual != nullptr) loaded.residual = load<kWidth>(row.residual + at);
+        return loaded;
+      },
+      [=](const auto& loaded, int64_t vector) {
+        W weights[kWidth];
+        load_wide<kWidth>(weights, weight + vector * kWidth);
+        auto of_weight = load<kWidth>(weight_sums + vector * kWidth);
+        Vector<T, kWidth> of_x;
+        MEGALITE_UNROLL
+        for (int i = 0; i < kWidth; ++i) {
+          const W normal = (widen(loaded.x.values[i]) - of_row.mean) * of_row.inverse;
+          const W y = widen(loaded.grad.values[i]);
+          const W through = of_row.inverse * (y * weights[i] - of_row.level - normal * of_row.along);
+          of_x.values[i] = narrow<T>(through + widen(loaded.residual.values[i]));
+          of_weight.values[i] += y * normal;
+        }
+        store(row.x_grad + vector * kWidth, of_x);
+        store(weight_sums + vector * kWidth, of_weight);
+        if constexpr (kCentres) {
+          auto of_bias = load<kWidth>(bias_sums + vector * kWidth);
+          MEGALITE_UNROLL
+          for (int i = 0; i < kWidth; ++i) of_bias.values[i] += widen(loaded.grad.values[i]);
+          store(bias_sums + vector * kWidth, of_bias);
+        }
+      });
+}
 
 // Leaves the block's part of the parameters' gradients in parts[block]. Its rows are every gridDim.x-th.
 template <bool kCentres, int kWidth, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
-    const T* all_grads, const T* x, const T* weight, T* x_grad, Wide<T>* parts, int64_t rows, int64_t columns,
-    double epsilon) {
+    const Row<T> all, const T* weight, Wide<T>* parts, int64_t rows, int64_t columns, double epsilon) {
   using W = Wide<T>;
-  constexpr int kSums = kCentres ? 3 : 2;
-  __shared__ WarpValues<1, W> shared_mean;
-  __shared__ WarpValues<kSums, W> shared;
   W* weight_sums = reinterpret_cast<W*>(dynamic_shared);
   W* bias_sums = weight_sums + columns;
   const int64_t vectors = columns / kWidth;
@@ -93,48 +171,11 @@ __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
     if constexpr (kCentres) store(bias_sums + i * kWidth, Vector<W, kWidth>{});
   }
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
-    const T *row = x + r * columns, *upper = all_grads + r * columns;
-    T* result = x_grad + r * columns;
-    const auto load_pair = [=](int64_t vector) {
-      return Pair<T, kWidth>{load<kWidth>(row + vector * kWidth), load<kWidth>(upper + vector * kWidth)};
-    };
-    const W mean = mean_of<kCentres, kWidth>(row, columns, shared_mean);
-    W sums[kSums] = {};  // of the squares, of the gradient along the row, and of the gradient
-    for_vectors<kInFlightBackward>(vectors, load_pair, [&](const auto& pair, int64_t vector) {
-      W weights[kWidth];
-      load_wide<kWidth>(weights, weight + vector * kWidth);
-      MEGALITE_UNROLL
-      for (int i = 0; i < kWidth; ++i) {
-        const W centred = widen(pair.x.values[i]) - mean, y = widen(pair.grad.values[i]) * weights[i];
-        sums[0] += centred * centred;
-        sums[1] += y * centred;
-        if constexpr (kCentres) sums[kSums - 1] += y;
-      }
-    });
-    block_sums(sums, shared);
-    const W inverse = inverse_root(sums[0], columns, epsilon);
-    const W along = sums[1] * inverse / static_cast<W>(columns);
-    const W level = kCentres ? sums[kSums - 1] / static_cast<W>(columns) : W{0};
-    for_vectors<kInFlightBackward>(vectors, load_pair, [=](const auto& pair, int64_t vector) {
-      W weights[kWidth];
-      load_wide<kWidth>(weights, weight + vector * kWidth);
-      auto of_weight = load<kWidth>(weight_sums + vector * kWidth);
-      Vector<T, kWidth> of_x;
-      MEGALITE_UNROLL
-      for (int i = 0; i < kWidth; ++i) {
-        const W normal = (widen(pair.x.values[i]) - mean) * inverse, y = widen(pair.grad.values[i]);
-        of_x.values[i] = narrow<T>(inverse * (y * weights[i] - level - normal * along));
-        of_weight.values[i] += y * normal;
-      }
-      store(result + vector * kWidth, of_x);
-      store(weight_sums + vector * kWidth, of_weight);
-      if constexpr (kCentres) {
-        auto of_bias = load<kWidth>(bias_sums + vector * kWidth);
-        MEGALITE_UNROLL
-        for (int i = 0; i < kWidth; ++i) of_bias.values[i] += widen(pair.grad.values[i]);
-        store(bias_sums + vector * kWidth, of_bias);
-      }
-    });
+    const int64_t at = r * columns;
+    const Row<T> row = {
+        all.x + at, all.grad + at, all.residual == nullptr ? nullptr : all.residual + at, all.x_grad + at};
+    const auto of_row = statistics_of<kCentres, kWidth>(row, weight, columns, epsilon);
+    write_row<kCentres, kWidth>(row, of_row, weight, weight_sums, bias_sums, columns);
   }
   const int64_t num_sums = kCentres ? 2 * columns : columns;
   for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
@@ -144,7 +185,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
   }
 }
 
-// Calls `function` with a value of the element type, the width of an access, and whether the norm centres, as constants.
+// Calls `function` with a value of the element type and two constants: an access' width, whether the norm centres.
 template <class Function, class... Pointers>
 void dispatch_norm(Dtype dtype, Norm kind, int64_t columns, const Function& function, const Pointers*... pointers) {
   dispatch(dtype, [&](auto element) {
@@ -177,20 +218,22 @@ int64_t num_norm_parts(int64_t rows) {
 }
 
 void norm_backward(
-    Dtype dtype, Norm kind, const void* grad, const void* x, const void* weight, void* x_grad, void* parameter_grads,
-    void* workspace, int64_t rows, int64_t columns, cudaStream_t stream) {
+    Dtype dtype, Norm kind, const void* grad, const void* x, const void* weight, const void* residual_grad,
+    void* x_grad, void* parameter_grads, void* workspace, int64_t rows, int64_t columns, cudaStream_t stream) {
   if (columns == 0) return;
   const int64_t num_parts = num_norm_parts(rows), num_sums = kind.centres ? 2 * columns : columns;
   const auto start = [&](auto element, auto width, auto centres) {
     using T = decltype(element);
+    const Row<T> all = {
+        static_cast<const T*>(x), static_cast<const T*>(grad), static_cast<const T*>(residual_grad),
+        static_cast<T*>(x_grad)};
     launch(
         backward_kernel<decltype(centres)::value, decltype(width)::value, T>, dim3(static_cast<unsigned>(num_parts)),
-        span_threads<T, kInFlightBackward>(columns), num_sums * sizeof(Wide<T>), stream, static_cast<const T*>(grad),
-        static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(x_grad),
-        static_cast<Wide<T>*>(workspace), rows, columns, kind.epsilon);
+        span_threads<T, kInFlightBackward>(columns), num_sums * sizeof(Wide<T>), stream, all,
+        static_cast<const T*>(weight), static_cast<Wide<T>*>(workspace), rows, columns, kind.epsilon);
     add_parts<T>(workspace, parameter_grads, num_parts, num_sums, stream);
   };
-  dispatch_norm(dtype, kind, columns, start, grad, x, weight, x_grad);
+  dispatch_norm(dtype, kind, columns, start, grad, x, weight, residual_grad, x_grad);
 }
 
 }  // namespace megalite::cuda

@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kMaxSpanThreads) softmax_kernel(
         Vector<T, kWidth> weights;
         MEGALITE_UNROLL
         for (int i = 0; i < kWidth; ++i) {
-          weights.values[i] = narrow<T>(exp_for<T>(row.biased(loaded.values[i], at + i) - largest) * (factors[i] * inverse));
+          const W power = exp_for<T>(row.biased(loaded.values[i], at + i) - largest);
+          weights.values[i] = narrow<T>(power * (factors[i] * inverse));
         }
         store(seen + at, weights);
       },

@@ -18,24 +18,27 @@ using Width = std::integral_constant<int, kWidth>;
 // Threads for a span of so many elements of T: whole warps, with kInFlight vectors for each where it is long enough.
 template <class T, int kInFlight>
 dim3 span_threads(int64_t count) {
-  const int64_t needed = count / (kVectorWidth<T> * kInFlight) + 1;
+  constexpr int kEach = kVectorWidth<T> * kInFlight;
+  const int64_t needed = std::max<int64_t>((count + kEach - 1) / kEach, 1);
   return dim3(static_cast<unsigned>(std::min<int64_t>((needed + kWarp - 1) / kWarp * kWarp, kMaxSpanThreads)));
 }
 
-// Calls apply(loaded, vector) once for each vector of [0, vectors), by one of the block's threads, and the same one each
-// time; loaded = load(vector). A thread loads kInFlight of them before it applies the first.
+// Calls apply(loaded, vector) once for each vector of [0, vectors), by one of the block's threads, and the same one
+// each time; loaded = load(vector). A thread loads kInFlight of them, or all that are left, and then applies the first.
 template <int kInFlight, class Load, class Apply>
 __device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, const Apply& apply) {
   const int64_t step = blockDim.x;
-  int64_t vector = threadIdx.x;
-  for (; vector + (kInFlight - 1) * step < vectors; vector += kInFlight * step) {
-    decltype(load(vector)) loaded[kInFlight];
+  for (int64_t first = threadIdx.x; first < vectors; first += kInFlight * step) {
+    decltype(load(first)) loaded[kInFlight] = {};
     MEGALITE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) loaded[i] = load(vector + i * step);
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i * step < vectors) loaded[i] = load(first + i * step);
+    }
     MEGALITE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) apply(loaded[i], vector + i * step);
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i * step < vectors) apply(loaded[i], first + i * step);
+    }
   }
-  for (; vector < vectors; vector += step) apply(load(vector), vector);
 }
 
 // Calls apply(loaded, at, width) once for each element of [0, count), by one of the block's threads, with
@@ -54,8 +57,8 @@ __device__ __forceinline__ void sum_span(int64_t count, const Load& load, const 
   }
 }
 
-// As sum_span, but for what adds up nothing: vectors begin where all pointers, to their elements 0, are aligned, if they
-// are alike, and elements before that are done one by one too.
+// As sum_span, but for what adds up nothing: vectors begin where all pointers, to their elements 0, are aligned, if
+// they are alike, and elements before that are done one by one too.
 template <int kInFlight, class T, class Load, class Apply, class... Others>
 __device__ __forceinline__ void for_span(
     int64_t count, const Load& load, const Apply& apply, const T* pointer, const Others*... others) {

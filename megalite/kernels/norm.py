@@ -1,13 +1,13 @@
 """LayerNorm and RMSNorm over the last dim, in one pass over memory in each direction.
 
 On a CPU LayerNorm is PyTorch's own: ours took 0.7 to 1.1 times as long in fp32 and bf16, and twice as long in
-fp16. The residual is added by `bias_dropout_add` and not here: to have both in one pass would spare the norm
-one read of its input, at most 4 to 8% of the two together (1024 tokens of 768 and of 4096 features, fp32 and
-bf16, one thread of a busy Zen 4).
+fp16. Forward's residual is added by `bias_dropout_add` and not here: to have both in one pass would spare the
+norm one read of its input, at most 4 to 8% of the two together (1024 tokens of 768 and of 4096 features, fp32
+and bf16, one thread of a busy Zen 4). Backward's is added here: autograd makes no pass over three tensors.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,9 @@ torch.library.define(_RMS, "(Tensor x, Tensor weight, float epsilon) -> Tensor")
 torch.library.define(_LAYER, "(Tensor x, Tensor weight, Tensor bias, float epsilon) -> Tensor")
 for _op in (_RMS, _LAYER):
     torch.library.define(
-        f"{_op}_backward", "(Tensor grad, Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)"
+        f"{_op}_backward",
+        "(Tensor grad, Tensor x, Tensor weight, float epsilon, Tensor? residual_grad=None) "
+        "-> (Tensor, Tensor)",
     )
 
 
@@ -51,14 +53,48 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     return result
 
 
-def rms_norm_on(device_type: str) -> Callable[[Tensor, Tensor, float], Tensor]:
+def rms_norm_with_residual(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, and `x` again for the residual connection past what the norm goes into.
+
+    Whoever takes the residual from here and not from `x` has the gradients of both added in the norm's own
+    pass over memory, in fp32, and rounded once.
+    """
+    normal, residual = _WithResidual.apply(x, weight, None, epsilon)
+    return normal, residual
+
+
+def layer_norm_with_residual(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm`, and `x` again, as `rms_norm_with_residual`."""
+    normal, residual = _WithResidual.apply(x, weight, bias, epsilon)
+    return normal, residual
+
+
+class NormFunctions(NamedTuple):
+    """One norm on one kind of device, both of the same arguments."""
+
+    alone: Callable[..., Tensor]
+    with_residual: Callable[..., tuple[Tensor, Tensor]]
+
+
+def rms_norm_on(device_type: str) -> NormFunctions:
     """`rms_norm` where it is compiled, else PyTorch's own, which is faster than the reference."""
-    return rms_norm if _is_compiled("rms_norm", device_type) else _torch_rms_norm
+    if _is_compiled("rms_norm", device_type):
+        return NormFunctions(rms_norm, rms_norm_with_residual)
+    return _and_input(_torch_rms_norm)
 
 
-def layer_norm_on(device_type: str) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+def layer_norm_on(device_type: str) -> NormFunctions:
     """`layer_norm` where it is compiled, which is on a GPU alone: on a CPU PyTorch's own is as fast."""
-    return layer_norm if _is_compiled("layer_norm", device_type) else _torch_layer_norm
+    if _is_compiled("layer_norm", device_type):
+        return NormFunctions(layer_norm, layer_norm_with_residual)
+    return _and_input(_torch_layer_norm)
+
+
+def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
+    """A norm whose input's gradients autograd adds up."""
+    return NormFunctions(norm, lambda x, *rest: (norm(x, *rest), x))
 
 
 def _is_compiled(op: str, device_type: str) -> bool:
@@ -83,26 +119,32 @@ def layer_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> 
     return _torch_layer_norm(_wide(x), _wide(weight), _wide(bias), epsilon).to(x.dtype)
 
 
-def rms_backward_reference(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch implementation of the gradients of `x` and of the weight."""
+def rms_backward_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, residual_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch implementation of the gradients of `x`, with the residual's, and of the weight."""
     inverse = (_wide(x).square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = _wide(x) * inverse, _wide(grad)
     weighted = upper * _wide(weight)
     of_x = inverse * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
-    return of_x.to(x.dtype), _summed(upper * normal).to(x.dtype)
+    return _with(residual_grad, of_x).to(x.dtype), _summed(upper * normal).to(x.dtype)
 
 
 def layer_backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor, epsilon: float
+    grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch implementation of the gradients of `x`, and of the weight and the bias, ``[2 h]``."""
+    """As `rms_backward_reference`; the weight's gradient and the bias' are one tensor, ``[2 h]``."""
     centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
     inverse = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = centred * inverse, _wide(grad)
     weighted = upper * _wide(weight)
     of_x = weighted - weighted.mean(-1, keepdim=True) - normal * (weighted * normal).mean(-1, keepdim=True)
     sums = torch.cat((_summed(upper * normal), _summed(upper)))
-    return (inverse * of_x).to(x.dtype), sums.to(x.dtype)
+    return _with(residual_grad, inverse * of_x).to(x.dtype), sums.to(x.dtype)
+
+
+def _with(residual_grad: Tensor | None, of_x: Tensor) -> Tensor:
+    return of_x if residual_grad is None else of_x + residual_grad
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -126,12 +168,12 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 
 
 @torch.library.register_fake(f"{_RMS}_backward")
-def _fake_rms_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _fake_rms_backward(grad: Tensor, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1:])
 
 
 @torch.library.register_fake(f"{_LAYER}_backward")
-def _fake_layer_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _fake_layer_backward(grad: Tensor, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((2 * x.shape[-1],))
 
 
@@ -140,16 +182,38 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.epsilon = inputs[-1]
 
 
-def _rms_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _rms_backward(ctx: Any, grad: Tensor, residual_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    return *torch.ops.megalite.rms_norm_backward(grad, x, weight, ctx.epsilon), None
+    return *torch.ops.megalite.rms_norm_backward(grad, x, weight, ctx.epsilon, residual_grad), None
 
 
-def _layer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _layer_backward(ctx: Any, grad: Tensor, residual_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, sums = torch.ops.megalite.layer_norm_backward(grad, x, weight, ctx.epsilon)
+    of_x, sums = torch.ops.megalite.layer_norm_backward(grad, x, weight, ctx.epsilon, residual_grad)
     return of_x, *sums.chunk(2), None
 
 
 torch.library.register_autograd(_RMS, _rms_backward, setup_context=_setup_context)
 torch.library.register_autograd(_LAYER, _layer_backward, setup_context=_setup_context)
+
+
+class _WithResidual(torch.autograd.Function):
+    """A norm and its input as outputs of one node, in which backward has both gradients at hand.
+
+    No operator: one may not return its input.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.centres, ctx.epsilon = bias is not None, epsilon
+        return (rms_norm(x, weight, epsilon) if bias is None else layer_norm(x, weight, bias, epsilon)), x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, residual_grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.centres:
+            return _layer_backward(ctx, grad, residual_grad)
+        of_x, of_weight, _ = _rms_backward(ctx, grad, residual_grad)
+        return of_x, of_weight, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from torch import Tensor, nn
@@ -38,10 +38,10 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.place = place
-        self.attention_norm = build_norm(config, place)
+        self.attention_norm = build_norm(config, place, with_residual=True)
         self.attention = Attention(config, place, core, layer, seed, recomputed)
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"layers.{layer}.attention.output")
-        self.mlp_norm = build_norm(config, place)
+        self.mlp_norm = build_norm(config, place, with_residual=True)
         self.mlp = MLP(config, place, recomputed)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"layers.{layer}.mlp.output")
         between = recompute_between if "layernorm" in recomputed else compute_between
@@ -54,10 +54,15 @@ class TransformerLayer(nn.Module):
         """``[s, b, h]`` -> ``[s, b, h]``, both ``[s/t, b, h]`` if sequence parallel."""
         base = self.place.first_position(x.shape[0]) * x.shape[-1]
         attend = partial(self.attention, sample_numbers=sample_numbers, places=places)
-        y = self.before_attention(self.attention_norm, x, attend)
+        y, x = self.before_attention(self.attention_norm, x, past(attend))
         x = self.attention_dropout.add(y, self.attention.projection.bias, x, sample_numbers, base)
-        y = self.run(self._mlp, x)
+        y, x = self.run(self._mlp, x)
         return self.mlp_dropout.add(y, self.mlp.down.bias, x, sample_numbers, base)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return self.before_mlp(self.mlp_norm, x, self.mlp)
+    def _mlp(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.before_mlp(self.mlp_norm, x, past(self.mlp))
+
+
+def past(block: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """A block of the first of two tensors that leaves the second, the residual, as it is."""
+    return lambda both: (block(both[0]), both[1])

@@ -10,35 +10,46 @@ from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016)."""
+    """(x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016).
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    Args:
+        with_residual: forward returns x too, for the residual connection: the gradients of both are added
+            in one pass.
+    """
+
+    def __init__(self, config: ModelConfig, place: Placement, with_residual: bool = False) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
         self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), place)  # [h]
-        self.normalise = layer_norm_on(place.device.type)
+        functions = layer_norm_on(place.device.type)
+        self.normalise = functions.with_residual if with_residual else functions.alone
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.normalise(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019).
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    Args:
+        with_residual: as `LayerNorm`'s.
+    """
+
+    def __init__(self, config: ModelConfig, place: Placement, with_residual: bool = False) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
-        self.normalise = rms_norm_on(place.device.type)
+        functions = rms_norm_on(place.device.type)
+        self.normalise = functions.with_residual if with_residual else functions.alone
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.normalise(x, self.weight, self.epsilon)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def build_norm(config: ModelConfig, place: Placement) -> nn.Module:
+def build_norm(config: ModelConfig, place: Placement, with_residual: bool = False) -> nn.Module:
     """The norm that `config.normalization` names."""
-    return NORMS[config.normalization](config, place)
+    return NORMS[config.normalization](config, place, with_residual)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from megalite.parallel.collectives import start_gather
 from megalite.parallel.shard import Placement
 from megalite.topology import Axis
 
-Function = Callable[..., Tensor]
-"""Computes an activation from others; what else it needs (parameters, sample numbers) it holds itself."""
+Y = TypeVar("Y", Tensor, tuple[Tensor, Tensor])
+Z = TypeVar("Z", Tensor, tuple[Tensor, Tensor])
+Layer = Callable[[Tensor], Tensor]
+"""Computes an activation from another; what else it needs (parameters, sample numbers) it holds itself."""
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Takes a tensor, and gives what returns it later."""
 
@@ -49,7 +51,7 @@ def keep_slice(tp: Axis) -> Keep:
     return keep
 
 
-def recompute(function: Function, *inputs: Tensor, keep: Keep = keep_whole) -> Tensor:
+def recompute(function: Callable[..., Y], *inputs: Tensor, keep: Keep = keep_whole) -> Y:
     """``function(*inputs)``, of which the inputs alone are kept for backward.
 
     Args:
@@ -62,34 +64,34 @@ def recompute(function: Function, *inputs: Tensor, keep: Keep = keep_whole) -> T
         return function(*inputs)
 
 
-def _traced(function: Function, *inputs: Tensor) -> Tensor:
+def _traced(function: Callable[..., Y], *inputs: Tensor) -> Y:
     """A call whose results torch.compile's graph does not keep for its backward: it computes them again."""
-    y: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    y: Y = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y
 
 
-def compute(function: Function, *inputs: Tensor) -> Tensor:
+def compute(function: Callable[..., Y], *inputs: Tensor) -> Y:
     """``function(*inputs)``: what stands in the place of `recompute` where autograd keeps what it likes."""
     return function(*inputs)
 
 
-def recompute_between(function: Function, x: Tensor, consumer: Function) -> Tensor:
+def recompute_between(function: Callable[[Tensor], Y], x: Tensor, consumer: Callable[[Y], Z]) -> Z:
     """``consumer(function(x))``, keeping nothing but `x` of `function`: not its output for `consumer` either.
 
-    For cheap functions with large outputs that a product saves as its input: norms and activations. Backward
-    runs `function` once, for the consumer's gradients and for its own.
+    For cheap functions with large outputs that a product saves as its input: norms and activations. Of two
+    outputs that is the first. Backward runs `function` once, for the consumer's gradients and for its own.
     """
     if torch.compiler.is_compiling():
         return consumer(_traced(function, x))
     region = _Region(function, (x,), keep_whole)
     with saved_tensors_hooks(region.pack, region.unpack):
         y = function(x)
-    output = _Output(region, y)
+    output = _Output(region, _first(y))
     with saved_tensors_hooks(output.pack, output.unpack):
         return consumer(y)
 
 
-def compute_between(function: Function, x: Tensor, consumer: Function) -> Tensor:
+def compute_between(function: Callable[[Tensor], Y], x: Tensor, consumer: Callable[[Y], Z]) -> Z:
     """``consumer(function(x))``: what stands in the place of `recompute_between` likewise."""
     return consumer(function(x))
 
@@ -112,14 +114,14 @@ class RecomputedLayers:
             (group, again if is_again else compute) for group, is_again in config.groups(num_layers)
         ]
 
-    def __call__(self, layers: Sequence[Function], x: Tensor) -> Tensor:
+    def __call__(self, layers: Sequence[Layer], x: Tensor) -> Tensor:
         """``[s, b, h]`` -> ``[s, b, h]``."""
         for group, run in self.groups:
             x = run(partial(_chain, [layers[place] for place in group]), x)
         return x
 
 
-def _chain(layers: Sequence[Function], x: Tensor) -> Tensor:
+def _chain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
     return x
@@ -136,7 +138,7 @@ class _Region:
         output: of the second run, where one asked for it.
     """
 
-    def __init__(self, function: Function, inputs: tuple[Tensor, ...], keep: Keep) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], keep: Keep) -> None:
         self.function = function
         self.inputs = [(keep(x), x.requires_grad) for x in inputs]
         self.num_saved = 0
@@ -170,7 +172,7 @@ class _Region:
 
         inputs = [x().detach().requires_grad_(requires_grad) for x, requires_grad in self.inputs]
         with torch.enable_grad(), saved_tensors_hooks(collect, _never), suppress(_Enough):
-            self.output = self.function(*inputs).detach()
+            self.output = _first(self.function(*inputs)).detach()
         assert len(self.again) == self.num_saved, "the second run saved other tensors than the first"
 
 
@@ -193,6 +195,10 @@ class _Output:
             self.region.run_again(whole=True)
             assert self.region.output is not None
         return self.region.output.as_strided(*packed)
+
+
+def _first(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
 def _is_given(tensor: Tensor) -> bool:

@@ -93,8 +93,9 @@ class FaultFinder:
             first_sample = int(arguments[_SAMPLE_NUMBERS][0])
             column = (first_sample - consumed_samples) // self._micro_batch_size
 
-        def note(row: int, _: nn.Module, __: object, output: Tensor) -> None:
-            largest = output.detach().abs().amax().double()
+        def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            first = output if isinstance(output, Tensor) else output[0]  # a norm gives the residual too
+            largest = first.detach().abs().amax().double()
             table[row, column] = largest.nan_to_num(nan=math.inf, posinf=math.inf)
 
         handles = []

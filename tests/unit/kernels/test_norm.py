@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.kernels import layer_norm, layer_norm_on, norm, rms_norm, rms_norm_on
+from megalite.kernels.norm import layer_norm_with_residual, rms_norm_with_residual
 from tests.unit.kernels.ulps import assert_within
 
 EPSILON = 1e-5
@@ -18,6 +19,7 @@ EPSILON = 1e-5
 
 class Kernel(NamedTuple):
     function: Callable[..., Tensor]
+    with_residual: Callable[..., tuple[Tensor, Tensor]]
     exact: Callable[..., Tensor]
     exact_backward: Callable[..., tuple[Tensor, Tensor]]
     centres: bool
@@ -27,8 +29,16 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    "rms_norm": Kernel(rms_norm, norm.rms_reference, norm.rms_backward_reference, centres=False),
-    "layer_norm": Kernel(layer_norm, norm.layer_reference, norm.layer_backward_reference, centres=True),
+    "rms_norm": Kernel(
+        rms_norm, rms_norm_with_residual, norm.rms_reference, norm.rms_backward_reference, centres=False
+    ),
+    "layer_norm": Kernel(
+        layer_norm,
+        layer_norm_with_residual,
+        norm.layer_reference,
+        norm.layer_backward_reference,
+        centres=True,
+    ),
 }
 
 
@@ -41,10 +51,17 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-def check(kernel: Kernel, x: Tensor, parameters: list[Tensor], grad: Tensor) -> None:
+def check(
+    kernel: Kernel, x: Tensor, parameters: list[Tensor], grad: Tensor, residual_grad: Tensor | None = None
+) -> None:
     """Both passes against fp64; a term's size is what it has before the row's mean is taken off."""
     leaves = [tensor.detach().requires_grad_() for tensor in (x, *parameters)]
-    y = kernel.function(*leaves, EPSILON)
+    y, *residual = (
+        (kernel.function(*leaves, EPSILON),)
+        if residual_grad is None
+        else kernel.with_residual(*leaves, EPSILON)
+    )
+    assert all(torch.equal(other, x) for other in residual)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     wide_x, wide_weight = x.double(), parameters[0].double()
     variance = (
@@ -54,13 +71,14 @@ def check(kernel: Kernel, x: Tensor, parameters: list[Tensor], grad: Tensor) -> 
     size = (wide_x.abs() + kernel.centres * wide_x.abs().mean(-1, keepdim=True)) * inverse
     exact = kernel.exact(wide_x, *(tensor.double() for tensor in parameters), EPSILON)
     assert_within(y.detach(), exact, 1.0 + size * wide_weight.abs() + exact.abs())
-    y.backward(grad)
+    beside = torch.zeros_like(x) if residual_grad is None else residual_grad
+    torch.autograd.backward((y, *residual), (grad, *[beside] * len(residual)))
     of_x, sums = kernel.exact_backward(grad.double(), wide_x, wide_weight, EPSILON)
     terms = grad.double().abs() * wide_weight.abs()
     means = kernel.centres * terms.mean(-1, keepdim=True) + size * (terms * size).mean(-1, keepdim=True)
     found = [leaf.grad for leaf in leaves if leaf.grad is not None]
     assert len(found) == len(leaves)
-    assert_within(found[0], of_x, 2 * inverse * (terms + means))
+    assert_within(found[0], of_x + beside, 2 * inverse * (terms + means) + beside.abs())
     sizes = [(grad.double().abs() * size).sum(0), grad.double().abs().sum(0)]
     for of_parameter, exact_sum, of_terms in zip(found[1:], sums.view(-1, x.shape[-1]), sizes, strict=False):
         assert_within(of_parameter, exact_sum, 2 * of_terms)
@@ -71,6 +89,24 @@ def check(kernel: Kernel, x: Tensor, parameters: list[Tensor], grad: Tensor) -> 
 def test_is_exact(kernel: Kernel, columns: int, rows: int, dtype: torch.dtype) -> None:
     x, grad = (numbers(rows, columns, dtype=dtype, seed=seed) for seed in (7, 8))
     check(kernel, x, kernel.parameters(columns, dtype), grad)
+
+
+@pytest.mark.parametrize("columns", [1, 127, 4097])
+def test_the_residual_s_gradient_is_added(kernel: Kernel, columns: int, dtype: torch.dtype) -> None:
+    x, grad, beside = (numbers(35, columns, dtype=dtype, seed=seed) for seed in (7, 8, 9))
+    check(kernel, x, kernel.parameters(columns, dtype), grad, beside)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_both_outputs_alone_has_a_gradient(kernel: Kernel, used: int) -> None:
+    x, parameters = numbers(5, 12, dtype=torch.float32), kernel.parameters(12, torch.float32)
+    leaf = x.requires_grad_()
+    kernel.with_residual(leaf, *parameters, EPSILON)[used].sum().backward()
+    expected = torch.ones_like(x)
+    if used == 0:
+        (expected,) = torch.autograd.grad(kernel.function(leaf, *parameters, EPSILON).sum(), leaf)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, expected)
 
 
 def test_many_rows(kernel: Kernel) -> None:
@@ -143,6 +179,22 @@ def test_autograd_opcheck_and_compile(kernel: Kernel) -> None:
     assert torch.equal(whole(*leaves, EPSILON), kernel.function(*leaves, EPSILON))
 
 
+def test_with_the_residual_autograd_opcheck_and_compile(kernel: Kernel) -> None:
+    leaves = [torch.randn(4, 6, dtype=torch.float64), *kernel.parameters(6, torch.float64)]
+    leaves = [tensor.requires_grad_() for tensor in leaves]
+    function = functools.partial(kernel.with_residual, epsilon=EPSILON)
+    assert torch.autograd.gradcheck(lambda *all: function(*all), tuple(leaves))
+    x, weight = leaves[0].detach(), leaves[1].detach()
+    op = getattr(torch.ops.megalite, f"{kernel.function.__name__}_backward").default
+    torch.library.opcheck(op, (torch.randn_like(x), x, weight, EPSILON, torch.randn_like(x)))
+    whole = torch.compile(kernel.with_residual, backend="aot_eager", fullgraph=True)
+    results = []
+    for form in (whole, kernel.with_residual):
+        y, residual = form(*leaves, EPSILON)
+        results.append(torch.autograd.grad(((y * y).sum() + residual.prod()), leaves))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_keeps_its_input_and_its_weight_alone(kernel: Kernel) -> None:
     saved: list[Tensor] = []
     leaves = [torch.randn(7, 6), *kernel.parameters(6, torch.float32)]
@@ -152,17 +204,21 @@ def test_keeps_its_input_and_its_weight_alone(kernel: Kernel) -> None:
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves[:2]]
 
 
-@pytest.mark.parametrize("function", [rms_norm_on("meta"), layer_norm_on("meta")])
-def test_a_device_without_a_kernel_has_pytorch_s(function: Callable[..., Tensor]) -> None:
-    kernel = KERNELS["layer_norm" if function is layer_norm_on("meta") else "rms_norm"]
+@pytest.mark.parametrize(("name", "choose"), [("rms_norm", rms_norm_on), ("layer_norm", layer_norm_on)])
+def test_a_device_without_a_kernel_has_pytorch_s(
+    name: str, choose: Callable[[str], norm.NormFunctions]
+) -> None:
+    kernel, functions = KERNELS[name], choose("meta")
     x = numbers(4, 6, dtype=torch.float32)
     arguments = x, *kernel.parameters(6, torch.float32), EPSILON
-    assert function is not kernel.function
-    torch.testing.assert_close(function(*arguments), kernel.function(*arguments))
+    assert functions.alone is not kernel.function
+    torch.testing.assert_close(functions.alone(*arguments), kernel.function(*arguments))
+    y, residual = functions.with_residual(*arguments)
+    assert residual is x and torch.equal(y, functions.alone(*arguments))
 
 
 @pytest.mark.usefixtures("compiled")
 def test_a_weight_of_another_size_is_refused() -> None:
     with pytest.raises(RuntimeError, match="weight"):
         rms_norm(torch.randn(2, 4), torch.randn(6), EPSILON)
-    assert rms_norm_on("cpu") is rms_norm
+    assert rms_norm_on("cpu") == (rms_norm, rms_norm_with_residual)
