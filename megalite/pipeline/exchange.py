@@ -28,7 +28,7 @@ class Exchange:
         self._shape = shape
         self._dtype = dtype
         self._device = device
-        self._launch = _launch_together if dist.get_backend(pp.group) == "nccl" else _launch_each
+        self._launch = _launch_together if device.type == "cuda" else _launch_each  # by NCCL, and by gloo
         # Sends, oldest first, each with its direction and its tensor, which must live until it has left.
         self._pending: deque[tuple[dist.Work, str, Tensor]] = deque()
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}  # by the action that reads it
