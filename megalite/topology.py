@@ -157,17 +157,22 @@ class Topology:
         sizes = _axis_sizes(parallel, launch.world_size)
         if parallel.distributed_backend != "gloo":
             prepare_environment(settings_for(parallel.tp, parallel.zero_stage))
-        device = _pick_device(parallel.distributed_backend, launch.local_rank)
+        device = _pick_device(parallel.distributed_backend, launch)
         if device.type == "cpu":
             if parallel.keep_freed_memory:
                 keep_freed_memory()
             limit_threads(parallel.num_threads, launch.local_world_size)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         _join(launch, device, timeout, init_file)
+        has_failed = True
         try:
             yield _from_mesh(sizes, launch.rank, device, timeout)
+            has_failed = False
         finally:
-            dist.destroy_process_group()
+            # NCCL's end waits for what is under way, which ranks that do not know of an error never join: the
+            # process would wait for the time-out before it says what it is.
+            if not (has_failed and device.type == "cuda"):
+                dist.destroy_process_group()
 
     @staticmethod
     @contextmanager
@@ -237,14 +242,16 @@ def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, in
     return pp, dp, tp
 
 
-def _pick_device(backend: str, local_rank: int) -> torch.device:
+def _pick_device(backend: str, launch: Launch) -> torch.device:
     if backend != "gloo" and torch.cuda.is_available():
         count = torch.cuda.device_count()
-        if local_rank >= count > 1:  # one visible GPU a rank is how Slurm hands them out
+        has_its_own = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # as Slurm hands them out
+        if launch.local_world_size > count and not has_its_own:
             raise UserError(
-                f"local rank {local_rank} finds {count} GPUs: start as many ranks a node as it has"
+                f"{launch.local_world_size} ranks on a machine with {count} GPU{'s'[: count > 1]}: start one "
+                "rank a GPU, or give --distributed-backend gloo to run on its CPU cores"
             )
-        device = torch.device("cuda", local_rank % count)
+        device = torch.device("cuda", launch.local_rank % count)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

@@ -24,6 +24,12 @@ TINY_FLAGS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _on_cpu_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take no GPU: they start more ranks than a machine may have."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of forty documents of byte-level text."""

@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megalite import topology
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from megalite.topology import Launch, Topology
@@ -88,6 +90,33 @@ def test_process_group_ends_with_an_error():
     assert not dist.is_initialized()
 
 
+def pretend_gpus(monkeypatch, count, visible):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "launch", "index"),
+    [(8, "", Launch(11, 16, 3, 8), 3), (1, "5", Launch(3, 8, 3, 8), 0), (1, "", Launch(3, 8, 0, 1), 0)],
+)
+def test_each_rank_has_a_gpu(monkeypatch, count, visible, launch, index):
+    pretend_gpus(monkeypatch, count, visible)
+    assert topology._pick_device("auto", launch) == torch.device("cuda", index)
+    assert topology._pick_device("gloo", launch) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, "1 GPU:"), (2, "2 GPUs:")])
+def test_more_ranks_than_gpus_are_refused_on_each_of_them(monkeypatch, count, told):
+    pretend_gpus(monkeypatch, count, "")
+    for rank in range(4):
+        with pytest.raises(UserError, match=f"4 ranks on a machine with {told} .*--distributed-backend gloo"):
+            topology._pick_device("auto", Launch(rank, 4, rank, 4))
+
+
 @pytest.mark.parametrize(
     ("variables", "launch"),
     [
@@ -116,3 +145,17 @@ def test_no_number_is_named(name, text, environment):
     environment({**WORLD, name: text})
     with pytest.raises(UserError, match=f"{name}='{text}' is no number"):
         Launch.from_environment()
+
+
+def test_a_failure_on_a_gpu_is_told_without_a_wait_for_the_other_ranks(monkeypatch):
+    pretend_gpus(monkeypatch, 1, "")
+    left = []
+    monkeypatch.setattr(topology, "_join", lambda *_: None)
+    monkeypatch.setattr(topology, "_from_mesh", lambda *_: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
+    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+        raise ZeroDivisionError
+    assert not left
+    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+        pass
+    assert left
