@@ -65,7 +65,7 @@ void cross_entropy_statistics(
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     launch(
-        statistics_kernel<T>, dim3(static_cast<unsigned>(rows)), span_threads<T, kInFlight>(vocabulary.num_real), 0,
+        statistics_kernel<T>, block_each(rows), span_threads<T, kInFlight>(vocabulary.num_real), 0,
         stream, static_cast<const T*>(logits), targets, static_cast<Wide<T>*>(out), rows, vocabulary);
   });
 }
@@ -77,7 +77,7 @@ void cross_entropy_gradient(
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     launch(
-        gradient_kernel<T>, dim3(static_cast<unsigned>(rows)), span_threads<T, kInFlightBackward>(vocabulary.columns),
+        gradient_kernel<T>, block_each(rows), span_threads<T, kInFlightBackward>(vocabulary.columns),
         0, stream, static_cast<T*>(logits), targets, static_cast<const Wide<T>*>(statistics),
         static_cast<const Wide<T>*>(grad), rows, vocabulary);
   });

@@ -12,11 +12,19 @@
 namespace megalite::cuda {
 
 constexpr int kVectorBytes = 16;  // the widest access a thread has
-constexpr size_t kGrantedSharedBytes = 48 << 10;  // for more a kernel must ask
+constexpr size_t kUnaskedSharedBytes = 47 << 10;  // for more a kernel must ask: 48 KiB, less what is static in it
 
 // Elements of T in the widest access.
 template <class T>
 constexpr int kVectorWidth = kVectorBytes / static_cast<int>(sizeof(T));
+
+[[noreturn]] inline void refuse(cudaError_t error) {
+  std::string told = std::string("a CUDA kernel: ") + cudaGetErrorString(error);
+  if (error == cudaErrorNoKernelImageForDevice) {
+    told += " (megalite's are for compute capability 8.0 and later: build it with CUDA_HOME=none, and PyTorch serves)";
+  }
+  throw std::runtime_error(told);
+}
 
 // Starts a kernel. There is no <<< >>> in this folder: that syntax is nvcc's alone, and a test compiles these files
 // with a C++ compiler, to run them without a GPU.
@@ -29,15 +37,23 @@ void launch(
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  if (shared_bytes > kGrantedSharedBytes) {
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > kUnaskedSharedBytes) {
     const auto size = static_cast<int>(shared_bytes);
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size) != cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size);
+    if (error == cudaErrorInvalidValue) {
       throw std::runtime_error(
           "rows too long for this GPU: a CUDA kernel needs " + std::to_string(size) + " bytes of shared memory");
     }
   }
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  if (error != cudaSuccess) throw std::runtime_error(std::string("a CUDA kernel: ") + cudaGetErrorString(error));
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (error != cudaSuccess) refuse(error);
+}
+
+// A grid with a block for each row.
+inline dim3 block_each(int64_t rows) {
+  if (rows > INT32_MAX) throw std::runtime_error("too many rows for a CUDA kernel: " + std::to_string(rows));
+  return dim3(static_cast<unsigned>(rows));
 }
 
 // Calls `function` with a value of the tagged element type.

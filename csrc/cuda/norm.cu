@@ -13,7 +13,7 @@ extern __shared__ __align__(kVectorBytes) double dynamic_shared[];
 namespace {
 
 constexpr int kInFlight = 4, kInFlightBackward = 2;  // vectors that a thread reads before it uses the first
-constexpr int64_t kPartRows = 16, kMaxParts = 1024;  // rows that are worth a part of the sums
+constexpr int64_t kPartRows = 8, kMaxParts = 1024;  // rows that are worth a part of the sums: 2048 keep a GPU busy
 
 template <int kNum, class W>
 using WarpValues = W[kMaxSpanThreads / kWarp][kNum];
@@ -206,7 +206,7 @@ void norm(
   const auto start = [&](auto element, auto width, auto centres) {
     using T = decltype(element);
     launch(
-        norm_kernel<decltype(centres)::value, decltype(width)::value, T>, dim3(static_cast<unsigned>(rows)),
+        norm_kernel<decltype(centres)::value, decltype(width)::value, T>, block_each(rows),
         span_threads<T, kInFlight>(columns), 0, stream, static_cast<const T*>(x), static_cast<const T*>(weight),
         static_cast<const T*>(bias), static_cast<T*>(out), columns, kind.epsilon);
   };

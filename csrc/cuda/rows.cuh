@@ -27,7 +27,7 @@ struct RowGrid {
   dim3 grid, block;
 };
 
-// Depends on the tensor alone, and so do the sums' bits.
+// Depends on the tensor alone, its shape and alignment, and so do the sums' bits.
 inline RowGrid row_grid(int64_t rows, int64_t vectors) {
   unsigned lanes = 1;
   while (lanes < vectors && lanes < kLanes) lanes *= 2;

@@ -159,7 +159,7 @@ void causal_softmax(
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     launch(
-        mask.threshold == 0 ? softmax_kernel<false, T> : softmax_kernel<true, T>, dim3(static_cast<unsigned>(num)),
+        mask.threshold == 0 ? softmax_kernel<false, T> : softmax_kernel<true, T>, block_each(num),
         span_threads<T, kInFlight>(problem.seq_length), 0, stream,
         static_cast<T*>(scores), static_cast<Wide<T>*>(log_sums), problem, mask);
   });
@@ -172,7 +172,7 @@ void causal_softmax_backward(
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     launch(
-        mask.threshold == 0 ? backward_kernel<false, T> : backward_kernel<true, T>, dim3(static_cast<unsigned>(num)),
+        mask.threshold == 0 ? backward_kernel<false, T> : backward_kernel<true, T>, block_each(num),
         span_threads<T, kInFlight>(problem.seq_length), 0, stream,
         static_cast<T*>(scores), static_cast<T*>(grad), static_cast<const Wide<T>*>(log_sums), problem, mask);
   });

@@ -35,7 +35,13 @@ struct dim3 {
 extern uint3 threadIdx, blockIdx;  // of the thread that has its turn
 extern dim3 blockDim, gridDim;
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration, cudaErrorLaunchFailure };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorInvalidConfiguration,
+  cudaErrorLaunchFailure,
+  cudaErrorNoKernelImageForDevice
+};
 typedef struct CUstream_st* cudaStream_t;
 
 struct cudaLaunchConfig_t {
@@ -49,10 +55,13 @@ namespace cuda_on_cpu {
 enum class Wait { kNot, kBlock, kWarp };
 
 constexpr int kWarp = 32;
-constexpr size_t kMaxValue = 16, kMaxSharedBytes = 227 << 10;
+constexpr size_t kMaxValue = 16, kMaxSharedBytes = 227 << 10;  // as much as a Hopper GPU's block may ask for
 
-// Runs `thread` as every thread of the grid.
-cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+// Lets a kernel have so much dynamic shared memory: else 48 KiB are for that and the kernel's static memory together.
+cudaError_t grant(const void* kernel, size_t bytes);
+
+// Runs `thread`, a call of the kernel, as every thread of the grid.
+cudaError_t run(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread);
 
 // Lets the others run until all of the block, or of the warp, wait.
 void wait(Wait what);
@@ -90,15 +99,14 @@ const char* cudaGetErrorString(cudaError_t);
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(
     const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
-  return cuda_on_cpu::run(*config, [&] { kernel(arguments...); });
+  return cuda_on_cpu::run(*config, reinterpret_cast<const void*>(kernel), [&] { kernel(arguments...); });
 }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
-// Blocks have as much shared memory as a Hopper GPU's may ask for, asked or not.
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int value) {
-  return static_cast<size_t>(value) <= cuda_on_cpu::kMaxSharedBytes ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {
+  return cuda_on_cpu::grant(reinterpret_cast<const void*>(kernel), static_cast<size_t>(value));
 }
 
 inline void __syncthreads() { cuda_on_cpu::wait(cuda_on_cpu::Wait::kBlock); }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -207,12 +208,16 @@ Memory shared_memory() {
   return memory;
 }
 
-std::string problem_of(const cudaLaunchConfig_t& config) {
+std::mutex one_at_a_time;
+std::map<const void*, size_t> granted;  // dynamic shared memory, by kernel
+constexpr size_t kUnaskedSharedBytes = (48 << 10) - (1 << 10);  // no kernel here has more than 1 KiB that is static
+
+std::string problem_of(const cudaLaunchConfig_t& config, const void* kernel) {
   const dim3 grid = config.gridDim, size = config.blockDim;
   if (grid.x - 1 >= kMaxGridX || grid.y - 1 >= kMaxGridYZ || grid.z - 1 >= kMaxGridYZ) return "no such grid";
   if (size.x == 0 || size.y == 0 || size.z - 1 >= kMaxDepth) return "no such block";
   if (uint64_t{size.x} * size.y * size.z > kMaxThreads) return "more than 1024 threads";
-  if (config.dynamicSmemBytes > kMaxSharedBytes) return "more shared memory than a block has";
+  if (config.dynamicSmemBytes > std::max(kUnaskedSharedBytes, granted[kernel])) return "shared memory not asked for";
   if (config.stream != reinterpret_cast<cudaStream_t>(&the_stream)) return "not the current stream";
   return num_guards == 1 ? "" : "the tensors' device is not the current one";
 }
@@ -226,10 +231,16 @@ const unsigned char* exchange(unsigned mask, const void* value, size_t size) {
   return block.exchange(value, size);
 }
 
-cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
-  static std::mutex one_at_a_time;
+cudaError_t grant(const void* kernel, size_t bytes) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  problem = problem_of(config);
+  if (bytes > kMaxSharedBytes) return cudaErrorInvalidValue;
+  granted[kernel] = bytes;
+  return cudaSuccess;
+}
+
+cudaError_t run(const cudaLaunchConfig_t& config, const void* kernel, const std::function<void()>& thread) {
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  problem = problem_of(config, kernel);
   if (!problem.empty()) return cudaErrorInvalidConfiguration;
   const Memory shared = shared_memory();
   blockDim = config.blockDim;

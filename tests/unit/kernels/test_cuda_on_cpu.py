@@ -98,6 +98,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
         ("too large", "1024 threads"),
         ("no guard", "not the current one"),
         ("no stream", "not the current stream"),
+        ("unasked memory", "not asked for"),
     ],
 )
 def test_emulation_refuses_what_cuda_does(

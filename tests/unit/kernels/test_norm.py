@@ -109,6 +109,13 @@ def test_one_of_both_outputs_alone_has_a_gradient(kernel: Kernel, used: int) -> 
     torch.testing.assert_close(leaf.grad, expected)
 
 
+@pytest.mark.parametrize("columns", [6100, 6144, 12288])
+def test_rows_that_fill_what_a_gpu_s_block_has_unasked(kernel: Kernel, columns: int) -> None:
+    """LayerNorm's sums of 6144 columns are 48 KiB, and so are RMSNorm's of 12288."""
+    x, grad = (numbers(3, columns, dtype=torch.float32, seed=seed) for seed in (7, 8))
+    check(kernel, x, kernel.parameters(columns, torch.float32), grad)
+
+
 def test_many_rows(kernel: Kernel) -> None:
     """Their sums are made in tiles."""
     x, grad = (numbers(1100, 24, dtype=torch.float32, seed=seed) for seed in (7, 8))
