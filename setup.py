@@ -63,13 +63,14 @@ def kernels() -> list[Extension]:
         return []
     root = Path(torch.submodule_search_locations[0])
     cpu = stable_library("_C", ["csrc/library.cpp", *sorted(glob("csrc/cpu/*.cpp"))], root)
-    if runpy.run_path(str(root / "version.py"))["cuda"] is None:
+    version = runpy.run_path(str(root / "version.py"))["cuda"]
+    if version is None:
         return [cpu]
     toolkit = cuda_toolkit()
-    if toolkit is None:
+    if problem := cuda_problem(toolkit, int(version.split(".")[0])):
         logging.warning(
-            "megalite.kernels._CUDA is left out, as there is no nvcc: plain PyTorch serves on GPUs. "
-            "To build it: set CUDA_HOME to a CUDA toolkit, and pip install --no-build-isolation ."
+            f"megalite.kernels._CUDA is left out, as {problem}: plain PyTorch serves on GPUs. "
+            "To build it: set CUDA_HOME to such a toolkit, and pip install --no-build-isolation ."
         )
         return [cpu]
     cuda = stable_library("_CUDA", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), root)
@@ -109,6 +110,20 @@ def cuda_toolkit() -> Path | None:
     told = subprocess.run([compiler, "--dryrun", "-E", "none.cu"], capture_output=True, text=True).stderr
     top = re.search(r"TOP=(.+)", told)
     return Path(top[1]).resolve() if top else None
+
+
+def cuda_problem(toolkit: Path | None, torch_major: int) -> str:
+    """Why a toolkit cannot build for torch's CUDA; empty if it can.
+
+    A driver that is new enough for torch may be too old for a toolkit of a later major version.
+    """
+    if toolkit is None:
+        return f"there is no nvcc of CUDA {torch_major}"
+    told = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)", told)
+    if release is not None and int(release[1]) > torch_major:
+        return f"nvcc is of CUDA {release[1]} and torch of CUDA {torch_major}"
+    return ""
 
 
 def gpu_targets(compiler: str) -> list[str]:
