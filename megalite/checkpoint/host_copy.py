@@ -38,6 +38,8 @@ class HostCopy:
         """Begins a copy of the pieces; it is there once `fill` returns, and valid until the next call."""
         starts, size = _layout(pieces)
         if size > self._memory.numel():
+            if self._stream:
+                _unpin(self._memory)
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes first
             self._memory = _pinned(_fresh(size)) if self._stream else _fresh(size)
         copies = {name: self._at(starts[name], piece.tensor) for name, piece in pieces.items()}
@@ -111,6 +113,13 @@ def _pinned(memory: Tensor) -> Tensor:
 
     torch's own pinned memory comes in sizes of powers of two: up to half of it would lie idle.
     """
-    cuda = torch.cuda.cudart()
-    torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+    if memory.numel() > 0:
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
     return memory
+
+
+def _unpin(memory: Tensor) -> None:
+    """Takes back what `_pinned` told CUDA: other memory may come to lie at that address."""
+    if memory.numel() > 0:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
