@@ -143,7 +143,7 @@ def one_rank(config: Config) -> Iterator[Topology]:
         with Topology.start(parallel, Launch(0, 1, 0, 1)) as topology:
             yield topology
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
     host.limit_threads(parallel.num_threads, 1)
     if parallel.keep_freed_memory:
         host.keep_freed_memory()

@@ -81,7 +81,7 @@ class FaultFinder:
         table = torch.zeros(len(self._rows), num_columns, dtype=torch.float64, device=self._topology.device)
         with self._watched(table, consumed_samples):
             self._pipeline.evaluate(num_microbatches, partial(self._load, consumed_samples))
-        return largest_of_all(table, self._topology)
+        return largest_of_all(table, self._topology).cpu()
 
     @contextmanager
     def _watched(self, table: Tensor, consumed_samples: int) -> Iterator[None]:
