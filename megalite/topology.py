@@ -168,6 +168,9 @@ class Topology:
         try:
             yield _from_mesh(sizes, launch.rank, device, timeout)
             has_failed = False
+        except SystemExit:  # on which all ranks agree
+            has_failed = False
+            raise
         finally:
             # NCCL's end waits for what is under way, which ranks that do not know of an error never join: the
             # process would wait for the time-out before it says what it is.

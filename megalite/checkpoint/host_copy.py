@@ -53,6 +53,9 @@ class HostCopy:
         """Makes the copy, or waits for the GPU that does; any thread may call it."""
         try:
             if self._done is not None:
+                torch.cuda.set_device(
+                    self._device
+                )  # a new thread's is GPU 0: a context there takes its memory
                 self._done.synchronize()
             else:
                 for copy, tensor in self._pairs:

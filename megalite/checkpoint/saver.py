@@ -285,8 +285,8 @@ class Saver:
         return StoreLost(running.job.final, "as another rank tells")
 
     def _largest(self, here: int) -> int:
-        """The largest number of any rank."""
-        number = torch.tensor(here, device=self._topology.device)
+        """The largest number of any rank: on the host, which does not wait for the GPU's work before it."""
+        number = torch.tensor(here)
         dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number.item())
 

@@ -96,7 +96,7 @@ class FullyShardedOptimizer:
         count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
         for rows in self._counted():
             count += (rows.gradient == 0.0).sum()
-        return int(all_reduce(count, self.topology.world))
+        return int(all_reduce(count, self.topology.world).item())
 
     def gradient_squares(self) -> dict[str, Tensor]:
         """As `Optimizer.gradient_squares`."""

@@ -128,7 +128,7 @@ class Optimizer:
         for each in self.gradients:
             if self._counts(each.bucket):
                 count += each.bucket.num_elements(each.bucket.shard) - each.shard.count_nonzero()
-        return int(all_reduce(count, self.topology.world))
+        return int(all_reduce(count, self.topology.world).item())
 
     def gradient_squares(self) -> dict[str, Tensor]:
         """Sum of squares of what this rank counts of each parameter's complete gradient, by name.

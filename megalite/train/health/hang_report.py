@@ -57,7 +57,8 @@ def _behind(standings: Iterable[Standing]) -> set[int]:
     for standing in standings:
         waits_for = standing.place.waits_for if standing.place else None
         for ranks, number in standing.collectives:
-            counts[ranks][standing.rank] = number, waits_for == ranks
+            # Behind a GPU the host does not wait where it starts a collective: later, and for any of them.
+            counts[ranks][standing.rank] = number, waits_for in ((), ranks)
     behind = set()
     for of_axis in counts.values():
         most = max((number for number, waits in of_axis.values() if waits), default=0)

@@ -36,7 +36,7 @@ _LOGGER = "c10d_logger.py"
 """Torch's collectives are wrapped in a function of this file."""
 _AUTOGRAD_WAITS = "_engine_run_backward"
 """Where a thread stands whose backward pass runs in autograd's own, one for each GPU."""
-_DEVICE_WAITS = (".item(", ".tolist(", "synchronize(")
+_DEVICE_WAITS = (".item(", ".tolist(", ".cpu(", "synchronize(")
 """On a GPU the host waits here for what it has launched, collectives included."""
 _WAITS, *_ANY_TIME_FILES = (
     path.encode("ascii", "backslashreplace").decode()
