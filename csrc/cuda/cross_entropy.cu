@@ -16,14 +16,18 @@ __global__ void __launch_bounds__(kMaxSpanThreads) statistics_kernel(
   const int64_t r = blockIdx.x;
   const T* row = logits + r * vocabulary.columns;
   Exponentials<T> mine;
-  sum_span<kInFlight, T>(
-      vocabulary.num_real, [=](int64_t at, auto width) { return load_anywhere<decltype(width)::value>(row + at); },
-      [&](const auto& loaded, int64_t, auto width) {
-        W numbers[decltype(width)::value];
-        MEGALITE_UNROLL
-        for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = widen(loaded.values[i]);
-        mine.add(numbers);
-      });
+  const auto add = [&](const auto& loaded, int64_t, auto width) {
+    W numbers[decltype(width)::value];
+    MEGALITE_UNROLL
+    for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = widen(loaded.values[i]);
+    mine.add(numbers);
+  };
+  with_loads(
+      [&](const auto& load) {
+        sum_span<kInFlight, T>(
+            vocabulary.num_real, [=](int64_t at, auto width) { return load(row + at, width); }, add);
+      },
+      row);
   const Exponentials<T> all = block_combine(mine, shared);
   if (threadIdx.x != 0) return;
   const int64_t column = targets[r] - vocabulary.start;

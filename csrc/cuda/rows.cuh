@@ -19,6 +19,8 @@
 namespace megalite::cuda {
 
 constexpr int kThreads = 256;
+constexpr int kRowBlocks = 3, kSumBlocks = 2;  // of a multiprocessor: with as many registers as these leave, loads stay
+                                               // in front of the first use, and none is spilled
 constexpr int kLanes = 32;              // at most, threads side by side in a row
 constexpr int kMinRows = 4;             // a thread's, if there are so many
 constexpr int64_t kManyBlocks = 4096;   // several for each multiprocessor, so that the last ones to end cost little
@@ -59,7 +61,7 @@ __device__ __forceinline__ void walk_rows(
 }
 
 template <class Op>
-__global__ void __launch_bounds__(kThreads) row_kernel(const Op op, int64_t rows, int64_t vectors) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks) row_kernel(const Op op, int64_t rows, int64_t vectors) {
   const int64_t vector = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (vector >= vectors) return;
   auto state = op.begin(vector);
@@ -68,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const Op op, int64_t rows
 
 // As row_kernel; then each block adds up its threads' sums, and leaves them in parts[its depth][sum][column].
 template <int kWidth, class W, class Op>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const Op op, W* parts, int64_t rows, int64_t vectors) {
+__global__ void __launch_bounds__(kThreads, kSumBlocks) sum_kernel(
+    const Op op, W* parts, int64_t rows, int64_t vectors) {
   constexpr int kSlots = Op::kSums * kWidth;
   __shared__ W shared[kSlots * kThreads];
   const int lanes = blockDim.x, thread = threadIdx.y * lanes + threadIdx.x;
@@ -91,21 +94,32 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const Op op, W* parts, in
   }
 }
 
+constexpr int kPartDepth = 32, kPartsInFlight = 8;  // few blocks run: many threads deep, each with several reads
+constexpr int kPartThreads = kLanes * kPartDepth;
+
 // out[i] = the sum of parts[0][i], parts[1][i] and so on.
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_parts_kernel(
+__global__ void __launch_bounds__(kPartThreads) add_parts_kernel(
     const Wide<T>* parts, T* out, int64_t num_parts, int64_t num_sums) {
-  __shared__ Wide<T> shared[kThreads];
+  __shared__ Wide<T> shared[kPartThreads];
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x;
   Wide<T> total{0};
   if (i < num_sums) {
-    MEGALITE_UNROLL
-    for (int64_t part = threadIdx.y; part < num_parts; part += kThreads / kLanes) total += parts[part * num_sums + i];
+    for (int64_t part = threadIdx.y; part < num_parts; part += kPartDepth * kPartsInFlight) {
+      Wide<T> loaded[kPartsInFlight];
+      MEGALITE_UNROLL
+      for (int k = 0; k < kPartsInFlight; ++k) {
+        const int64_t at = part + k * kPartDepth;
+        loaded[k] = at < num_parts ? parts[at * num_sums + i] : Wide<T>{0};
+      }
+      MEGALITE_UNROLL
+      for (int k = 0; k < kPartsInFlight; ++k) total += loaded[k];
+    }
   }
   shared[threadIdx.y * kLanes + threadIdx.x] = total;
   __syncthreads();
   if (threadIdx.y != 0 || i >= num_sums) return;
-  for (int y = 1; y < kThreads / kLanes; ++y) total += shared[y * kLanes + threadIdx.x];
+  for (int y = 1; y < kPartDepth; ++y) total += shared[y * kLanes + threadIdx.x];
   out[i] = narrow<T>(total);
 }
 
@@ -120,7 +134,7 @@ void for_rows(const Op& op, int64_t rows, int64_t vectors, cudaStream_t stream) 
 // Adds up `num_parts` parts of `num_sums` sums.
 template <class T>
 void add_parts(const void* parts, void* out, int64_t num_parts, int64_t num_sums, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((num_sums + kLanes - 1) / kLanes)), block(kLanes, kThreads / kLanes);
+  const dim3 grid(static_cast<unsigned>((num_sums + kLanes - 1) / kLanes)), block(kLanes, kPartDepth);
   launch(
       add_parts_kernel<T>, grid, block, 0, stream, static_cast<const Wide<T>*>(parts), static_cast<T*>(out), num_parts,
       num_sums);

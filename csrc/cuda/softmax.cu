@@ -62,14 +62,17 @@ __global__ void __launch_bounds__(kMaxSpanThreads) softmax_kernel(
   T* keys = all_scores + number * problem.keys;
   T* seen = keys + row.begin;
   Exponentials<T> mine;
-  sum_span<kInFlight, T>(
-      row.count, [=](int64_t at, auto width) { return load_anywhere<decltype(width)::value>(seen + at); },
-      [&](const auto& loaded, int64_t at, auto width) {
-        W numbers[decltype(width)::value];
-        MEGALITE_UNROLL
-        for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = row.biased(loaded.values[i], at + i);
-        mine.add(numbers);
-      });
+  const auto add = [&](const auto& loaded, int64_t at, auto width) {
+    W numbers[decltype(width)::value];
+    MEGALITE_UNROLL
+    for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = row.biased(loaded.values[i], at + i);
+    mine.add(numbers);
+  };
+  with_loads(
+      [&](const auto& load) {
+        sum_span<kInFlight, T>(row.count, [=](int64_t at, auto width) { return load(seen + at, width); }, add);
+      },
+      seen);
   const Exponentials<T> all = block_combine(mine, shared);
   const W largest = all.largest, inverse = W{1} / all.sum;
   for_span<kInFlight>(
@@ -108,22 +111,24 @@ __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
   T *seen = keys + row.begin, *upper = grads + row.begin;
   const W log_sum = log_sums[number];
   W mean = 0;
-  sum_span<kInFlight, T>(
-      row.count,
-      [=](int64_t at, auto width) {
-        constexpr int kWidth = decltype(width)::value;
-        return Pair<T, kWidth>{load_anywhere<kWidth>(seen + at), load_anywhere<kWidth>(upper + at)};
+  const auto add = [&](const auto& pair, int64_t at, auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    W factors[kWidth];
+    keep_factors<kDrops>(factors, row, at, mask);
+    MEGALITE_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const W weight = exp_for<T>(row.biased(pair.score.values[i], at + i) - log_sum);
+      mean += weight * (widen(pair.grad.values[i]) * factors[i]);
+    }
+  };
+  with_loads(
+      [&](const auto& load) {
+        const auto load_pair = [=](int64_t at, auto width) {
+          return Pair<T, decltype(width)::value>{load(seen + at, width), load(upper + at, width)};
+        };
+        sum_span<kInFlight, T>(row.count, load_pair, add);
       },
-      [&](const auto& pair, int64_t at, auto width) {
-        constexpr int kWidth = decltype(width)::value;
-        W factors[kWidth];
-        keep_factors<kDrops>(factors, row, at, mask);
-        MEGALITE_UNROLL
-        for (int i = 0; i < kWidth; ++i) {
-          const W weight = exp_for<T>(row.biased(pair.score.values[i], at + i) - log_sum);
-          mean += weight * (widen(pair.grad.values[i]) * factors[i]);
-        }
-      });
+      seen, upper);
   mean = block_reduce(mean, shared, Add{});
   for_span<kInFlight>(
       row.count,

@@ -24,21 +24,20 @@ dim3 span_threads(int64_t count) {
 }
 
 // Calls apply(loaded, vector) once for each vector of [0, vectors), by one of the block's threads, and the same one
-// each time; loaded = load(vector). A thread loads kInFlight of them, or all that are left, and then applies the first.
+// each time; loaded = load(vector). A thread loads kInFlight of them before it applies the first. Loads under a
+// condition, for what is left at the end, would make of each 16-bit number a register of its own.
 template <int kInFlight, class Load, class Apply>
 __device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, const Apply& apply) {
   const int64_t step = blockDim.x;
-  for (int64_t first = threadIdx.x; first < vectors; first += kInFlight * step) {
-    decltype(load(first)) loaded[kInFlight] = {};
+  int64_t vector = threadIdx.x;
+  for (; vector + (kInFlight - 1) * step < vectors; vector += kInFlight * step) {
+    decltype(load(vector)) loaded[kInFlight];
     MEGALITE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      if (first + i * step < vectors) loaded[i] = load(first + i * step);
-    }
+    for (int i = 0; i < kInFlight; ++i) loaded[i] = load(vector + i * step);
     MEGALITE_UNROLL
-    for (int i = 0; i < kInFlight; ++i) {
-      if (first + i * step < vectors) apply(loaded[i], first + i * step);
-    }
+    for (int i = 0; i < kInFlight; ++i) apply(loaded[i], vector + i * step);
   }
+  for (; vector < vectors; vector += step) apply(load(vector), vector);
 }
 
 // Calls apply(loaded, at, width) once for each element of [0, count), by one of the block's threads, with
@@ -77,14 +76,24 @@ __device__ __forceinline__ void for_span(
   }
 }
 
-// As load, for elements that need not be aligned.
+// Elements one by one, which need not be aligned.
 template <int kWidth, class T>
-__device__ __forceinline__ Vector<T, kWidth> load_anywhere(const T* from) {
-  if (reinterpret_cast<uintptr_t>(from) % sizeof(Vector<T, kWidth>) == 0) return load<kWidth>(from);
+__device__ __forceinline__ Vector<T, kWidth> load_each(const T* from) {
   Vector<T, kWidth> vector;
   MEGALITE_UNROLL
   for (int i = 0; i < kWidth; ++i) vector.values[i] = from[i];
   return vector;
+}
+
+// Calls function(load): load(from, width) is the fastest that there is for vectors which begin at these pointers or a
+// whole number of vectors behind them. It is chosen once: a choice at each load would keep it from the one before.
+template <class Function, class... Pointers>
+__device__ __forceinline__ void with_loads(const Function& function, const Pointers*... pointers) {
+  if (((reinterpret_cast<uintptr_t>(pointers) | ...) & (kVectorBytes - 1)) == 0) {
+    function([](const auto* from, auto width) { return load<decltype(width)::value>(from); });
+  } else {
+    function([](const auto* from, auto width) { return load_each<decltype(width)::value>(from); });
+  }
 }
 
 template <class T>
