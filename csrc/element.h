@@ -99,4 +99,32 @@ MEGALITE_INLINE Half narrow<Half>(float value) {
 #endif
 }
 
+// Two elements of 16 bits in a word, the first one in its lower half.
+template <class T>
+MEGALITE_INLINE float widen_low(uint32_t pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) return float_of(pair << 16);
+  return widen(T{static_cast<uint16_t>(pair)});
+}
+
+template <class T>
+MEGALITE_INLINE float widen_high(uint32_t pair) {
+  if constexpr (std::is_same_v<T, BFloat16>) return float_of(pair & 0xFFFF0000u);
+  return widen(T{static_cast<uint16_t>(pair >> 16)});
+}
+
+template <class T>
+MEGALITE_INLINE uint32_t narrow_pair(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+#else
+  return narrow<T>(low).bits | uint32_t{narrow<T>(high).bits} << 16;
+#endif
+}
+
 }  // namespace megalite

@@ -30,19 +30,27 @@ namespace megalite {
 
 constexpr int kWordsPerBlock = 4;
 
+constexpr int kRounds = 10;
+constexpr uint32_t kKeyStep0 = 0x9E3779B9u, kKeyStep1 = 0xBB67AE85u;  // from round to round
+
+MEGALITE_INLINE void philox_round(
+    uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t key0, uint32_t key1) {
+  const uint64_t product0 = uint64_t{c0} * 0xD2511F53u;
+  const uint64_t product1 = uint64_t{c2} * 0xCD9E8D57u;
+  c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+  c1 = static_cast<uint32_t>(product1);
+  c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+  c3 = static_cast<uint32_t>(product0);
+}
+
 // One block: four random words from a counter of four words and a key of two, lowest word first.
 MEGALITE_INLINE void philox(uint32_t (&counter)[kWordsPerBlock], uint32_t key0, uint32_t key1) {
   uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
   MEGALITE_UNROLL
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{c0} * 0xD2511F53u;
-    const uint64_t product1 = uint64_t{c2} * 0xCD9E8D57u;
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
-    c1 = static_cast<uint32_t>(product1);
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
-    c3 = static_cast<uint32_t>(product0);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+  for (int round = 0; round < kRounds; ++round) {
+    philox_round(c0, c1, c2, c3, key0, key1);
+    key0 += kKeyStep0;
+    key1 += kKeyStep1;
   }
   counter[0] = c0;
   counter[1] = c1;

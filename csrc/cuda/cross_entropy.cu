@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) statistics_kernel(
   const auto add = [&](const auto& loaded, int64_t, auto width) {
     W numbers[decltype(width)::value];
     MEGALITE_UNROLL
-    for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = widen(loaded.values[i]);
+    for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = loaded[i];
     mine.add(numbers);
   };
   with_loads(
@@ -48,13 +48,15 @@ __global__ void __launch_bounds__(kMaxSpanThreads) gradient_kernel(
       vocabulary.num_real, [=](int64_t at, auto width) { return load<decltype(width)::value>(row + at); },
       [=](const auto& loaded, int64_t at, auto width) {
         constexpr int kWidth = decltype(width)::value;
-        Vector<T, kWidth> result;
+        W shares[kWidth];
         MEGALITE_UNROLL
-        for (int i = 0; i < kWidth; ++i) {
-          const W share = exp_for<T>(widen(loaded.values[i]) - largest) * scale;
-          result.values[i] = narrow<T>(at + i == column ? share - upper : share);
+        for (int i = 0; i < kWidth; ++i) shares[i] = exp_for<T>(loaded[i] - largest) * scale;
+        const auto target = static_cast<uint64_t>(column - at);
+        if (target < kWidth) {  // in one vector of the row at most
+          MEGALITE_UNROLL
+          for (int i = 0; i < kWidth; ++i) shares[i] -= i == static_cast<int>(target) ? upper : W{0};
         }
-        store(row + at, result);
+        store(row + at, narrow_all<T>(shares));
       },
       row);
   zero_span(row + vocabulary.num_real, vocabulary.columns - vocabulary.num_real);

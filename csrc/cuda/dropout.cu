@@ -13,8 +13,9 @@ struct Drop {
   const T* x;
   T* out;
   int64_t columns;
-  Site site;
+  Places places;
   Mask mask;
+  Rounds rounds;
 
   __device__ State begin(int64_t) const { return {}; }
 
@@ -23,17 +24,17 @@ struct Drop {
   }
 
   __device__ void apply(State&, const Loaded& loaded, int64_t row, int64_t vector) const {
-    const Position position = position_of(site, row);
+    const Position position = position_of(places, row);
     const auto scale = static_cast<Wide<T>>(mask.scale);
     uint32_t words[kWidth];
-    words_at(words, position.index + vector * kWidth, position.sample, mask.key);
-    Vector<T, kWidth> result;
+    words_at(words, position.index + vector * kWidth, position.sample, rounds);
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> kept = widen(loaded.values[i]) * scale;
-      result.values[i] = narrow<T>(words[i] >= mask.threshold ? kept : Wide<T>{0});
+      const Wide<T> kept = loaded[i] * scale;
+      result[i] = words[i] >= mask.threshold ? kept : Wide<T>{0};
     }
-    store(out + row * columns + vector * kWidth, result);
+    store(out + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
 
@@ -45,7 +46,8 @@ void dropout(
     using T = decltype(element);
     dispatch_width<T>(fits_vectors(columns * sizeof(T), x, out), [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
-      const Drop<T, kWidth> op{static_cast<const T*>(x), static_cast<T*>(out), columns, site, mask};
+      const Drop<T, kWidth> op{
+          static_cast<const T*>(x), static_cast<T*>(out), columns, Places::of(site, rows), mask, Rounds::of(mask.key)};
       for_rows(op, rows, columns / kWidth, stream);
     });
   });

@@ -17,8 +17,9 @@ struct Forward {
   const T *x, *bias, *residual;
   T* out;
   int64_t columns;
-  Site site;
+  Places places;
   Mask mask;
+  Rounds rounds;
 
   __device__ State begin(int64_t vector) const {
     State state;
@@ -35,18 +36,17 @@ struct Forward {
     uint32_t words[kWidth] = {};
     auto scale = Wide<T>{1};
     if (mask.threshold != 0) {  // else all are kept, as they are
-      const Position position = position_of(site, row);
-      words_at(words, position.index + vector * kWidth, position.sample, mask.key);
+      const Position position = position_of(places, row);
+      words_at(words, position.index + vector * kWidth, position.sample, rounds);
       scale = static_cast<Wide<T>>(mask.scale);
     }
-    Vector<T, kWidth> result;
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> kept = (widen(loaded.x.values[i]) + state.bias[i]) * scale;
-      result.values[i] =
-          narrow<T>(widen(loaded.residual.values[i]) + (words[i] >= mask.threshold ? kept : Wide<T>{0}));
+      const Wide<T> kept = (loaded.x[i] + state.bias[i]) * scale;
+      result[i] = loaded.residual[i] + (words[i] >= mask.threshold ? kept : Wide<T>{0});
     }
-    store(out + row * columns + vector * kWidth, result);
+    store(out + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
 
@@ -61,8 +61,9 @@ struct Backward {
   const T* grad;
   T* x_grad;
   int64_t columns;
-  Site site;
+  Places places;
   Mask mask;
+  Rounds rounds;
 
   __device__ State begin(int64_t) const { return {}; }
 
@@ -73,18 +74,18 @@ struct Backward {
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
     uint32_t words[kWidth] = {};
     if (mask.threshold != 0) {
-      const Position position = position_of(site, row);
-      words_at(words, position.index + vector * kWidth, position.sample, mask.key);
+      const Position position = position_of(places, row);
+      words_at(words, position.index + vector * kWidth, position.sample, rounds);
     }
     const auto scale = static_cast<Wide<T>>(mask.scale);
-    Vector<T, kWidth> result;
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> kept = words[i] >= mask.threshold ? widen(loaded.values[i]) * scale : Wide<T>{0};
-      result.values[i] = narrow<T>(kept);
+      const Wide<T> kept = words[i] >= mask.threshold ? loaded[i] * scale : Wide<T>{0};
+      result[i] = kept;
       state.sums[0][i] += kept;
     }
-    store(x_grad + row * columns + vector * kWidth, result);
+    store(x_grad + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
 
@@ -99,7 +100,7 @@ void bias_dropout_add(
       constexpr int kWidth = decltype(width)::value;
       const Forward<T, kWidth> op{
           static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<const T*>(residual), static_cast<T*>(out),
-          columns, site, mask};
+          columns, Places::of(site, rows), mask, Rounds::of(mask.key)};
       for_rows(op, rows, columns / kWidth, stream);
     });
   });
@@ -112,7 +113,9 @@ void bias_dropout_add_backward(
     using T = decltype(element);
     dispatch_width<T>(fits_vectors(columns * sizeof(T), grad, x_grad), [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
-      const Backward<T, kWidth> op{static_cast<const T*>(grad), static_cast<T*>(x_grad), columns, site, mask};
+      const Backward<T, kWidth> op{
+          static_cast<const T*>(grad), static_cast<T*>(x_grad), columns, Places::of(site, rows), mask,
+          Rounds::of(mask.key)};
       sum_rows<T, kWidth>(op, rows, columns, workspace, bias_grad, stream);
     });
   });

@@ -52,10 +52,10 @@ struct Forward {
   }
 
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
-    Vector<T, kWidth> result;
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
-    for (int i = 0; i < kWidth; ++i) result.values[i] = narrow<T>(gelu_of<T>(widen(loaded.values[i]) + state.bias[i]));
-    store(out + row * columns + vector * kWidth, result);
+    for (int i = 0; i < kWidth; ++i) result[i] = gelu_of<T>(loaded[i] + state.bias[i]);
+    store(out + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
 
@@ -85,15 +85,15 @@ struct Backward {
   }
 
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
-    Vector<T, kWidth> result;
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> slope = slope_of<T>(widen(loaded.x.values[i]) + state.bias[i]);
-      const Wide<T> value = widen(loaded.grad.values[i]) * slope;
-      result.values[i] = narrow<T>(value);
+      const Wide<T> slope = slope_of<T>(loaded.x[i] + state.bias[i]);
+      const Wide<T> value = loaded.grad[i] * slope;
+      result[i] = value;
       state.sums[0][i] += value;
     }
-    store(x_grad + row * columns + vector * kWidth, result);
+    store(x_grad + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
 

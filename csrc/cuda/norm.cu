@@ -3,6 +3,7 @@
 // A block reads its row from memory once: what it reads again is in its multiprocessor's cache. Backward walks down
 // rows and holds the sums for the parameters in shared memory, so that it reads x and the gradient once too; PyTorch's
 // (ATen/native/cuda/layer_norm_kernel.cu) reads both a second time, in a kernel of its own for the parameters.
+#include "elementary.cuh"
 #include "rows.cuh"
 #include "span.cuh"
 
@@ -28,7 +29,7 @@ __device__ __forceinline__ Wide<T> mean_of(const T* row, int64_t columns, WarpVa
       columns / kWidth, [=](int64_t vector) { return load<kWidth>(row + vector * kWidth); },
       [&](const auto& loaded, int64_t) {
         MEGALITE_UNROLL
-        for (int i = 0; i < kWidth; ++i) sums[0] += widen(loaded.values[i]);
+        for (int i = 0; i < kWidth; ++i) sums[0] += loaded[i];
       });
   block_sums(sums, shared);
   return sums[0] / static_cast<W>(columns);
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kMaxSpanThreads) norm_kernel(
   for_vectors<kInFlight>(columns / kWidth, load_row, [&](const auto& loaded, int64_t) {
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const W centred = widen(loaded.values[i]) - mean;
-      squares[0] += centred * centred;
+      const W centred = loaded[i] - mean;
+      squares[0] = multiply_add(centred, centred, squares[0]);
     }
   });
   block_sums(squares, shared);
@@ -62,12 +63,12 @@ __global__ void __launch_bounds__(kMaxSpanThreads) norm_kernel(
     W weights[kWidth], added[kWidth];
     load_wide<kWidth>(weights, weight + vector * kWidth);
     load_wide<kWidth>(added, kCentres ? bias + vector * kWidth : nullptr);
-    Vector<T, kWidth> y;
+    W y[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      y.values[i] = narrow<T>((widen(loaded.values[i]) - mean) * inverse * weights[i] + added[i]);
+      y[i] = multiply_add((loaded[i] - mean) * inverse, weights[i], added[i]);
     }
-    store(result + vector * kWidth, y);
+    store(result + vector * kWidth, narrow_all<T>(y));
   });
 }
 
@@ -106,9 +107,9 @@ __device__ __forceinline__ Statistics<Wide<T>> statistics_of(
         load_wide<kWidth>(weights, weight + vector * kWidth);
         MEGALITE_UNROLL
         for (int i = 0; i < kWidth; ++i) {
-          const W centred = widen(pair.x.values[i]) - mean, y = widen(pair.grad.values[i]) * weights[i];
-          sums[0] += centred * centred;
-          sums[1] += y * centred;
+          const W centred = pair.x[i] - mean, y = pair.grad[i] * weights[i];
+          sums[0] = multiply_add(centred, centred, sums[0]);
+          sums[1] = multiply_add(y, centred, sums[1]);
           if constexpr (kCentres) sums[kSums - 1] += y;
         }
       });
@@ -138,21 +139,21 @@ __device__ __forceinline__ void write_row(
         W weights[kWidth];
         load_wide<kWidth>(weights, weight + vector * kWidth);
         auto of_weight = load<kWidth>(weight_sums + vector * kWidth);
-        Vector<T, kWidth> of_x;
+        W of_x[kWidth];
         MEGALITE_UNROLL
         for (int i = 0; i < kWidth; ++i) {
-          const W normal = (widen(loaded.x.values[i]) - of_row.mean) * of_row.inverse;
-          const W y = widen(loaded.grad.values[i]);
-          const W through = of_row.inverse * (y * weights[i] - of_row.level - normal * of_row.along);
-          of_x.values[i] = narrow<T>(through + widen(loaded.residual.values[i]));
-          of_weight.values[i] += y * normal;
+          const W normal = (loaded.x[i] - of_row.mean) * of_row.inverse;
+          const W y = loaded.grad[i];
+          const W inner = multiply_add(-normal, of_row.along, multiply_add(y, weights[i], -of_row.level));
+          of_x[i] = multiply_add(of_row.inverse, inner, loaded.residual[i]);
+          of_weight.words[i] = multiply_add(y, normal, of_weight.words[i]);
         }
-        store(row.x_grad + vector * kWidth, of_x);
+        store(row.x_grad + vector * kWidth, narrow_all<T>(of_x));
         store(weight_sums + vector * kWidth, of_weight);
         if constexpr (kCentres) {
           auto of_bias = load<kWidth>(bias_sums + vector * kWidth);
           MEGALITE_UNROLL
-          for (int i = 0; i < kWidth; ++i) of_bias.values[i] += widen(loaded.grad.values[i]);
+          for (int i = 0; i < kWidth; ++i) of_bias.words[i] += loaded.grad[i];
           store(bias_sums + vector * kWidth, of_bias);
         }
       });

@@ -15,7 +15,7 @@ struct Fill {
 
   T* out;
   int64_t num, columns, base, run_stride;
-  uint64_t key;
+  Rounds rounds;
   double std, mean;
 
   __device__ State begin(int64_t) const { return {}; }
@@ -25,13 +25,13 @@ struct Fill {
     const int64_t column = vector * kWidth, at = row * columns + column;
     if (at >= num) return;
     uint32_t words[kWidth];
-    words_at(words, static_cast<uint64_t>(base + row * run_stride + column), 0, key);
-    Vector<T, kWidth> result;
+    words_at(words, static_cast<uint64_t>(base + row * run_stride + column), 0, rounds);
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      result.values[i] = narrow<T>(static_cast<Wide<T>>(standard_normal(words[i]) * std + mean));
+      result[i] = static_cast<Wide<T>>(standard_normal(words[i]) * std + mean);
     }
-    store(out + at, result);
+    store(out + at, narrow_all<T>(result));
   }
 };
 
@@ -47,7 +47,8 @@ void fill_normal(
     const bool fits = fits_vectors(columns * sizeof(T), out) && num % kVectorWidth<T> == 0;
     dispatch_width<T>(fits, [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
-      const Fill<T, kWidth> op{static_cast<T*>(out), num, columns, base, run_stride, key, std, mean};
+      const Fill<T, kWidth> op{
+          static_cast<T*>(out), num, columns, base, run_stride, Rounds::of(key), std, mean};
       for_rows(op, rows, columns / kWidth, stream);
     });
   });

@@ -3,19 +3,51 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <stdexcept>
+
 #include "../philox.h"
 #include "launch.h"
 
 namespace megalite::cuda {
 
+// The keys of each round, made by the host: among a kernel's parameters they are operands that cost no instruction.
+struct Rounds {
+  uint32_t key0[kRounds], key1[kRounds];
+
+  static Rounds of(uint64_t key) {
+    Rounds rounds;
+    for (uint32_t round = 0; round < kRounds; ++round) {
+      rounds.key0[round] = static_cast<uint32_t>(key) + round * kKeyStep0;
+      rounds.key1[round] = static_cast<uint32_t>(key >> 32) + round * kKeyStep1;
+    }
+    return rounds;
+  }
+};
+
+__device__ __forceinline__ void words_of_block(
+    uint32_t* words, uint64_t block, uint64_t sample, const Rounds& rounds) {
+  uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32);
+  uint32_t c2 = static_cast<uint32_t>(sample), c3 = static_cast<uint32_t>(sample >> 32);
+  MEGALITE_UNROLL
+  for (int round = 0; round < kRounds; ++round) {
+    philox_round(c0, c1, c2, c3, rounds.key0[round], rounds.key1[round]);
+  }
+  words[0] = c0;
+  words[1] = c1;
+  words[2] = c2;
+  words[3] = c3;
+}
+
 // The words of the elements index, index + 1, ... of a sample: a block of Philox makes four, so that an index divisible
 // by four costs a quarter of another.
 template <int kCount>
-__device__ __forceinline__ void words_at(uint32_t (&words)[kCount], uint64_t index, uint64_t sample, uint64_t key) {
+__device__ __forceinline__ void words_at(
+    uint32_t (&words)[kCount], uint64_t index, uint64_t sample, const Rounds& rounds) {
   if (kCount % kWordsPerBlock == 0 && index % kWordsPerBlock == 0) {
     MEGALITE_UNROLL
     for (int i = 0; i + kWordsPerBlock <= kCount; i += kWordsPerBlock) {
-      random_words(words + i, (index + i) / kWordsPerBlock, 1, sample, key);
+      words_of_block(words + i, (index + i) / kWordsPerBlock, sample, rounds);
     }
     return;
   }
@@ -23,7 +55,7 @@ __device__ __forceinline__ void words_at(uint32_t (&words)[kCount], uint64_t ind
   uint32_t blocks[kBlocks * kWordsPerBlock];
   MEGALITE_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
-    random_words(blocks + i * kWordsPerBlock, index / kWordsPerBlock + i, 1, sample, key);
+    words_of_block(blocks + i * kWordsPerBlock, index / kWordsPerBlock + i, sample, rounds);
   }
   const auto shift = static_cast<unsigned>(index % kWordsPerBlock);
   MEGALITE_UNROLL
@@ -37,14 +69,25 @@ struct Position {
   uint64_t index, sample;
 };
 
-// Of the first element of a row. Division of 64 bits takes a GPU several times as long as one of 32.
-__device__ __forceinline__ Position position_of(const Site& site, int64_t row) {
-  int64_t outer;
-  if (static_cast<uint64_t>(row | site.num_samples) >> 32 == 0) {
-    outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(site.num_samples);
-  } else {
-    outer = row / site.num_samples;
+// A Site, with the quotient by its num_samples as a product and a shift: exact for rows and divisors below 2^31, as
+// 2^shift is at least 2^31 times the divisor, and the factor is less than 1 above 2^shift / divisor.
+struct Places {
+  Site site;
+  uint32_t factor, shift;
+
+  static Places of(const Site& site, int64_t rows) {
+    if (std::max(rows, site.num_samples) > INT32_MAX) throw std::runtime_error("too many rows for a CUDA kernel");
+    const uint64_t divisor = std::max<int64_t>(site.num_samples, 1);
+    uint32_t shift = 31;
+    while ((uint64_t{1} << (shift - 31)) < divisor) ++shift;
+    return {site, static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor), shift};
   }
+};
+
+// Of the first element of a row.
+__device__ __forceinline__ Position position_of(const Places& places, int64_t row) {
+  const Site& site = places.site;
+  const auto outer = static_cast<int64_t>(static_cast<uint64_t>(row) * places.factor >> places.shift);
   const int64_t sample = site.samples[row - outer * site.num_samples];
   return {static_cast<uint64_t>(site.base + outer * site.stride), static_cast<uint64_t>(sample)};
 }

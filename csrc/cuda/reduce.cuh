@@ -22,6 +22,13 @@ struct Add {
 struct Larger {
   template <class W>
   __device__ __forceinline__ W operator()(W a, W b) const {
+#if defined(__CUDA_ARCH__)
+    if constexpr (std::is_same_v<W, float>) {
+      float larger;
+      asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+      return larger;
+    }
+#endif
     return a > b || a != a ? a : b;
   }
 };

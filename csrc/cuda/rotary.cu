@@ -39,15 +39,15 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(
       for (int h = 0; h < kHeadsInFlight; ++h) {
         const int64_t at = head + h * blockDim.y;
         if (at >= shape.heads) break;
-        Vector<T, kWidth> of_first, of_second;
+        Wide<T> of_first[kWidth], of_second[kWidth];
         MEGALITE_UNROLL
         for (int k = 0; k < kWidth; ++k) {
-          const Wide<T> a = widen(first[h].values[k]), b = widen(second[h].values[k]);
-          of_first.values[k] = narrow<T>(a * c[0][k] - b * (sign * s[0][k]));
-          of_second.values[k] = narrow<T>(b * c[1][k] + a * (sign * s[1][k]));
+          const Wide<T> a = first[h][k], b = second[h][k];
+          of_first[k] = a * c[0][k] - b * (sign * s[0][k]);
+          of_second[k] = b * c[1][k] + a * (sign * s[1][k]);
         }
-        store(to + at * shape.d + i, of_first);
-        store(to + at * shape.d + half + i, of_second);
+        store(to + at * shape.d + i, narrow_all<T>(of_first));
+        store(to + at * shape.d + half + i, narrow_all<T>(of_second));
       }
     }
   }

@@ -30,17 +30,17 @@ struct Row {
   }
 
   // The scaled and biased score of a key.
-  __device__ W biased(T score, int64_t key) const {
-    return widen(score) * scale + slope * static_cast<W>(static_cast<int>(key + 1 - count));
+  __device__ W biased(W score, int64_t key) const {
+    return score * scale + slope * static_cast<W>(static_cast<int>(key + 1 - count));
   }
 };
 
 // What the weights from `key` on are multiplied by: 0 or 1 / (1 - p) with dropout, and 1 without.
 template <bool kDrops, class T, int kWidth>
 __device__ __forceinline__ void keep_factors(
-    Wide<T> (&factors)[kWidth], const Row<T>& row, int64_t key, const Mask& mask) {
+    Wide<T> (&factors)[kWidth], const Row<T>& row, int64_t key, const Mask& mask, const Rounds& rounds) {
   uint32_t words[kWidth] = {};
-  if constexpr (kDrops) words_at(words, row.index + key, row.sample, mask.key);
+  if constexpr (kDrops) words_at(words, row.index + key, row.sample, rounds);
   const auto kept = kDrops ? static_cast<Wide<T>>(mask.scale) : Wide<T>{1};
   MEGALITE_UNROLL
   for (int i = 0; i < kWidth; ++i) factors[i] = !kDrops || words[i] >= mask.threshold ? kept : Wide<T>{0};
@@ -54,7 +54,7 @@ __device__ __forceinline__ void zero_hidden(T* keys, const Row<T>& row, int64_t 
 
 template <bool kDrops, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) softmax_kernel(
-    T* all_scores, Wide<T>* log_sums, const Scores problem, const Mask mask) {
+    T* all_scores, Wide<T>* log_sums, const Scores problem, const Mask mask, const Rounds rounds) {
   using W = Wide<T>;
   __shared__ W shared[kMaxSpanThreads / kWarp];
   const int64_t number = blockIdx.x;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) softmax_kernel(
   const auto add = [&](const auto& loaded, int64_t at, auto width) {
     W numbers[decltype(width)::value];
     MEGALITE_UNROLL
-    for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = row.biased(loaded.values[i], at + i);
+    for (int i = 0; i < decltype(width)::value; ++i) numbers[i] = row.biased(loaded[i], at + i);
     mine.add(numbers);
   };
   with_loads(
@@ -80,14 +80,14 @@ __global__ void __launch_bounds__(kMaxSpanThreads) softmax_kernel(
       [=](const auto& loaded, int64_t at, auto width) {
         constexpr int kWidth = decltype(width)::value;
         W factors[kWidth];
-        keep_factors<kDrops>(factors, row, at, mask);
-        Vector<T, kWidth> weights;
+        keep_factors<kDrops>(factors, row, at, mask, rounds);
+        W weights[kWidth];
         MEGALITE_UNROLL
         for (int i = 0; i < kWidth; ++i) {
-          const W power = exp_for<T>(row.biased(loaded.values[i], at + i) - largest);
-          weights.values[i] = narrow<T>(power * (factors[i] * inverse));
+          const W power = exp_for<T>(row.biased(loaded[i], at + i) - largest);
+          weights[i] = power * (factors[i] * inverse);
         }
-        store(seen + at, weights);
+        store(seen + at, narrow_all<T>(weights));
       },
       seen);
   zero_hidden(keys, row, problem.keys);
@@ -102,7 +102,7 @@ struct Pair {
 // The second pass computes the weights and their mask again: to keep them would take registers by the row's length.
 template <bool kDrops, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
-    T* all_scores, T* all_grads, const Wide<T>* log_sums, const Scores problem, const Mask mask) {
+    T* all_scores, T* all_grads, const Wide<T>* log_sums, const Scores problem, const Mask mask, const Rounds rounds) {
   using W = Wide<T>;
   __shared__ W shared[kMaxSpanThreads / kWarp];
   const int64_t number = blockIdx.x;
@@ -114,11 +114,11 @@ __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
   const auto add = [&](const auto& pair, int64_t at, auto width) {
     constexpr int kWidth = decltype(width)::value;
     W factors[kWidth];
-    keep_factors<kDrops>(factors, row, at, mask);
+    keep_factors<kDrops>(factors, row, at, mask, rounds);
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const W weight = exp_for<T>(row.biased(pair.score.values[i], at + i) - log_sum);
-      mean += weight * (widen(pair.grad.values[i]) * factors[i]);
+      const W weight = exp_for<T>(row.biased(pair.score[i], at + i) - log_sum);
+      mean += weight * (pair.grad[i] * factors[i]);
     }
   };
   with_loads(
@@ -139,17 +139,17 @@ __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
       [=](const auto& pair, int64_t at, auto width) {
         constexpr int kWidth = decltype(width)::value;
         W factors[kWidth];
-        keep_factors<kDrops>(factors, row, at, mask);
-        Pair<T, kWidth> result;
+        keep_factors<kDrops>(factors, row, at, mask, rounds);
+        W scores[kWidth], inner_grads[kWidth];
         MEGALITE_UNROLL
         for (int i = 0; i < kWidth; ++i) {
-          const W weight = exp_for<T>(row.biased(pair.score.values[i], at + i) - log_sum);
-          const W inner = widen(pair.grad.values[i]) * factors[i] - mean;
-          result.score.values[i] = narrow<T>(weight * factors[i]);
-          result.grad.values[i] = narrow<T>(weight * inner * row.scale);
+          const W weight = exp_for<T>(row.biased(pair.score[i], at + i) - log_sum);
+          const W inner = pair.grad[i] * factors[i] - mean;
+          scores[i] = weight * factors[i];
+          inner_grads[i] = weight * inner * row.scale;
         }
-        store(seen + at, result.score);
-        store(upper + at, result.grad);
+        store(seen + at, narrow_all<T>(scores));
+        store(upper + at, narrow_all<T>(inner_grads));
       },
       seen, upper);
   zero_hidden(keys, row, problem.keys);
@@ -166,7 +166,7 @@ void causal_softmax(
     launch(
         mask.threshold == 0 ? softmax_kernel<false, T> : softmax_kernel<true, T>, block_each(num),
         span_threads<T, kInFlight>(problem.seq_length), 0, stream,
-        static_cast<T*>(scores), static_cast<Wide<T>*>(log_sums), problem, mask);
+        static_cast<T*>(scores), static_cast<Wide<T>*>(log_sums), problem, mask, Rounds::of(mask.key));
   });
 }
 
@@ -179,7 +179,8 @@ void causal_softmax_backward(
     launch(
         mask.threshold == 0 ? backward_kernel<false, T> : backward_kernel<true, T>, block_each(num),
         span_threads<T, kInFlight>(problem.seq_length), 0, stream,
-        static_cast<T*>(scores), static_cast<T*>(grad), static_cast<const Wide<T>*>(log_sums), problem, mask);
+        static_cast<T*>(scores), static_cast<T*>(grad), static_cast<const Wide<T>*>(log_sums), problem, mask,
+        Rounds::of(mask.key));
   });
 }
 

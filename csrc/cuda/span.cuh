@@ -79,9 +79,11 @@ __device__ __forceinline__ void for_span(
 // Elements one by one, which need not be aligned.
 template <int kWidth, class T>
 __device__ __forceinline__ Vector<T, kWidth> load_each(const T* from) {
-  Vector<T, kWidth> vector;
+  T values[kWidth];
   MEGALITE_UNROLL
-  for (int i = 0; i < kWidth; ++i) vector.values[i] = from[i];
+  for (int i = 0; i < kWidth; ++i) values[i] = from[i];
+  Vector<T, kWidth> vector;
+  memcpy(&vector, values, sizeof vector);
   return vector;
 }
 

@@ -45,13 +45,13 @@ struct Forward {
   }
 
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
-    Vector<T, kWidth> result;
+    Wide<T> result[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> gate = widen(loaded.gate.values[i]) + state.gate[i], up = widen(loaded.up.values[i]) + state.up[i];
-      result.values[i] = narrow<T>(gate * inverse_for<T>(Wide<T>{1} + exp_for<T>(-gate)) * up);
+      const Wide<T> gate = loaded.gate[i] + state.gate[i], up = loaded.up[i] + state.up[i];
+      result[i] = gate * inverse_for<T>(Wide<T>{1} + exp_for<T>(-gate)) * up;
     }
-    store(out + row * columns + vector * kWidth, result);
+    store(out + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
 
@@ -81,23 +81,23 @@ struct Backward {
   }
 
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
-    Halves<T, kWidth> result;
+    Wide<T> gates[kWidth], ups[kWidth];
     MEGALITE_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> gate = widen(loaded.x.gate.values[i]) + state.bias.gate[i];
-      const Wide<T> up = widen(loaded.x.up.values[i]) + state.bias.up[i], y = widen(loaded.grad.values[i]);
+      const Wide<T> gate = loaded.x.gate[i] + state.bias.gate[i];
+      const Wide<T> up = loaded.x.up[i] + state.bias.up[i], y = loaded.grad[i];
       const Wide<T> e = exp_for<T>(-gate), s = inverse_for<T>(Wide<T>{1} + e);
       // The derivative of g s(g): s + g s (1 - s), where 1 - s is e s without its cancellation.
       const Wide<T> slope = e == static_cast<Wide<T>>(INFINITY) ? Wide<T>{0} : s + gate * s * (e * s);
       const Wide<T> gate_grad = y * up * slope, up_grad = y * gate * s;
-      result.gate.values[i] = narrow<T>(gate_grad);
-      result.up.values[i] = narrow<T>(up_grad);
+      gates[i] = gate_grad;
+      ups[i] = up_grad;
       state.sums[0][i] += gate_grad;
       state.sums[1][i] += up_grad;
     }
     T* to = x_grad + 2 * row * columns + vector * kWidth;
-    store(to, result.gate);
-    store(to + columns, result.up);
+    store(to, narrow_all<T>(gates));
+    store(to + columns, narrow_all<T>(ups));
   }
 };
 

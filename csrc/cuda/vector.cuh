@@ -3,15 +3,46 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../element.h"
 
 namespace megalite::cuda {
 
-// Wider ones than the widest access take several.
+// Two of 16 bits are a word: by itself each would take a register, and instructions to get there. Wider vectors than
+// the widest access take several.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Vector {
-  T values[kWidth];
+  static constexpr bool kPairs = sizeof(T) == 2 && kWidth % 2 == 0;
+  using Word = std::conditional_t<kPairs, uint32_t, T>;
+  static constexpr int kEach = sizeof(Word) / sizeof(T);
+
+  Word words[kWidth / kEach];
+
+  // An element in the precision of the computation.
+  __device__ __forceinline__ Wide<T> operator[](int i) const {
+    if constexpr (!kPairs) {
+      return widen(words[i]);
+    } else {
+      return i % 2 == 0 ? widen_low<T>(words[i / 2]) : widen_high<T>(words[i / 2]);
+    }
+  }
 };
+
+template <class T, int kWidth>
+__device__ __forceinline__ Vector<T, kWidth> narrow_all(const Wide<T> (&wide)[kWidth]) {
+  using Result = Vector<T, kWidth>;
+  Result vector;
+  MEGALITE_UNROLL
+  for (int i = 0; i < kWidth; i += Result::kEach) {
+    if constexpr (Result::kPairs) {
+      vector.words[i / 2] = narrow_pair<T>(wide[i], wide[i + 1]);
+    } else {
+      vector.words[i] = narrow<T>(wide[i]);
+    }
+  }
+  return vector;
+}
 
 // The elements from `from` on, which must be aligned as a Vector is.
 template <int kWidth, class T>
@@ -24,9 +55,8 @@ __device__ __forceinline__ Vector<T, kWidth> load(const T* from) {
 template <class T, int kWidth>
 __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
 #if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(T) == 2 && sizeof vector == 16) {
-    uint32_t words[4];
-    memcpy(words, &vector, sizeof words);
+  if constexpr (Vector<T, kWidth>::kPairs && sizeof vector == 16) {
+    const auto& words = vector.words;
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
@@ -46,7 +76,7 @@ __device__ __forceinline__ void load_wide(Wide<T> (&wide)[kWidth], const T* from
   }
   const Vector<T, kWidth> vector = load<kWidth>(from);
   MEGALITE_UNROLL
-  for (int i = 0; i < kWidth; ++i) wide[i] = widen(vector.values[i]);
+  for (int i = 0; i < kWidth; ++i) wide[i] = vector[i];
 }
 
 }  // namespace megalite::cuda
