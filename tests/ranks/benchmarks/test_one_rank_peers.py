@@ -28,7 +28,7 @@ MODULES = {"megatron": "megatron_peer"}
 def config_of(model: ModelConfig) -> Config:
     return Config(
         model=model,
-        optimizer=OptimizerConfig(lr=5e-2, lr_decay_style="constant", clip_grad=0.5, weight_decay=0.1),
+        optimizer=OptimizerConfig(lr=2e-2, lr_decay_style="constant", clip_grad=0.5, weight_decay=0.1),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=100, eval_iters=0),
     )
@@ -66,4 +66,4 @@ def test_llama_in_transformers() -> None:
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_megatron(model: ModelConfig, dtype: str) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    check_same(replace(model, params_dtype=dtype), ["megatron"], 1e-4 if dtype == "fp32" else 2e-2)
+    check_same(replace(model, params_dtype=dtype), ["megatron"], 1e-4 if dtype == "fp32" else 5e-3)
