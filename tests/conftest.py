@@ -1,7 +1,10 @@
-"""What tests of every kind share."""
+"""What tests of every kind share, and the sample of the layout table that a run adds to its core."""
 
+import hashlib
 import logging
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,6 +15,47 @@ from megalite.topology import Launch, Topology
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("megalite")
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--layout-sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also run N of the layout table's slow rows, drawn by --layout-seed",
+    )
+    parser.addoption("--layout-seed", help="seed of --layout-sample (default: the commit's digest)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.layout_sample and config.option.layout_seed is None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        config.option.layout_seed = commit.stdout.strip()[:12] or "no commit"
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if not config.option.layout_sample:
+        return []
+    option = config.option
+    return [f"layout table: --layout-sample {option.layout_sample} --layout-seed {option.layout_seed}"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Remove the mark `slow` from the rows of the sample, so that they run.
+
+    Rows are ordered by the digest of the seed and their name: another commit runs another sample, and
+    the same seed runs the same one again.
+    """
+    seed, size = config.option.layout_seed, config.option.layout_sample
+    slow = [each for each in items if "tests/parity/" in each.nodeid and each.get_closest_marker("slow")]
+    slow.sort(key=lambda each: hashlib.sha256(f"{seed} {each.nodeid}".encode()).digest())
+    for item in slow[:size]:
+        item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from megalite.log import configure_logging, log
 from megalite.verify.layout import TABLE, Layout
 from megalite.verify.report import verify_layouts
 
-_LAYOUTS = """names with commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb or zbv after pp, and
+_LAYOUTS = """names with commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after pp, and
 switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' for every technique"""
 
 

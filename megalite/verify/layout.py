@@ -13,8 +13,8 @@ from megalite.config.recompute import Granularity
 from megalite.config.stages import num_stages
 from megalite.errors import UserError
 
-_SIZE = re.compile(r"(tp|pp|dp|mbs|v)([1-9][0-9]*)|(zbv|zb)")
-_ZERO_BUBBLE: dict[str, PipelineSchedule] = {"zb": "zb-h1", "zbv": "zb-v"}
+_SIZE = re.compile(r"(tp|pp|dp|mbs|v)([1-9][0-9]*)|(zbv|zb|gpipe)")
+_SCHEDULES: dict[str, PipelineSchedule] = {"zb": "zb-h1", "zbv": "zb-v", "gpipe": "gpipe"}
 _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "sp": ("sp", True),
     "zero1": ("zero", 1),
@@ -29,7 +29,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
 
 TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
-    *("tp2+sp", "tp4+sp", "pp2v2", "pp4zb", "pp2zbv", "pp2+uneven"),
+    *("tp2+sp", "tp4+sp", "pp2gpipe", "pp2v2", "pp4zb", "pp2zbv", "pp2+uneven"),
     *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather"),
     *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
@@ -45,7 +45,7 @@ class Layout:
     Attributes:
         mbs: micro-batch size; None for the config's.
         v: chunks a rank of an interleaved pipeline; None for the config's schedule.
-        zero_bubble: zb for ZB-H1, zbv for ZB-V; None for the config's schedule.
+        schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
         sp: whether sequences are cut over tp; the config may ask for it too.
         zero: ZeRO stage; None for the config's.
         gather: whether weights are gathered under forward; the config may ask for it too.
@@ -58,7 +58,7 @@ class Layout:
     dp: int = 1
     mbs: int | None = None
     v: int | None = None
-    zero_bubble: str | None = None
+    schedule: str | None = None
     sp: bool = False
     zero: int | None = None
     gather: bool = False
@@ -77,16 +77,16 @@ class Layout:
         is_made_of_parts = parts and "".join(map("".join, parts)) == sizes
         if not is_made_of_parts or not set(switches) <= _SWITCHES.keys():
             raise UserError(
-                f"layout {name!r} is not made of tp, pp, dp, v and mbs with a size, zb, zbv, and perhaps "
-                f"+{' or +'.join(_SWITCHES)}: write tp2pp2, dp4, tp2mbs4, tp2+sp"
+                f"layout {name!r} is not made of tp, pp, dp, v and mbs with a size, zb, zbv or gpipe, and "
+                f"perhaps +{' or +'.join(_SWITCHES)}: write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
         named: dict[str, Any] = {axis: int(size) for axis, size, _ in parts if axis}
-        zero_bubble = next((schedule for _, _, schedule in parts if schedule), None)
+        schedule = next((schedule for _, _, schedule in parts if schedule), None)
         switched = dict(_SWITCHES[switch] for switch in switches)
-        return Layout(**named, zero_bubble=zero_bubble, **switched)  # type: ignore[arg-type]
+        return Layout(**named, schedule=schedule, **switched)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        chunks = f"v{self.v}" if self.v else self.zero_bubble or ""
+        chunks = f"v{self.v}" if self.v else self.schedule or ""
         sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
         names = {axis: f"{axis}{size}" for axis, size in sizes.items() if size > 1}
         name = "".join(text + chunks * (axis == "pp") for axis, text in names.items())
@@ -99,13 +99,13 @@ class Layout:
 
     def _with_schedule(self, parallel: ParallelConfig) -> ParallelConfig:
         """The same with this layout's pipeline schedule; one rank has no chunks."""
-        if self.v is None and self.zero_bubble is None and self.pp > 1:
+        if self.v is None and self.schedule is None and self.pp > 1:
             return parallel
         schedule = parallel.pipeline_schedule
         if self.v is not None:
             schedule = "interleaved"
-        elif self.zero_bubble is not None:
-            schedule = _ZERO_BUBBLE[self.zero_bubble]
+        elif self.schedule is not None:
+            schedule = _SCHEDULES[self.schedule]
         return dataclasses.replace(
             parallel,
             pipeline_schedule=schedule,

@@ -1,8 +1,11 @@
 """The layout table: the same run on any tp x pp x dp and micro-batch size, for each kind of model.
 
-fp64 is the proof: only the order of sums is left, and it is far below the bounds. fp32 is the everyday check.
-The reference of every row is one rank with microbatches of 2 samples. Most rows of fp32 and of other models
-than GPT are slow ones.
+fp64 is the proof: only the order of sums differs, and that stays far below the bounds. fp32 is the everyday
+check.
+The reference of every row is one rank with microbatches of 2 samples.
+
+CORE always runs. It holds every layout of ``verify_layout --layouts all``, so every technique and every
+schedule. The other rows are marked slow; `tests/conftest.py` adds a sample of them to a run.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import pytest
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.presets import PRESETS
 from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
+from megalite.verify.layout import TABLE, Layout
 from megalite.verify.record import Record, record_run
 
 NUM_ITERATIONS = 20
@@ -33,8 +36,8 @@ ROWS = [
     for dtype in ("fp64", "fp32")
     for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
 ]
-QUICK = [
-    *(("gpt-tiny", "fp64", name) for name in LAYOUTS),
+CORE = [
+    *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once
     ("gpt-tiny", "fp32", "tp2pp2dp2"),
 ]
@@ -69,7 +72,7 @@ def _reference(model: str, dtype: str, corpus: str) -> Record:
 
 @pytest.mark.parametrize(
     ("model", "dtype", "name"),
-    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS],
+    [*CORE, *(pytest.param(*row, marks=pytest.mark.slow) for row in ROWS if row not in CORE)],
 )
 def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
     layout = Layout.parse(name)

@@ -9,18 +9,18 @@ from megalite.verify.record import Record, record_run
 from tests.parity import test_layout_table as table
 
 LAYOUTS = ("dp2+zero1", "dp4+zero1+gather", "dp2+zero2", "dp4+zero2+gather", "pp2dp2+zero2")
-SLOW_LAYOUTS = ("tp2dp2+zero1", "tp2dp2+zero2", "pp2dp2+zero1+gather", "dp2mbs1+zero2", "tp2pp2dp2+zero2")
+MORE_LAYOUTS = ("tp2dp2+zero1", "tp2dp2+zero2", "pp2dp2+zero1+gather", "dp2mbs1+zero2", "tp2pp2dp2+zero2")
+CORE = [("fp64", "dp4+zero2+gather"), ("fp64", "pp2dp2+zero2")]
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("dtype", "name"),
     [
-        *LAYOUTS,
-        "tp2pp2dp2+sp+zero1+gather",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS),
+        pytest.param(dtype, name, marks=() if (dtype, name) in CORE else pytest.mark.slow)
+        for dtype in ("fp64", "fp32")
+        for name in (*LAYOUTS, *MORE_LAYOUTS, *(("tp2pp2dp2+sp+zero1+gather",) if dtype == "fp32" else ()))
     ],
 )
-@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_same_run(dtype: str, name: str, corpus: str) -> None:
     table.test_same_run("gpt-tiny", dtype, name, corpus)
 

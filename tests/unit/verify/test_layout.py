@@ -1,12 +1,15 @@
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from megalite.config import Config, DataConfig, TrainingConfig
+from megalite.config.parallel import PipelineSchedule
+from megalite.config.recompute import Granularity
 from megalite.config.stages import layers_per_stage
 from megalite.errors import ConfigError, UserError
 from megalite.presets import PRESETS
-from megalite.verify.layout import Layout
+from megalite.verify.layout import TABLE, Layout
 
 
 @pytest.mark.parametrize(
@@ -22,8 +25,9 @@ from megalite.verify.layout import Layout
         ("tp2dp2+sp+zero1+gather", Layout(tp=2, dp=2, sp=True, zero=1, gather=True), 4),
         ("dp4+zero2", Layout(dp=4, zero=2), 4),
         ("pp2+selective+uneven", Layout(pp=2, recompute="selective", uneven=True), 2),
-        ("pp4zb", Layout(pp=4, zero_bubble="zb"), 4),
-        ("pp2zbvmbs1", Layout(pp=2, zero_bubble="zbv", mbs=1), 2),
+        ("pp4zb", Layout(pp=4, schedule="zb"), 4),
+        ("pp2gpipe", Layout(pp=2, schedule="gpipe"), 2),
+        ("pp2zbvmbs1", Layout(pp=2, schedule="zbv", mbs=1), 2),
     ],
 )
 def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: int) -> None:
@@ -68,3 +72,15 @@ def test_recomputation_and_an_uneven_split_are_of_the_layout() -> None:
 def test_a_layout_that_the_model_cannot_have_is_told() -> None:
     with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by --tp 3"):
         Layout(tp=3).apply(_config(), global_batch_size=8)
+
+
+def test_the_table_has_every_technique() -> None:
+    """`--layouts all` and the tests that always run take this table."""
+    configs = [Layout.parse(name).apply(_config(), 8) for name in TABLE]
+    assert {each.parallel.pipeline_schedule for each in configs} == set(get_args(PipelineSchedule))
+    assert {each.parallel.zero_stage for each in configs} == {0, 1, 2, 3}
+    assert {each.recompute.recompute_granularity for each in configs} == {None, *get_args(Granularity)}
+    assert any(each.parallel.sequence_parallel for each in configs)
+    assert any(each.parallel.overlap_param_gather for each in configs)
+    assert any(each.training.micro_batch_size != _config().training.micro_batch_size for each in configs)
+    assert any(len(set(layers_per_stage(each))) > 1 for each in configs)
