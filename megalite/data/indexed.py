@@ -36,7 +36,8 @@ class _Index(NamedTuple):
 class IndexedDataset:
     """The sequences of one corpus, memory-mapped.
 
-    All of the index is checked against the size of the .bin on opening, so that no later access can leave it.
+    Opening checks all of the index: the sequences lie back to back and fill the .bin, so that no later access
+    can leave it or read tokens of a wrong place.
     The arrays are views of the file, and not aligned. The files may be in object storage: then the index is
     copied to this machine on opening, and tokens in blocks, as their sequences are asked for.
 
@@ -190,28 +191,35 @@ def _read_index(path: str) -> _Index:
 
 
 def _check_sequences(idx_path: str, bin_path: str, index: _Index, num_bytes: int) -> None:
-    """Refuses lengths that do not sum to the .bin, and offsets outside it or between two tokens."""
-    itemsize, num_tokens = index.dtype.itemsize, 0
+    """Check that the sequences lie back to back from the first to the last byte of the .bin.
+
+    Every writer of the format lays them so. Then no offset can lead to a wrong place: one flipped bit in a
+    length or an offset contradicts the sequence beside it.
+
+    Raises:
+        UserError: a length is negative, an offset is not where the sequence before it ends, or the .bin has
+            another size.
+    """
+    itemsize, end = index.dtype.itemsize, 0
     for first in range(0, len(index.lengths), _BLOCK):
-        lengths = index.lengths[first : first + _BLOCK].astype(np.int64)
-        offsets = index.offsets[first : first + _BLOCK]
-        bad = (
-            (lengths < 0)
-            | (offsets < 0)
-            | (offsets > num_bytes - lengths * itemsize)
-            | (offsets % itemsize != 0)
-        )
+        sizes = index.lengths[first : first + _BLOCK].astype(np.int64)
+        sizes *= itemsize
+        ends = np.cumsum(sizes)
+        ends += end
+        starts = ends - sizes
+        bad = (sizes < 0) | (starts != index.offsets[first : first + _BLOCK])
         if bad.any():
             i = int(bad.argmax())
             raise UserError(
-                f"{idx_path} is damaged: sequence {first + i} has {lengths[i]} tokens of {itemsize} bytes "
-                f"at byte {offsets[i]}, and {bin_path} has {num_bytes} bytes"
+                f"{idx_path} is damaged: sequence {first + i} has {sizes[i] // itemsize} tokens of "
+                f"{itemsize} bytes at byte {index.offsets[first + i]} of {bin_path}, and the one before it "
+                f"ends at byte {starts[i]}: sequences must lie back to back; copy or preprocess it again"
             )
-        num_tokens += int(lengths.sum())
-    if num_tokens * itemsize != num_bytes:
+        end = int(ends[-1])
+    if end != num_bytes:
         raise UserError(
-            f"{bin_path} has {num_bytes} bytes, but {idx_path} lists {num_tokens} tokens of {itemsize} "
-            f"bytes, {num_tokens * itemsize} in all: one of the two is truncated or of another dataset; "
+            f"{bin_path} has {num_bytes} bytes, but {idx_path} lists {end // itemsize} tokens of {itemsize} "
+            f"bytes, {end} in all: one of the two is truncated or of another dataset; "
             "copy or preprocess it again"
         )
 

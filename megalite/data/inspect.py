@@ -27,7 +27,6 @@ class Summary:
         min_token: the smallest id.
         max_token: the largest id.
         length_counts: int64, entry 0 the empty sequences, entry k those of 2**(k-1) to 2**k - 1 tokens.
-        is_packed: the sequences lie back to back in their order, as every writer lays them.
     """
 
     num_sequences: int
@@ -39,7 +38,6 @@ class Summary:
     min_token: int
     max_token: int
     length_counts: npt.NDArray[np.int64]
-    is_packed: bool
 
 
 def summarize(dataset: IndexedDataset) -> Summary:
@@ -55,7 +53,7 @@ def summarize(dataset: IndexedDataset) -> Summary:
     low, high = _token_range(dataset)
     return Summary(
         len(dataset), dataset.num_documents, dataset.num_tokens, int(counts[0]),
-        min(shortest, longest), longest, low, high, counts, _is_packed(dataset),
+        min(shortest, longest), longest, low, high, counts,
     )  # fmt: skip
 
 
@@ -67,11 +65,6 @@ def find_problem(dataset: IndexedDataset, summary: Summary, vocab_size: int | No
         summary: its figures.
         vocab_size: the ids that its tokens must be below, where it is known.
     """
-    if not summary.is_packed:
-        return (
-            f"the sequences of {dataset.prefix}.idx do not lie back to back in {dataset.prefix}.bin: "
-            "some overlap or are out of order, which no writer does; preprocess it again"
-        )
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     if summary.min_token >= 0 and summary.max_token < limit:
         return None
@@ -124,18 +117,6 @@ def _token_range(dataset: IndexedDataset) -> tuple[int, int]:
         for block in _blocks(dataset.num_tokens)
     ]
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
-
-
-def _is_packed(dataset: IndexedDataset) -> bool:
-    """Whether each sequence starts where the one before it ends."""
-    end = 0
-    for block in _blocks(len(dataset)):
-        sizes = dataset.sequence_lengths[block].astype(np.int64) * dataset.dtype.itemsize
-        starts = end + np.cumsum(sizes) - sizes
-        if (starts != dataset.sequence_offsets[block]).any():
-            return False
-        end += int(sizes.sum())
-    return True
 
 
 def _document_at(dataset: IndexedDataset, token: int) -> str:

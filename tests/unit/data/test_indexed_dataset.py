@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.data import indexed
 from megalite.data.indexed import IndexedDataset
 from megalite.data.indexed_writer import IndexedWriter, token_dtype
 from megalite.errors import UserError
@@ -126,12 +127,17 @@ HEADER, LENGTHS, OFFSETS, DOCUMENTS = 0, 34, 34 + 12, 34 + 12 + 24
         (26, struct.pack("<Q", 2**64 - 1), "truncated"),
         (26, struct.pack("<Q", 2), "bytes beyond its end"),
         (LENGTHS, struct.pack("<i", 4), "damaged|truncated"),
-        (LENGTHS, struct.pack("<i", 2), "lists 5 tokens of 2 bytes, 10 in all"),
+        (LENGTHS, struct.pack("<i", 2), "sequence 1 has 1 tokens of 2 bytes at byte 6 .* ends at byte 4"),
+        (LENGTHS + 8, struct.pack("<i", 1), "lists 5 tokens of 2 bytes, 10 in all"),
         (LENGTHS, struct.pack("<i", -1), "sequence 0 has -1 tokens"),
         (OFFSETS + 8, struct.pack("<q", 12), "sequence 1 has 1 tokens of 2 bytes at byte 12"),
         (OFFSETS + 8, struct.pack("<q", 2**63 - 2), "damaged: sequence 1"),
         (OFFSETS + 8, struct.pack("<q", -2), "damaged: sequence 1"),
         (OFFSETS + 8, struct.pack("<q", 5), "damaged: sequence 1"),
+        (OFFSETS, struct.pack("<3q", 6, 0, 8), "damaged: sequence 0"),
+        (OFFSETS, struct.pack("<3q", 0, 4, 8), "damaged: sequence 1"),
+        (OFFSETS, struct.pack("<3q", 8, 6, 0), "damaged: sequence 0"),
+        (OFFSETS, bytes(24), "damaged: sequence 1"),
         (DOCUMENTS, struct.pack("<q", 1), "does not ascend from 0 to 3"),
         (DOCUMENTS + 8, struct.pack("<q", 4), "does not ascend"),
         (DOCUMENTS + 16, struct.pack("<q", 2), "does not ascend"),
@@ -145,6 +151,20 @@ def test_damaged_index_is_named(prefix: str, at: int, data: bytes, message: str)
         IndexedDataset(prefix)
     assert f"{prefix}." in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_one_flipped_bit_of_a_length_or_an_offset_is_refused(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "_BLOCK", 2)  # the last sequence is checked in a block of its own
+    whole = Path(f"{prefix}.idx").read_bytes()
+    for at in range(LENGTHS, DOCUMENTS):
+        for bit in range(8):
+            raw = bytearray(whole)
+            raw[at] ^= 1 << bit
+            Path(f"{prefix}.idx").write_bytes(bytes(raw))
+            with pytest.raises(UserError, match=r"d\.idx"):
+                IndexedDataset(prefix)
 
 
 def test_modes(prefix: str) -> None:

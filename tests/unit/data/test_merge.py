@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megalite.data import merge
-from megalite.data.indexed import IndexedDataset
 from megalite.data.indexed_writer import IndexedWriter
 from megalite.data.merge import find_prefixes, merge_datasets
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer
@@ -97,17 +96,6 @@ def test_folders_stand_for_their_datasets(tmp_path: Path, write_dataset: Callabl
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no"):
         find_prefixes([str(tmp_path / "empty")])
-
-
-def test_a_source_is_the_same_after_merging(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
-    """Offsets of sequences keep to their own part also where they are not in order."""
-    first, second = write_dataset([2], "first"), write_dataset([2, 1], "second", first=10)
-    raw = bytearray(Path(f"{second}.idx").read_bytes())
-    raw[34 + 8 : 34 + 24] = np.array([2, 0], "<i8").tobytes()  # tokens 1 and 2, then token 0
-    Path(f"{second}.idx").write_bytes(bytes(raw))
-    merge_datasets([first, second], str(tmp_path / "out"))
-    dataset = IndexedDataset(str(tmp_path / "out"))
-    assert [dataset[i].tolist() for i in range(3)] == [[0, 1], [11, 12], [10]]
 
 
 def test_the_tokenizer_goes_with_the_tokens(tmp_path: Path, write_dataset: Callable[..., str]) -> None:

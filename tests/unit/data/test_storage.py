@@ -162,7 +162,7 @@ def test_mistakes_are_named(write_dataset: WriteDataset, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"cannot read nowhere://bucket/corpus\.bin: Protocol not known"):
         IndexedDataset("nowhere://bucket/corpus")
     MemoryFileSystem().pipe_file("/bucket/corpus.bin", bytes(38))
-    with pytest.raises(UserError, match=r"memory://bucket/corpus\.idx is damaged"):
+    with pytest.raises(UserError, match=r"corpus\.bin has 38 bytes, but memory://bucket/corpus\.idx"):
         IndexedDataset(url)
     dataset = IndexedDataset(upload(write_dataset([20], "again"), "again"))
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: b"short")
