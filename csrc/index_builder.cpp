@@ -1,6 +1,7 @@
-// The loops of the data layer that Python is too slow for: the order of documents and samples, where each sample
-// starts, which dataset of a blend it comes from, and its tokens. All run without the GIL. Inputs are checked
-// here, because they come from files: a bad one raises, it never reads or writes outside an array.
+// What Python is too slow for in the data layer: the order of documents and samples, where each sample starts, which
+// dataset of a blend it comes from, and its tokens. And what it cannot do: to read a mapped file that became shorter. Loops
+// run without the GIL. Inputs are checked here, because they come from files: a bad one raises, it never reads or
+// writes outside an array.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -19,6 +20,7 @@
 #include "blend_order.h"
 #include "integer_view.h"
 #include "legacy_random.h"
+#include "mapped_file.h"
 #include "new_array.h"
 #include "progress.h"
 #include "sample_gather.h"
@@ -151,10 +153,22 @@ std::pair<std::int64_t, std::int64_t> gather_samples(const py::array& tokens, co
   throw std::invalid_argument("tokens must be of a type that an indexed dataset holds");
 }
 
+// The bytes of a mapped file, which stays mapped as long as the array lives.
+py::array_t<std::uint8_t> array_of(const py::object& self) {
+  const MappedFile& file = self.cast<const MappedFile&>();
+  py::array_t<std::uint8_t> bytes(static_cast<py::ssize_t>(file.size()), reinterpret_cast<std::uint8_t*>(file.data()), self);
+  if (!file.is_writable()) bytes.attr("setflags")(py::arg("write") = false);
+  return bytes;
+}
+
+bool all_whole(const std::vector<MappedFile*>& files, std::int64_t max_age_ms) {
+  return std::all_of(files.begin(), files.end(), [&](MappedFile* file) { return file->is_whole(max_age_ms); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_index_builder, module) {
-  module.doc() = "Orders, indices, blends and tokens of megalite's samples, in C++.";
+  module.doc() = "Orders, indices, blends, tokens and mapped files of megalite's samples, in C++.";
   py::class_<Progress>(module, "Progress", "How far a build is, to be asked from another thread.")
       .def(py::init<>())
       .def_property_readonly("done", &Progress::done, "Elements built so far, of all builds it was given to.");
@@ -173,6 +187,12 @@ PYBIND11_MODULE(_index_builder, module) {
              "smallest and the largest token.");
   module.def("empty_bytes", [](std::size_t size) { return new_array<std::uint8_t>({static_cast<py::ssize_t>(size)}); },
              py::arg("size"), "An array of bytes of no particular values, quick to fill for the first time.");
+  py::class_<MappedFile>(module, "MappedFile", "A file's bytes in memory, which can be read after the file was cut.")
+      .def(py::init<std::string, bool>(), py::arg("path"), py::arg("writable") = false)
+      .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.");
+  module.def("all_whole", &all_whole, py::arg("files"), py::arg("max_age_ms"),
+             "Whether all that was read so far of these MappedFiles is of the file, and not zeros in the place of what was "
+             "cut off. Their sizes are looked at unless that was done less than max_age_ms ago.");
   py::class_<LegacyRandom>(module, "LegacyRandom", "numpy.random.RandomState(seed), as far as it shuffles.")
       .def(py::init<std::int64_t>(), py::arg("seed"))
       .def("fill_shuffled", &fill_shuffled, py::arg("out").noconvert(), py::arg("start"), py::arg("stop"),

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from megalite.data import _index_builder
 from megalite.data.build_progress import told
 from megalite.data.gpt import Dataset, gather
-from megalite.data.index_cache import Arrays, CacheKey, IndexCache
+from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache
+from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
 
 SURPLUS = 0.005
@@ -114,24 +115,20 @@ class BlendedDataset:
             return {"dataset_index": chosen, "dataset_sample_index": numbers}
 
         if cache is None:
-            arrays = build()
+            cached = CachedArrays(build())
         else:
             values = {"weights": normalized(weights), "num_samples": num_samples, "format": _FORMAT}
             key = CacheKey("BlendedDataset", split_name, values, 2 * num_samples, prefix)
-            arrays = cache.get(key, ("dataset_index", "dataset_sample_index"), build)
-        self.dataset_index, self.dataset_sample_index = (
-            arrays["dataset_index"],
-            arrays["dataset_sample_index"],
-        )
+            cached = cache.get(key, ("dataset_index", "dataset_sample_index"), build)
+        self.dataset_index = cached.arrays["dataset_index"]
+        self.dataset_sample_index = cached.arrays["dataset_sample_index"]
+        self._files = FilesInUse(cached.files)
 
     def __len__(self) -> int:
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a blend of {len(self)}")
-        dataset = self.datasets[int(self.dataset_index[index])]
-        return dataset[int(self.dataset_sample_index[index])]
+        return self.gather(np.array([index], np.int64))[0]
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The samples of these numbers, int64 [b, S + 1], those of one dataset in one go."""
@@ -139,6 +136,7 @@ class BlendedDataset:
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a blend of {len(self)}")
         datasets, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
+        self._files.check()
         parts = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
         texts = {d: gather(self.datasets[d], numbers[where]) for d, where in parts.items()}
         width = next(iter(texts.values())).shape[1]

@@ -18,6 +18,8 @@ def compare(a: IndexedDataset, b: IndexedDataset) -> str | None:
     The token types may differ: the ids are compared.
     """
     difference = _first_difference(a, b)
+    a.check_files()
+    b.check_files()
     for name, left, right in (
         ("documents", a.num_documents, b.num_documents),
         ("sequences", len(a), len(b)),

@@ -11,6 +11,7 @@ from megalite.data import _index_builder
 from megalite.data.gpt_index import build_gpt_index, cached_gpt_index
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed import IndexedDataset
+from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
 
 
@@ -88,6 +89,7 @@ class GPTDataset:
             self.index = build_gpt_index(*asked, f"the order of the {split_name} split of {indexed.prefix}")
         else:
             self.index = cached_gpt_index(cache, indexed.prefix, split_name, *asked)
+        self._files = FilesInUse((*indexed.files, *self.index.files))
 
     def __len__(self) -> int:
         return len(self.index.shuffle_index)
@@ -105,7 +107,8 @@ class GPTDataset:
         """The samples of these numbers in the shuffled order, int64 [b, S + 1], read without the GIL.
 
         Raises:
-            UserError: a token id is outside the vocabulary, or the index that the cache keeps is damaged.
+            UserError: a token id is outside the vocabulary, a file of the corpus or of the index became
+                shorter, or the index that the cache keeps was changed since it was opened.
             IndexError: there is no such sample.
         """
         for sample in samples.tolist():
@@ -117,6 +120,7 @@ class GPTDataset:
             smallest, largest = int(text.min()), int(text.max())
         else:
             text, smallest, largest = self._read_mapped(rows)
+        self._files.check()
         if self._vocab_size is not None and (smallest < 0 or largest >= self._vocab_size):
             self._refuse_token(rows, self._vocab_size)
         return text
@@ -134,7 +138,8 @@ class GPTDataset:
                 rows,
                 text,
             )
-        except IndexError as error:  # the corpus was checked on opening; a kept index is mapped as it is
+        except IndexError as error:  # corpus and index were checked on opening
+            self._files.check()
             raise UserError(
                 f"the index of {self.indexed.prefix} that is kept in --data-cache-path, by default "
                 f"{self.indexed.prefix}/cache, is damaged ({error}): delete it, to have it built again"

@@ -8,7 +8,7 @@ number for number, so that a corpus trains in the same order as under Megatron-L
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megalite.data import _index_builder
 from megalite.data.build_progress import told
 from megalite.data.index_cache import CacheKey, IndexCache, digest_of
+from megalite.data.storage import MappedBytes
 from megalite.errors import UserError
 
 LAST_EPOCH_THRESHOLD = 0.80
@@ -52,11 +53,13 @@ class GPTIndex:
         document_index: int32 [num_epochs * num_documents], sequence numbers in the order of the stream.
         sample_index: int32 [n + 1, 2], position in document_index and token offset where a sample starts.
         shuffle_index: uint32 [n], the sample that is drawn i-th.
+        files: where the arrays are mapped from; none where they were built in memory.
     """
 
     document_index: npt.NDArray[Any]
     sample_index: npt.NDArray[Any]
     shuffle_index: npt.NDArray[Any]
+    files: tuple[MappedBytes, ...] = ()
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> EpochPlan:
@@ -131,14 +134,15 @@ def cached_gpt_index(
     }
     num_entries = plan.num_epochs * len(sequences) + 3 * plan.num_samples
     key = CacheKey("GPTDataset", split_name, values, num_entries, prefix)
-    names = [field.name for field in fields(GPTIndex)]
+    names = ("document_index", "sample_index", "shuffle_index")
     name = f"the order of the {split_name} split of {prefix}"
 
     def build() -> dict[str, npt.NDArray[Any]]:
         index = _build(sequence_lengths, sequences, plan, seq_length, seed, name)
         return {name: getattr(index, name) for name in names}
 
-    return GPTIndex(**cache.get(key, names, build))
+    cached = cache.get(key, names, build)
+    return GPTIndex(**cached.arrays, files=cached.files)
 
 
 def index_bytes(sequences: range, plan: EpochPlan) -> int:

@@ -31,6 +31,7 @@ class _Index(NamedTuple):
     lengths: npt.NDArray[np.int32]  # [N], in tokens
     offsets: npt.NDArray[np.int64]  # [N], in bytes
     document_index: npt.NDArray[np.int64]  # [D], first sequence of each document, then N
+    file: MappedBytes
 
 
 class IndexedDataset:
@@ -38,8 +39,10 @@ class IndexedDataset:
 
     Opening checks all of the index: the sequences lie back to back and fill the .bin, so that no later access
     can leave it or read tokens of a wrong place.
-    The arrays are views of the file, and not aligned. The files may be in object storage: then the index is
-    copied to this machine on opening, and tokens in blocks, as their sequences are asked for.
+    The arrays are views of the file, and not aligned. After reading from them or from `tokens` call
+    `check_files`: zeros may have taken the place of a part that another process cut off. The files may be in
+    object storage: then the index is copied to this machine on opening, and tokens in blocks, as their
+    sequences are asked for.
 
     Attributes:
         prefix: the two files' name or URL without .bin and .idx.
@@ -62,6 +65,7 @@ class IndexedDataset:
         self.sequence_lengths = index.lengths
         self.sequence_offsets = index.offsets
         self.document_index = index.document_index
+        self._idx = index.file
         _check_sequences(idx_path, bin_path, index, num_bytes)
         _check_documents(idx_path, index)
         self._tokens = self._bin.array.view(self.dtype)
@@ -71,11 +75,31 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """The tokens of one sequence, a view of the file."""
+        """Return the tokens of one sequence.
+
+        Raises:
+            UserError: a file became shorter since it was opened.
+        """
         begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
         self._bin.fetch(begin, begin + length * self.dtype.itemsize)
         start = begin // self.dtype.itemsize
-        return self._tokens[start : start + length]
+        tokens = self._tokens[start : start + length].copy()
+        self.check_files()
+        return tokens
+
+    @property
+    def files(self) -> tuple[MappedBytes, MappedBytes]:
+        """The .bin and the .idx."""
+        return self._bin, self._idx
+
+    def check_files(self) -> None:
+        """Check that both files still hold all that was read.
+
+        Raises:
+            UserError: one became shorter or unreadable since it was opened.
+        """
+        for file in self.files:
+            file.check()
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
@@ -187,6 +211,7 @@ def _read_index(path: str) -> _Index:
         np.frombuffer(raw, "<i4", num_sequences, HEADER.size),
         np.frombuffer(raw, "<i8", num_sequences, offsets_at),
         np.frombuffer(raw, "<i8", num_entries, offsets_at + 8 * num_sequences),
+        opened,
     )
 
 

@@ -51,6 +51,7 @@ def summarize(dataset: IndexedDataset) -> Summary:
         counts += np.bincount(exponents, minlength=len(counts))
         shortest, longest = min(shortest, int(part.min())), max(longest, int(part.max()))
     low, high = _token_range(dataset)
+    dataset.check_files()
     return Summary(
         len(dataset), dataset.num_documents, dataset.num_tokens, int(counts[0]),
         min(shortest, longest), longest, low, high, counts,

@@ -80,6 +80,8 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
         os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
         _write(temporary[0], lambda stream: _join_tokens(sources, stream))
         _write(temporary[1], lambda stream: _join_indices(sources, stream))
+        for dataset in sources:
+            dataset.check_files()
         if os.path.exists(paths[1]):
             os.remove(paths[1])  # a new .bin must never be read through an old .idx
         if of_tokenizer is None:

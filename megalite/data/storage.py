@@ -1,4 +1,8 @@
-"""The bytes of a file as an array: mapped from disk, or fetched by blocks from object storage."""
+"""The bytes of a file as an array: mapped from disk, or fetched by blocks from object storage.
+
+A mapped file that another process cuts shorter, or that its disk can no longer read, would end this process
+by SIGBUS. Here its bytes read as zeros, and `MappedBytes.check` then raises: call it after reading.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,11 +21,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data._index_builder import MappedFile, all_whole
 from megalite.errors import UserError
 
 BLOCK_BYTES = 4 << 20
 """What is fetched at a time: large enough for a store's throughput, small against a corpus."""
 _MAX_REQUEST_BLOCKS = 16
+
+
+SIZE_AGE_MS = 20
+"""Milliseconds for which a loader takes a file's size for what it was."""
 
 
 def is_remote(path: str) -> bool:
@@ -67,21 +77,59 @@ class MappedBytes:
 
     Attributes:
         array: uint8, its bytes, mapped.
+        mapped: the mappings that reading it depends on.
     """
 
     array: npt.NDArray[np.uint8]
+    mapped: tuple[MappedFile, ...]
 
     def __init__(self, path: str) -> None:
         try:
-            num_bytes = os.stat(path).st_size
-            self.array = _map(path, num_bytes, "r")
+            self.mapped = (_map(path),)
         except FileNotFoundError:
             raise
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise UserError(f"cannot read {path}: {error}") from None
+        self.array = self.mapped[0].array()
+        self._name = path
 
     def fetch(self, begin: int, end: int) -> None:
         """Makes sure that bytes begin to end of the array are there; before, they may be zeros."""
+
+    def check(self) -> None:
+        """Check that everything that was read from the array so far came from the file.
+
+        Raises:
+            UserError: the file became shorter or unreadable while it was in use.
+        """
+        if not all_whole(self.mapped, 0):
+            raise UserError(
+                f"{self._name} became shorter or unreadable while it was in use: it had {len(self.array)} "
+                "bytes; put the whole file back and start again"
+            )
+
+
+class FilesInUse:
+    """The files that a loader reads, checked after each batch and in one call.
+
+    A system call for each file and batch would take longer than reading the batch: a file's size is looked
+    at again after `SIZE_AGE_MS` alone. What that misses for a moment are zeros in the one page in which a
+    shorter file ends; the rest of what was cut off is noticed when it is read.
+    """
+
+    def __init__(self, files: Sequence[MappedBytes]) -> None:
+        self._files = tuple(files)
+        self._mapped = tuple(mapped for file in files for mapped in file.mapped)
+
+    def check(self) -> None:
+        """Check that everything that was read so far came from the files.
+
+        Raises:
+            UserError: a file became shorter or unreadable while it was in use.
+        """
+        if not all_whole(self._mapped, SIZE_AGE_MS):
+            for file in self._files:
+                file.check()
 
 
 class CachedBytes(MappedBytes):
@@ -115,16 +163,19 @@ class CachedBytes(MappedBytes):
         name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.getuid():  # whoever owns it could change the tokens
-                raise PermissionError(errno.EPERM, "the folder belongs to another user")
+            _check_owner(folder)
             self._in_use = _held(Path(f"{name}.marks"))
             _make_room(folder)
-            self._bytes = _sized(f"{name}.bytes", num_bytes)
-            marks = _sized(f"{name}.marks", -(-num_bytes // BLOCK_BYTES))
-            self.array = _map(f"{name}.bytes", num_bytes, "r")
-            self._marks = _map(f"{name}.marks", marks.stat().st_size, "r+")
+            self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
+            was_whole = _resize(self._bytes, num_bytes)
+            _resize(marks, -(-num_bytes // BLOCK_BYTES))
+            self.mapped = (_map(str(self._bytes)), _map(str(marks), writable=True))
         except OSError as error:
             raise UserError(f"cannot keep {url} in {folder}: {error.strerror}; set TMPDIR") from None
+        self.array, self._marks = (mapped.array() for mapped in self.mapped)
+        if not was_whole:  # the file is new, or lost bytes that were marked
+            self._marks[:] = 0
+        self._name = f"{url} (its copy {self._bytes})"
 
     def fetch(self, begin: int, end: int) -> None:
         """Reads the blocks of this range that are not there yet.
@@ -152,6 +203,18 @@ class CachedBytes(MappedBytes):
             for i in range(0, len(run), _MAX_REQUEST_BLOCKS):
                 part = run[i : i + _MAX_REQUEST_BLOCKS]
                 yield int(part[0]), int(part[-1]) + 1
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder, or a link to one, where somebody else could change tokens or have files overwritten.
+
+    Raises:
+        PermissionError: it is not the user's own.
+    """
+    if any(status.st_uid != os.getuid() for status in (folder.lstat(), folder.stat())):
+        raise PermissionError(errno.EPERM, "the folder belongs to another user")
+    if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "other users may write to the folder")
 
 
 def _ask(url: str, call: Any, *args: Any, **options: Any) -> Any:
@@ -216,13 +279,13 @@ def _remove_unused(marks: Path) -> bool:
     return False
 
 
-def _sized(name: str, num_bytes: int) -> Path:
-    """A file of this size, zeros where nothing has been written to it yet."""
-    path = Path(name)
+def _resize(path: Path, num_bytes: int) -> bool:
+    """Give a file this size, with zeros for what it lacks; return whether it had that size before."""
     with path.open("ab") as stream:
-        if stream.tell() != num_bytes:
+        had_size = stream.tell() == num_bytes
+        if not had_size:
             stream.truncate(num_bytes)
-    return path
+    return had_size
 
 
 def _write(path: Path, start: int, data: bytes) -> None:
@@ -234,8 +297,5 @@ def _write(path: Path, start: int, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _map(path: str, num_bytes: int, mode: Any) -> npt.NDArray[np.uint8]:
-    """The bytes of a file; a plain array for an empty one, which cannot be mapped."""
-    if num_bytes == 0:
-        return np.empty(0, np.uint8)
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode=mode, shape=(num_bytes,)))
+def _map(path: str, writable: bool = False) -> MappedFile:
+    return MappedFile(os.fsencode(path), writable)

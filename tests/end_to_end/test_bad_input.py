@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.train.step import StepResult
+from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import Run, RunHere, write_corpus
 
 CONFIG_MISTAKES = {
@@ -99,6 +102,37 @@ def test_damaged_corpus_is_one_line(pretrain_here: RunHere, tmp_path: Path, name
     assert len(lines) == 1, lines
     assert re.search(said, lines[0]), lines[0]
     assert prefix in lines[0]
+
+
+def test_a_corpus_cut_while_training_is_one_line_and_the_run_resumes(
+    pretrain_here: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading what a mapped file no longer has would end the process by SIGBUS, without a word."""
+    prefix, folder = str(tmp_path / "corpus"), tmp_path / "run"
+    write_corpus(prefix, [b"some text" * 30] * 400)
+    file, step = Path(f"{prefix}.bin"), Trainer.step
+    whole = file.read_bytes()
+
+    def step_and_cut(trainer: Trainer) -> StepResult:
+        result = step(trainer)
+        if trainer.progress.iteration == 3:
+            os.truncate(file, 100)
+        return result
+
+    def saved() -> int:
+        return int((folder / "latest").read_text().strip().removeprefix("iter_"))
+
+    flags = ("--data-path", prefix, "--train-iters", "12", "--eval-iters", "0")
+    saving = ("--save", str(folder), "--load", str(folder), "--save-interval", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step_and_cut)
+        status, lines = pretrain_here(*flags, *saving)
+    assert (status, len(lines)) == (1, 1), lines
+    assert f"{file} became shorter or unreadable while it was in use" in lines[0]
+    assert 2 <= saved() < 12  # some batches were read before the cut
+    file.write_bytes(whole)
+    assert pretrain_here(*flags, *saving)[0] == 0
+    assert saved() == 12
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import _index_builder
+from megalite.data import _index_builder, storage
+from megalite.data.compare import compare
 from megalite.data.gpt import GPTDataset
 from megalite.data.gpt_index import EpochPlan, build_gpt_index, plan_epochs
 from megalite.data.indexed import IndexedDataset
 from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.inspect import summarize
 from megalite.errors import UserError
 
 GOLDEN_SAMPLES = [
@@ -226,6 +232,55 @@ def test_gathered_samples_are_those_of_the_walk(tmp_path: Any, dtype: str) -> No
     for outside in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset.gather(np.array([0, outside]))
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+@pytest.mark.parametrize("part", ["all of it", "whole pages", "one byte"])
+def test_a_file_cut_while_it_is_read_is_named(
+    write_dataset: Any, monkeypatch: pytest.MonkeyPatch, ending: str, part: str
+) -> None:
+    """Reading a mapped file that became shorter ends a process by SIGBUS, or finds zeros in its last page."""
+    monkeypatch.setattr(storage, "SIZE_AGE_MS", 0)
+    prefix = write_dataset([10] * 3000)
+    indexed = IndexedDataset(prefix)
+    dataset = GPTDataset(indexed, range(3000), 100, 64, seed=3)
+    path = f"{prefix}{ending}"
+    num_bytes = os.path.getsize(path)
+    os.truncate(path, {"all of it": 0, "whole pages": 5000, "one byte": num_bytes - 1}[part])
+    said = f"{path} became shorter or unreadable while it was in use: it had {num_bytes} bytes"
+    with pytest.raises(UserError, match=said):
+        dataset.gather(np.arange(100))
+    os.truncate(path, num_bytes)
+    if part != "one byte":  # what was read as zeros stays zeros
+        with pytest.raises(UserError, match=said):
+            dataset.gather(np.arange(100))
+    for read in (lambda: indexed[2999], lambda: summarize(indexed), lambda: compare(indexed, indexed)):
+        os.truncate(path, num_bytes - 1)
+        with pytest.raises(UserError, match=said):
+            read()
+
+
+def test_a_file_replaced_while_it_is_read_stays_what_it_was(write_dataset: Any) -> None:
+    prefix = write_dataset([10] * 3000)
+    indexed = IndexedDataset(prefix)
+    for ending in (".bin", ".idx"):
+        with open(f"{prefix}.new", "wb") as file:
+            file.write(b"short")
+        os.replace(f"{prefix}.new", f"{prefix}{ending}")
+    assert indexed[2999].tolist() == list(range(29990, 30000))
+
+
+def test_any_other_bus_error_ends_the_process(write_dataset: Any) -> None:
+    program = (
+        "import mmap, os, signal, sys; from megalite.data.indexed import IndexedDataset\n"
+        "IndexedDataset(sys.argv[1])\n"
+        "if sys.argv[2] == 'sent': os.kill(os.getpid(), signal.SIGBUS)\n"
+        "file = open(sys.argv[1] + '.bin', 'r+b'); memory = mmap.mmap(file.fileno(), 0)\n"
+        "file.truncate(0); print(memory[0])\n"
+    )
+    for kind in ("sent", "fault"):
+        command = [sys.executable, "-c", program, write_dataset([5], kind), kind]
+        assert subprocess.run(command, capture_output=True).returncode == -signal.SIGBUS
 
 
 GATHER: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,21 @@ def test_folders_stand_for_their_datasets(tmp_path: Path, write_dataset: Callabl
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no"):
         find_prefixes([str(tmp_path / "empty")])
+
+
+def test_a_source_cut_while_it_is_merged_gives_no_output(
+    tmp_path: Path, write_dataset: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, join = write_dataset([2000, 3000]), merge._join_tokens
+
+    def join_after_a_cut(*arguments: Any) -> None:
+        os.truncate(f"{prefix}.bin", 100)
+        join(*arguments)
+
+    monkeypatch.setattr(merge, "_join_tokens", join_after_a_cut)
+    with pytest.raises(UserError, match=r"corpus\.bin became shorter"):
+        merge_datasets([prefix], str(tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
 
 
 def test_the_tokenizer_goes_with_the_tokens(tmp_path: Path, write_dataset: Callable[..., str]) -> None:

@@ -191,6 +191,34 @@ def test_the_cache_is_the_users_own(
         IndexedDataset(url)
 
 
+def test_no_other_user_can_choose_where_blocks_go(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    url = upload(write_dataset([4]))
+    IndexedDataset(url)
+    (folder,) = (tmp_path / "tmp").iterdir()
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match="other users may write to the folder; set TMPDIR"):
+        IndexedDataset(url)
+    folder.chmod(0o700)
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert IndexedDataset(url)[0].tolist() == [0, 1, 2, 3], "a link of the user's own"
+    if os.getuid() == 0:
+        os.lchown(folder, 1, 1)
+        with pytest.raises(UserError, match="belongs to another user"):
+            IndexedDataset(url)
+
+
+def test_a_copy_cut_while_it_is_read_is_named(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    dataset = IndexedDataset(upload(write_dataset([4000])))
+    assert len(dataset[0]) == 4000
+    for copy in (tmp_path / "tmp").glob("*/*.bytes"):
+        os.truncate(copy, 100)
+    with pytest.raises(UserError, match=r"memory://bucket/corpus\.bin \(its copy .*bytes\) became shorter"):
+        dataset[0]
+    again = IndexedDataset(dataset.prefix)
+    assert again[0].tolist() == list(range(4000)), "what was cut off is fetched again"
+
+
 def test_room_is_made_among_what_no_process_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "blocks"
 

@@ -1,0 +1,177 @@
+// A file's bytes in memory, which can still be read after the file was cut shorter.
+
+#pragma once
+
+#include <fcntl.h>
+#include <pybind11/numpy.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <utility>
+
+// The mappings of this process, for the handler of SIGBUS.
+//
+// The kernel sends that signal to a thread that reads a mapped page which its file no longer has, or which the disk
+// cannot give. The handler puts zeros in the place of all of the mapping, marks it as lost and lets the thread go on;
+// whoever uses the mapping looks at the mark after reading. Any other SIGBUS goes to the handler before this one.
+class MappedRanges {
+ public:
+  struct Range {
+    std::atomic<char*> begin{nullptr};  // null where the entry is free
+    std::atomic<std::size_t> size{0};
+    std::atomic<int> protection{0};
+    std::atomic<bool> is_lost{false};
+    Range* next{nullptr};
+  };
+
+  // Entries are reused and never freed, so that the handler can walk them at any time.
+  static Range* add(char* begin, std::size_t size, int protection) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    install_handler();
+    Range* range = first().load();
+    while (range != nullptr && range->begin.load() != nullptr) range = range->next;
+    if (range == nullptr) {
+      range = new Range;
+      range->next = first().load();
+      first().store(range);
+    }
+    range->is_lost = false;
+    range->protection = protection;
+    range->size = size;
+    range->begin = begin;
+    return range;
+  }
+
+  static void remove(Range* range) { range->begin = nullptr; }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex instance;
+    return instance;
+  }
+
+  static std::atomic<Range*>& first() {
+    static std::atomic<Range*> instance{nullptr};
+    return instance;
+  }
+
+  static struct sigaction& previous_action() {
+    static struct sigaction instance {};
+    return instance;
+  }
+
+  static void install_handler() {
+    static bool is_installed = false;
+    if (is_installed) return;
+    is_installed = true;
+    previous_action();  // made here, not in the handler
+    struct sigaction action {};
+    action.sa_sigaction = on_bus_error;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, &previous_action());
+  }
+
+  static void on_bus_error(int, siginfo_t* info, void*) {
+    const int saved_errno = errno;
+    const bool is_fault = info->si_code > 0;  // of an access; not sent by a process
+    const char* address = static_cast<const char*>(info->si_addr);
+    for (Range* range = is_fault ? first().load() : nullptr; range != nullptr; range = range->next) {
+      char* begin = range->begin.load();
+      const std::size_t size = range->size.load();
+      if (begin == nullptr || address < begin || address >= begin + size) continue;
+      range->is_lost = true;
+      const void* zeros =
+          mmap(begin, size, range->protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+      if (zeros == MAP_FAILED) break;
+      errno = saved_errno;
+      return;  // the access is repeated, and reads a zero
+    }
+    sigaction(SIGBUS, &previous_action(), nullptr);  // which gets this signal when the access is repeated
+    if (!is_fault) raise(SIGBUS);
+    errno = saved_errno;
+  }
+};
+
+class MappedFile {
+ public:
+  // Maps all of a regular file. Throws OSError.
+  MappedFile(std::string path, bool writable) : path_(std::move(path)), is_writable_(writable) {
+    // Without O_NONBLOCK opening a fifo waits for a writer.
+    const int descriptor = open(path_.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) throw_os_error(errno);
+    struct stat status {};
+    int error = fstat(descriptor, &status) == 0 ? 0 : errno;
+    if (error == 0 && !S_ISREG(status.st_mode)) error = S_ISDIR(status.st_mode) ? EISDIR : ENODEV;
+    if (error == 0 && status.st_size > 0) {  // nothing cannot be mapped
+      const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
+      size_ = static_cast<std::size_t>(status.st_size);
+      void* memory = mmap(nullptr, size_, protection, MAP_SHARED, descriptor, 0);
+      error = memory == MAP_FAILED ? errno : 0;
+      if (error == 0) {
+        data_ = static_cast<char*>(memory);
+        range_ = MappedRanges::add(data_, size_, protection);
+      }
+    }
+    close(descriptor);  // a blend of thousands of corpora would use up the descriptors of a process
+    if (error != 0) throw_os_error(error);
+    device_ = status.st_dev;
+    inode_ = status.st_ino;
+  }
+
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  ~MappedFile() {
+    if (range_ == nullptr) return;
+    MappedRanges::remove(range_);
+    munmap(data_, size_);
+  }
+
+  char* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  bool is_writable() const { return is_writable_; }
+
+  // Whether everything that was read so far came from the file. The page in which a shorter file ends can still be
+  // read, and zeros follow in it: so the file's size is looked at too, unless that was done at most max_age_ms ago. A
+  // file that was put in the place of this one is another, and this one is as it was.
+  bool is_whole(std::int64_t max_age_ms) {
+    if (range_ == nullptr) return true;
+    if (range_->is_lost.load()) return false;
+    const std::int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(
+                                 std::chrono::steady_clock::now().time_since_epoch())
+                                 .count();
+    if (now - size_seen_at_.load() < max_age_ms) return true;
+    struct stat status {};
+    const bool is_there = stat(path_.c_str(), &status) == 0 && status.st_dev == device_ && status.st_ino == inode_;
+    if (is_there && static_cast<std::size_t>(status.st_size) < size_) return false;
+    size_seen_at_ = now;
+    return true;
+  }
+
+ private:
+  [[noreturn]] void throw_os_error(int error) const {
+    errno = error;
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path_.c_str());
+    throw pybind11::error_already_set();
+  }
+
+  std::string path_;
+  bool is_writable_;
+  char* data_{nullptr};
+  std::size_t size_{0};
+  MappedRanges::Range* range_{nullptr};
+  dev_t device_{};
+  ino_t inode_{};
+  std::atomic<std::int64_t> size_seen_at_{std::numeric_limits<std::int64_t>::min() / 2};  // milliseconds
+};
