@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.storage import MappedBytes, is_remote
+from megalite.data.storage import MappedBytes, is_remote, no_link, open_new
 from megalite.log import THIS_RANK, log
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -187,14 +187,10 @@ def _map_array(path: Path, described: dict[str, Any]) -> tuple[npt.NDArray[Any],
 
 @contextmanager
 def _written_aside(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write, which takes the path's name if all goes well, and is removed if not.
-
-    It is always a new file: whoever may write to the folder could have put a link there.
-    """
+    """Open a new file to write, which takes the path's name if all goes well, and is removed if not."""
     aside = path.with_name(f"{path.name}.partial")
-    aside.unlink(missing_ok=True)  # of a build that was killed
     try:
-        with aside.open("xb") as file:
+        with open_new(aside) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # renamed before it is on disk, it could be empty after a power cut
@@ -252,11 +248,9 @@ def _warn_not_kept(entry: _Entry, error: OSError) -> None:
 @contextmanager
 def _locked(entry: _Entry) -> Iterator[CachedArrays | str]:
     """Hold the entry's lock, and give what `load` returns then: another process may have built it."""
-    # Not through a link, and without waiting at a fifo, that somebody else may have put there.
-    descriptor = os.open(entry.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    try:
+    with open(entry.lock, "ab", opener=no_link) as file:
         told = time.monotonic() - _TELL_SECONDS
-        while not _try_lock(descriptor):
+        while not _try_lock(file.fileno()):
             if isinstance(loaded := entry.load(), CachedArrays):
                 yield loaded
                 return
@@ -265,8 +259,6 @@ def _locked(entry: _Entry) -> Iterator[CachedArrays | str]:
                 log.info("waiting for another process to build %s", entry.description)
             time.sleep(_POLL_SECONDS)
         yield entry.load()
-    finally:
-        os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
+from megalite.data.storage import open_new
 from megalite.errors import UserError
 
 _SMALL_VOCAB_SIZE = 65500
@@ -45,7 +46,7 @@ class IndexedWriter:
             raise UserError(f"{existing[0]} exists: give another output prefix, or --overwrite")
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-            self._bin = open(self._temporary("bin"), "wb", buffering=1 << 20)
+            self._bin = open_new(self._temporary("bin"), 1 << 20)
         except OSError as error:
             raise UserError(f"cannot write {prefix}.bin: {error.strerror}") from None
 
@@ -101,7 +102,7 @@ class IndexedWriter:
 
     def _commit(self) -> None:
         _close_durably(self._bin)
-        with open(self._temporary("idx"), "wb") as stream:
+        with open_new(self._temporary("idx")) as stream:
             self._write_index(stream)
             _close_durably(stream)
         if os.path.exists(f"{self.prefix}.idx"):

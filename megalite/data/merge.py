@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, IndexedDataset
-from megalite.data.storage import require_local
+from megalite.data.storage import open_new, require_local
 from megalite.data.tokenizer_digest import copy_tokenizer_digest, digest_path, read_tokenizer_digest
 from megalite.errors import UserError
 
@@ -136,7 +136,7 @@ def _shared_digest(prefixes: Sequence[str]) -> str | None:
 
 def _write(path: str, fill: Callable[[BinaryIO], None]) -> None:
     """Writes a file and closes it once its bytes are on disk."""
-    with open(path, "wb") as stream:
+    with open_new(path) as stream:
         fill(stream)
         stream.flush()
         os.fsync(stream.fileno())

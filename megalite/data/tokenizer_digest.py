@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megalite.config import DataConfig
 from megalite.data.fast_bpe import SAMPLE
-from megalite.data.storage import read_small
+from megalite.data.storage import open_new, read_small
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.errors import UserError
 
@@ -78,7 +78,8 @@ def _write(prefix: str, data: bytes) -> None:
     path = digest_path(prefix)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(data)
+        with open_new(part) as stream:
+            stream.write(data)
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megalite.data.documents import RecordError, find_inputs, parse_record, read_records
+from megalite.data.storage import open_new
 from megalite.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -139,7 +140,8 @@ def write_tokenizer(path: Path, train: Callable[[], bytes], overwrite: bool = Fa
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
+        with open_new(temporary) as stream:
+            stream.write(content)
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None

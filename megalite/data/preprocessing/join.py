@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megalite.data.preprocessing.shard import COUNTS, Extent
+from megalite.data.storage import open_new
 
 _BLOCK = 1 << 20
 _NOT_HERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -32,10 +33,10 @@ def join(folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], bin_path:
     Raises:
         OSError: they cannot be written.
     """
-    with open(bin_path, "wb", buffering=0) as stream:
+    with open_new(bin_path, 0) as stream:
         _copy(folder, extents, "tokens", dtype.itemsize, stream)
         os.fsync(stream.fileno())
-    with open(idx_path, "wb") as stream:
+    with open_new(idx_path) as stream:
         _write_index(folder, extents, dtype, stream)
         stream.flush()
         os.fsync(stream.fileno())

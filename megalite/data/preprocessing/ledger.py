@@ -15,6 +15,7 @@ from typing import Any
 from megalite.data.preprocessing.encoder import CannotWrite, ColumnResult, PieceResult
 from megalite.data.preprocessing.pool import WorkerDied
 from megalite.data.preprocessing.shard import Extent
+from megalite.data.storage import no_link, open_new
 from megalite.errors import UserError
 
 
@@ -44,8 +45,12 @@ class Ledger:
 
     def __enter__(self) -> Ledger:
         try:
+            if os.path.islink(self.folder):  # what lies in the folder is removed: it must be the run's own
+                raise UserError(
+                    f"{self.folder} is a symbolic link: remove it, or give another --output-prefix"
+                )
             os.makedirs(self.folder, exist_ok=True)
-            self._lock = open(Path(self.folder, "lock"), "w")
+            self._lock = open(Path(self.folder, "lock"), "w", opener=no_link)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
@@ -53,7 +58,12 @@ class Ledger:
         except OSError as error:
             raise UserError(f"cannot write {self.folder}: {error.strerror}") from None
         if self._header_path.exists():
-            self.header = json.loads(self._header_path.read_text())
+            try:
+                self.header = json.loads(self._header_path.read_text())
+            except ValueError as error:
+                raise UserError(
+                    f"{self._header_path} is damaged ({error}): remove {self.folder}, and start anew"
+                ) from None
             self._has_earlier_work = True
         return self
 
@@ -81,15 +91,16 @@ class Ledger:
                 path.unlink()
         self._has_earlier_work = False
         self.header = header
-        self._lines = open(self._lines_path, "wb", buffering=0)
+        self._lines = open_new(self._lines_path, 0)
         temporary = self._header_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(header))
+        with open_new(temporary) as stream:
+            stream.write(json.dumps(header).encode())
         os.replace(temporary, self._header_path)
 
     def go_on(self) -> Iterator[PieceResult]:
         """The results of the interrupted run; what is appended later follows them."""
         whole = 0
-        self._lines = open(self._lines_path, "r+b", buffering=0)
+        self._lines = open(self._lines_path, "r+b", buffering=0, opener=no_link)
         with open(self._lines_path, "rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):

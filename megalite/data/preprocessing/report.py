@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megalite.data.storage import open_new
+
 _BLOCK = 1 << 20
 
 
@@ -37,9 +39,8 @@ class DatasetReport:
     """The flags that the dataset depends on."""
 
     def write(self, path: str) -> None:
-        with open(path, "w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream, indent=2)
-            stream.write("\n")
+        with open_new(path) as stream:
+            stream.write(f"{json.dumps(asdict(self), indent=2)}\n".encode())
 
     def lines(self) -> list[str]:
         """For people."""

@@ -206,3 +206,30 @@ def test_a_dead_worker_leaves_what_is_done(tmp_path: Path, corpus: Path) -> None
         preprocess(job, kill_a_worker)
     resumed = preprocess(dataclasses.replace(job, resume=True, workers=1))
     assert resumed.progress.num_resumed_bytes > 0
+
+
+REFUSED_LINKS = {
+    "": r"o\.unfinished is a symbolic link: remove it",
+    "lock": r"cannot write .*o\.unfinished: Too many levels of symbolic links",
+    "run": r"o\.unfinished/run is damaged \(Expecting value.*: remove .*o\.unfinished",
+}
+
+
+@pytest.mark.parametrize("name", ["", "lock", "done", "run", "run.tmp", "0.bin", "0.idx", "0.report"])
+def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, corpus: Path, name: str) -> None:
+    """Whoever may write beside the output can guess where unfinished work goes."""
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte", overwrite=True)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("precious")
+    if name:
+        os.mkdir(f"{job.stem}.unfinished")
+        os.symlink(victim / "precious", f"{job.stem}.unfinished/{name}")
+    else:
+        os.symlink(victim, f"{job.stem}.unfinished")
+    if name in REFUSED_LINKS:
+        with pytest.raises(UserError, match=REFUSED_LINKS[name]):
+            preprocess(job)
+    else:
+        preprocess(job)
+    assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("precious", "precious")]

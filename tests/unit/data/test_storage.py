@@ -21,6 +21,9 @@ from megalite.data.compare import compare
 from megalite.data.indexed import IndexedDataset
 from megalite.data.inspect import find_problem, summarize
 from megalite.data.merge import merge_datasets
+from megalite.data.tokenizer import ByteTokenizer
+from megalite.data.tokenizer_digest import write_tokenizer_digest
+from megalite.data.train_tokenizer import write_tokenizer
 from megalite.errors import UserError
 
 WriteDataset = Callable[..., str]
@@ -217,6 +220,29 @@ def test_a_copy_cut_while_it_is_read_is_named(write_dataset: WriteDataset, tmp_p
         dataset[0]
     again = IndexedDataset(dataset.prefix)
     assert again[0].tolist() == list(range(4000)), "what was cut off is fetched again"
+
+
+def test_no_temporary_file_is_written_through_a_link(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """Whoever may write to the folder knows the names."""
+    prefix, precious = write_dataset([4]), tmp_path / "precious"
+    precious.write_text("precious")
+    names = [f"out.bin.{os.getpid()}.tmp", f"out.idx.{os.getpid()}.tmp", f"out.{os.getpid()}.tmp"]
+    names.append(f"out.tokenizer.json.{os.getpid()}.part")
+
+    def in_spite_of_links(write: Callable[[], object]) -> None:
+        for name in names:
+            (tmp_path / name).symlink_to(precious)
+        write()
+        assert precious.read_text() == "precious"
+        for name in names:
+            (tmp_path / name).unlink(missing_ok=True)
+
+    in_spite_of_links(lambda: write_dataset([4], "out"))
+    in_spite_of_links(lambda: merge_datasets([prefix, prefix], str(tmp_path / "out"), overwrite=True))
+    assert IndexedDataset(str(tmp_path / "out"))[1].tolist() == [0, 1, 2, 3]
+    in_spite_of_links(lambda: write_tokenizer_digest(str(tmp_path / "out"), ByteTokenizer()))
+    in_spite_of_links(lambda: write_tokenizer(tmp_path / "out", lambda: b"tokenizer"))
+    assert (tmp_path / "out").read_bytes() == b"tokenizer"
 
 
 def test_room_is_made_among_what_no_process_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
