@@ -42,8 +42,11 @@ def main(arguments: Sequence[str]) -> None:
         config = resolve_vocabulary(config, topology)
         timers = Timers(topology.device, config.logging.timers_level)
         datasets = build_data(config, topology, timers)
-        with open_writers(config, topology) as writers, memory_explained(config, topology):
-            trainer = Trainer(config, topology, datasets, timers)
+        with (
+            open_writers(config, topology) as writers,
+            memory_explained(config, topology),
+            Trainer(config, topology, datasets, timers) as trainer,
+        ):
             announce(trainer)
             resume(trainer, launch)
             with watched(trainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ class BatchLoader:
 
     Only the first stage reads tokens and only the last reads labels; a stage between them gets the samples'
     numbers alone, which key its dropout, and touches no file, unless its layers must know the documents.
+
+    It reads ahead in a thread: close it, or use it in a ``with`` block, once no more microbatches are needed.
 
     Args:
         ends: what happens at the ends of documents; None for samples that are taken whole.
@@ -65,6 +68,26 @@ class BatchLoader:
             error.on_one_rank = True
             raise
         return microbatch if self.ends is None else self.ends.marked(microbatch)
+
+    def close(self, *, waits: bool = True) -> None:
+        """End the thread that reads ahead and free what it has read; a second call does nothing.
+
+        Args:
+            waits: for the read that is under way, which takes long where a file system hangs.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.close(waits=waits)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(waits=error is None)
 
 
 def reads_data(topology: Topology, ends: DocumentEnds | None = None) -> bool:
@@ -123,7 +146,8 @@ class Prefetcher:
         self._stride = stride
         self._device = device
         self._reads: OrderedDict[int, Future[HostBatch]] = OrderedDict()  # by the first sample's number
-        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=self._use_device)
+        # The thread must not refer to this object: an object that its own thread keeps alive is never freed.
+        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
 
     def take(self, samples: npt.NDArray[np.int64]) -> HostBatch:
         """The batch of these samples.
@@ -143,7 +167,13 @@ class Prefetcher:
     def _start(self, samples: npt.NDArray[np.int64]) -> Future[HostBatch]:
         return self._pool.submit(read_batch, self._dataset, samples, self._device)
 
-    def _use_device(self) -> None:
-        """A new thread stands on the first GPU, and would pin memory by a context there."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+    def close(self, *, waits: bool = True) -> None:
+        """Drop what was read ahead and end the thread after the read that is under way."""
+        self._reads.clear()
+        self._pool.shutdown(wait=waits, cancel_futures=True)
+
+
+def _use_device(device: torch.device) -> None:
+    """Make the rank's GPU current in a new thread, which would else pin memory through GPU 0's context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -56,19 +56,19 @@ class Evaluator:
         for chunk in self.chunks:
             chunk.eval()
         training = self.config.training
-        loader = BatchLoader(dataset, training.micro_batch_size, self.topology, self.ends)
         counted = CountedTokens(self.topology)
-
-        def load(consumed: int, index: int) -> Microbatch:
-            return counted.noted(consumed, index, loader(consumed, index))
-
         self.batch_tokens.number = self.global_batch_size * self.config.model.seq_length
         total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        for batch in range(training.eval_iters):
-            before_batch()
-            consumed = first_sample + batch * self.global_batch_size
-            losses = self.pipeline.evaluate(self.num_microbatches, partial(load, consumed))
-            total += total_loss(losses, self.topology)
+        with BatchLoader(dataset, training.micro_batch_size, self.topology, self.ends) as loader:
+
+            def load(consumed: int, index: int) -> Microbatch:
+                return counted.noted(consumed, index, loader(consumed, index))
+
+            for batch in range(training.eval_iters):
+                before_batch()
+                consumed = first_sample + batch * self.global_batch_size
+                losses = self.pipeline.evaluate(self.num_microbatches, partial(load, consumed))
+                total += total_loss(losses, self.topology)
         if self.config.data.eod_mask_loss:
             total *= counted.scale()
         return total.item() / training.eval_iters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,8 @@ from megalite.train.weight_gradients import fusion_of
 
 class Trainer:
     """Model, optimizer, pipeline and data of one rank, and how far it has come.
+
+    Use it in a ``with`` block, or call `close` at its end: it reads data ahead in a thread.
 
     Args:
         config: validated, its vocabulary size known.
@@ -168,6 +171,21 @@ class Trainer:
         self.progress, self.config = intake.progress, intake.config
         self.train_step.course = Course(self.config, self.topology.dp.size)
         return True
+
+    def close(self, *, waits: bool = True) -> None:
+        """End the reading ahead of training data, as `BatchLoader.close`; a second call does nothing."""
+        self.train_step.load.close(waits=waits)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(waits=error is None)
 
     def _loader(self, dataset: Dataset) -> BatchLoader:
         return BatchLoader(dataset, self.config.training.micro_batch_size, self.topology, self.datasets.ends)

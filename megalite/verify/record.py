@@ -51,13 +51,13 @@ def record_run(config: Config, num_iterations: int, world_size: int) -> Record:
 def _record_rank(topology: Topology, config: Config, num_iterations: int) -> Record:
     config = resolve_vocabulary(config, topology)
     timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
-    # Dropout by counter makes this pass the same as the first iteration's.
-    trainer.train_step.gradients(trainer.progress.consumed_samples)
-    gradients = _gather(trainer, trainer.optimizer.gradient)
-    results = [trainer.step() for _ in range(num_iterations)]
-    trainer.optimizer.finish_weights()
-    weights = _gather(trainer, trainer.optimizer.weight)
+    with Trainer(config, topology, build_data(config, topology, timers), timers) as trainer:
+        # Dropout by counter makes this pass the same as the first iteration's.
+        trainer.train_step.gradients(trainer.progress.consumed_samples)
+        gradients = _gather(trainer, trainer.optimizer.gradient)
+        results = [trainer.step() for _ in range(num_iterations)]
+        trainer.optimizer.finish_weights()
+        weights = _gather(trainer, trainer.optimizer.weight)
     return Record([r.loss for r in results], [r.grad_norm for r in results], gradients, weights)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,51 @@ def test_a_damaged_sample_is_an_error_when_it_is_asked_for() -> None:
             load(0, 3)
         assert caught.value.on_one_rank
         assert load(0, 4).sample_numbers.tolist() == [4]
+
+
+def _readers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("prefetch")}
+
+
+def test_a_closed_loader_leaves_no_thread() -> None:
+    others = _readers()
+    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+        with BatchLoader(Recorder(24), 2, topology) as load:
+            load(0, 0)
+            assert len(_readers() - others) == 1
+        assert _readers() <= others
+        load.close()  # once more does nothing
+
+
+def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
+    """It does not wait for the read that is under way, which may hang as the error's cause does."""
+    others, readers = _readers(), set[threading.Thread]()
+
+    def fail() -> None:
+        with (
+            Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology,
+            BatchLoader(Recorder(24), 2, topology) as load,
+        ):
+            load(0, 0)
+            readers.update(_readers() - others)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    (reader,) = readers
+    reader.join(60.0)
+    assert not reader.is_alive()
+
+
+def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
+    others = _readers()
+    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+        load = BatchLoader(Recorder(24), 2, topology)
+        load(0, 0)
+        (reader,) = _readers() - others
+        del load
+        reader.join(60.0)
+        assert not reader.is_alive()
 
 
 def test_middle_stages_read_nothing() -> None:
