@@ -19,6 +19,7 @@ from megalite.optim.rows import Rows
 from megalite.optim.sharding import share_out
 from megalite.optim.update import ClippedUpdate
 from megalite.parallel.collectives import all_reduce
+from megalite.parallel.shard import num_used
 from megalite.topology import Topology
 
 
@@ -88,14 +89,15 @@ class FullyShardedOptimizer:
             return global_norm(counted, self.topology) / self.scaler.scale
 
     def params_norm(self) -> float:
-        """2-norm of the whole model's weights, the same on every rank; every rank calls it."""
-        return global_norm((rows.main for rows in self._counted()), self.topology).item()
+        """As `Optimizer.params_norm`."""
+        counted = (self._used(rows, rows.main) for rows in self._counted())
+        return global_norm(counted, self.topology).item()
 
     def num_zeros(self) -> int:
-        """Elements of the complete gradient that are zero, in the whole model; every rank calls it."""
+        """As `Optimizer.num_zeros`."""
         count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
         for rows in self._counted():
-            count += (rows.gradient == 0.0).sum()
+            count += (self._used(rows, rows.gradient) == 0.0).sum()
         return int(all_reduce(count, self.topology.world).item())
 
     def gradient_squares(self) -> dict[str, Tensor]:
@@ -150,6 +152,10 @@ class FullyShardedOptimizer:
     def _counted(self) -> list[Rows]:
         """What this rank counts of the model: what each tp rank has is counted once."""
         return [rows for rows in self.held if rows.is_cut or self.topology.tp.is_first]
+
+    def _used(self, rows: Rows, tensor: Tensor) -> Tensor:
+        """Return those of a tensor of these rows' elements that are no padding."""
+        return tensor[: max(0, num_used(rows.spec, self.topology) - rows.start)]
 
     @torch.no_grad()
     def _sum_over_tp(self) -> None:

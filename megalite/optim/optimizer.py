@@ -22,6 +22,7 @@ from megalite.optim.update import ClippedUpdate
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.rng import fill_initial
+from megalite.parallel.shard import num_used
 from megalite.parallel.tied import TiedWeight, sum_over_edges
 from megalite.topology import Topology
 
@@ -118,16 +119,25 @@ class Optimizer:
             return global_norm(counted, self.topology) / self.scaler.scale
 
     def params_norm(self) -> float:
-        """2-norm of the whole model's weights, the same on every rank; every rank calls it."""
-        counted = [state.shard for state in self.states if self._counts(state.bucket)]
+        """Return the 2-norm of the whole model's weights, the same on every rank; every rank calls it.
+
+        Padding of the vocabulary is not counted, as its size depends on the layout; nor by `num_zeros`.
+        """
+        counted = [
+            state.shard[part]
+            for state in self.states
+            if self._counts(state.bucket)
+            for part in self._used(state.bucket)
+        ]
         return global_norm(counted, self.topology).item()
 
     def num_zeros(self) -> int:
-        """Elements of the complete gradient that are zero, in the whole model; every rank calls it."""
+        """Return how many elements of the whole model's complete gradient are zero; every rank calls it."""
         count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
         for each in self.gradients:
             if self._counts(each.bucket):
-                count += each.bucket.num_elements(each.bucket.shard) - each.shard.count_nonzero()
+                for part in self._used(each.bucket):
+                    count += part.stop - part.start - each.shard[part].count_nonzero()
         return int(all_reduce(count, self.topology.world).item())
 
     def gradient_squares(self) -> dict[str, Tensor]:
@@ -244,6 +254,15 @@ class Optimizer:
             total = all_reduce(torch.cat(partial_sums), self.topology.tp)
             sizes = [tensor.numel() for tensor in partial_sums]
             torch._foreach_copy_(partial_sums, list(total.split(sizes)))
+
+    def _used(self, bucket: Bucket) -> Iterator[slice]:
+        """Yield the parts of this rank's shard of a bucket that belong to parameters and are no padding."""
+        shard = bucket.shard
+        for slot in bucket.slots:
+            start = max(slot.start, shard.start)
+            end = min(slot.start + num_used(slot.spec, self.topology), shard.stop)
+            if start < end:
+                yield slice(start - shard.start, end - shard.start)
 
     def _counts(self, bucket: Bucket) -> bool:
         """Whether this rank counts a bucket in the norm: copies on several ranks are counted once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +100,15 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
 def axis_of(spec: ParameterSpec, topology: Topology) -> Axis | None:
     """The mesh axis that a parameter is cut along, None for one that is whole on every rank."""
     return None if spec.shard is None else getattr(topology, spec.shard.axis)
+
+
+def num_used(spec: ParameterSpec, topology: Topology) -> int:
+    """Return how many elements of this rank's flattened slice come before its padding."""
+    axis = axis_of(spec, topology)
+    num_rows, *row = spec.local_shape(1 if axis is None else axis.size)
+    is_cut_by_rows = axis is not None and spec.shard is not None and spec.shard.dim == 0
+    first_row = axis.rank * num_rows if axis is not None and is_cut_by_rows else 0
+    return min(max(spec.used_shape[0] - first_row, 0), num_rows) * math.prod(row)
 
 
 def gather_full(local: Tensor, spec: ParameterSpec, topology: Topology) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.local_ranks import run_ranks
+from megalite.parallel.shard import spec_of
 from megalite.presets import PRESETS
 from megalite.topology import Topology
 from megalite.train.layer_norms import layer_grad_norms
@@ -21,9 +22,11 @@ from megalite.train.trainer import Trainer
 CONFIG = Config(
     # Positions that no sample has get no gradient. Keys' biases, which a softmax takes no notice of, are left
     # out: the gradient of one is zero or not by the rounding of its sums.
+    # The vocabulary is padded to 259 rows, to 266 with tp=2 and to 280 with tp=4.
     model=replace(
         PRESETS["gpt-tiny"],
-        vocab_size=256,
+        vocab_size=257,
+        make_vocab_size_divisible_by=7,
         seq_length=32,
         max_position_embeddings=48,
         add_bias_linear=False,
@@ -41,6 +44,13 @@ LAYOUTS = {
 
 
 FIGURE_LAYOUTS = {**LAYOUTS, "dp2, fully sharded": ParallelConfig(1, 1, 2, zero_stage=3)}
+PADDED_LAYOUTS = {
+    **FIGURE_LAYOUTS,
+    "tp4": ParallelConfig(4),
+    "tp2 pp2": ParallelConfig(2, 2),
+    **{f"tp2 dp2, ZeRO {stage}": ParallelConfig(2, 1, 2, zero_stage=stage) for stage in (1, 2, 3)},
+}
+UNTIED_LAYOUTS = ("tp4", "tp2 pp2", "tp2 dp2, ZeRO 1", "tp2 dp2, ZeRO 3")
 
 
 def _layer_norms(topology: Topology, config: Config) -> tuple[dict[str, float], dict[str, float], float]:
@@ -86,7 +96,7 @@ def test_any_layout_has_the_same_norms_of_layers(layout: str) -> None:
 
 
 def _figures(topology: Topology, config: Config) -> tuple[float, int, float, int]:
-    """As the optimizer tells them after two iterations, and as they are counted on full tensors by hand."""
+    """As the optimizer logs them after two iterations, and as counted by hand on full tensors."""
     timers = Timers()
     trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
     for _ in range(2):
@@ -94,28 +104,44 @@ def _figures(topology: Topology, config: Config) -> tuple[float, int, float, int
     norm, zeros = trainer.optimizer.params_norm(), trainer.optimizer.num_zeros()
     if topology.world_size > 1:
         return norm, zeros, norm, zeros
-    weights = dict(trainer.chunks[0].named_parameters())
-    flat = torch.cat([weight.detach().flatten() for weight in weights.values()])
-    gradients = [trainer.optimizer.gradient(name) for name in weights]
-    return norm, zeros, flat.norm().item(), sum(int((gradient == 0).sum()) for gradient in gradients)
+    weights, gradients = [], []
+    for name, weight in trainer.chunks[0].named_parameters():
+        used = slice(spec_of(weight).used_shape[0])
+        weights.append(weight.detach()[used].flatten())
+        gradients.append(trainer.optimizer.gradient(name)[used])
+    num_zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
+    return norm, zeros, torch.cat(weights).norm().item(), num_zeros
+
+
+def _config(is_tied: bool, parallel: ParallelConfig) -> Config:
+    model = replace(CONFIG.model, untie_embeddings_and_output_weights=not is_tied)
+    return replace(CONFIG, model=model, parallel=replace(parallel, distributed_backend="gloo"))
 
 
 @functools.cache
-def _one_rank() -> tuple[float, int, float, int]:
-    (found,) = run_ranks(_figures, ParallelConfig(distributed_backend="gloo"), 1, CONFIG)
+def _one_rank(is_tied: bool) -> tuple[float, int, float, int]:
+    config = _config(is_tied, ParallelConfig())
+    (found,) = run_ranks(_figures, config.parallel, 1, config)
     return found
 
 
-def test_one_rank_counts_as_one_does_by_hand() -> None:
-    norm, zeros, norm_by_hand, zeros_by_hand = _one_rank()
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_one_rank_counts_as_one_does_by_hand(is_tied: bool) -> None:
+    norm, zeros, norm_by_hand, zeros_by_hand = _one_rank(is_tied)
     assert norm == pytest.approx(norm_by_hand, rel=1e-13)
     assert zeros == zeros_by_hand >= 16 * CONFIG.model.hidden_size
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_counts_the_same(layout: str) -> None:
-    config = replace(CONFIG, parallel=replace(LAYOUTS[layout], distributed_backend="gloo"))
-    norm, zeros, *_ = _one_rank()
-    for rank_norm, rank_zeros, *_ in run_ranks(_figures, config.parallel, 2, config):
+@pytest.mark.parametrize(
+    ("layout", "is_tied"),
+    [*((layout, True) for layout in PADDED_LAYOUTS), *((layout, False) for layout in UNTIED_LAYOUTS)],
+)
+def test_any_layout_counts_the_same(layout: str, is_tied: bool) -> None:
+    parallel = PADDED_LAYOUTS[layout]
+    config = _config(is_tied, parallel)
+    dp = parallel.data_parallel_size or 1
+    num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * dp
+    norm, zeros, *_ = _one_rank(is_tied)
+    for rank_norm, rank_zeros, *_ in run_ranks(_figures, config.parallel, num_ranks, config):
         assert rank_norm == pytest.approx(norm, rel=1e-12)
         assert rank_zeros == zeros
