@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config import Config
@@ -11,7 +10,7 @@ from megalite.data.build import DatasetSplits
 from megalite.dryrun.live_bytes import LiveBytes
 from megalite.dryrun.traffic import Call, Traffic
 from megalite.optim.optimizer import Optimizer
-from megalite.pipeline.action import Action, Kind
+from megalite.pipeline.action import Action
 from megalite.topology import Topology
 from megalite.train.chunks import named_parameters
 from megalite.train.telemetry.timers import Timers
@@ -90,8 +89,7 @@ def count_iteration(config: Config, topology: Topology, datasets: DatasetSplits)
         datasets: what is trained on.
     """
     noted = _Noted()
-    with LiveBytes() as live:
-        trainer = Trainer(config, topology, datasets, Timers())
+    with LiveBytes() as live, Trainer(config, topology, datasets, Timers()) as trainer:
         assert isinstance(trainer.optimizer, Optimizer), "weights that are shared out"
         trainer.pipeline.observers.append(noted)
         held = live.peak = live.now
@@ -104,14 +102,3 @@ def count_iteration(config: Config, topology: Topology, datasets: DatasetSplits)
         tuple(noted.actions),
         live.peak - held,
     )
-
-
-def peak_in_flight(actions: Sequence[Action]) -> int:
-    """The most microbatches, of one chunk or another, that are between their forward and their backward."""
-    now = most = 0
-    for action in actions:
-        now += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: 0, Kind.BACKWARD_WEIGHT: -1}[
-            action.kind
-        ]
-        most = max(most, now)
-    return most

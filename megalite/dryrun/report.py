@@ -7,10 +7,10 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from megalite.dryrun.counts import peak_in_flight
 from megalite.dryrun.result import DryRun
 from megalite.dryrun.traffic import ring_bytes
 from megalite.pipeline.action import Action
+from megalite.pipeline.check import peak_in_flight
 
 
 def report_lines(found: DryRun) -> Iterator[str]:
