@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,3 +60,15 @@ def _leave_products_out(layer: TransformerLayer) -> None:
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.product = torch.compiler.disable(module.product)
     layer.attention.split = torch.compiler.disable(layer.attention.split)
+
+
+def run_as_written(is_compiled: bool) -> AbstractContextManager[Any]:
+    """Return a context in which compiled layers run without their graphs, so that all hooks are called.
+
+    A graph calls no hook that was registered after the graph was made.
+
+    Args:
+        is_compiled: whether `compile_layers` was called; without it nothing changes, and torch's compiler is
+            not imported.
+    """
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

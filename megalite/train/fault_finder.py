@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalite.data.batch import Microbatch
 from megalite.data.sampler import microbatch_samples
+from megalite.model.compiled import run_as_written
 from megalite.model.stage import GPTStage
 from megalite.parallel.collectives import largest_of_all
 from megalite.pipeline.executor import Pipeline
@@ -40,6 +41,7 @@ class FaultFinder:
         load: Callable[[int, int], Microbatch],
         micro_batch_size: int,
         topology: Topology,
+        is_compiled: bool = False,
     ) -> None:
         """Keeps what a second run takes.
 
@@ -50,6 +52,7 @@ class FaultFinder:
             load: gives a microbatch by the batch's first sample and its number within the batch.
             micro_batch_size: samples of a microbatch.
             topology: of the run.
+            is_compiled: the layers are compiled; while their modules are watched they run as written.
         """
         self._stages = stages
         self._pipeline = pipeline
@@ -57,6 +60,7 @@ class FaultFinder:
         self._load = load
         self._micro_batch_size = micro_batch_size
         self._topology = topology
+        self._is_compiled = is_compiled
         self._rows = {name: row for row, name in enumerate(_parts(stages[0].config.num_layers))}
 
     def where(self, fault: Fault, consumed_samples: int, num_microbatches: int) -> str:
@@ -71,6 +75,11 @@ class FaultFinder:
             others = int(bad.any(0).sum()) - 1
             more = f" and in {others} more microbatches" if others else ""
             return f"first in {self._name(row)} {self._place(column, consumed_samples)}{more}"
+        if fault.kind == "loss" and self._is_compiled:
+            return (
+                "but not when it was computed again without --compile: suspect the compiled layers or the "
+                "hardware"
+            )
         if fault.kind == "loss":
             return "but not when it was computed again: suspect the hardware"
         return self._bad_gradient(consumed_samples, num_microbatches)
@@ -79,7 +88,7 @@ class FaultFinder:
         """The largest magnitude of each part's output, ``[parts, microbatches]``; NaN counts as infinite."""
         num_columns = num_microbatches * self._topology.dp.size
         table = torch.zeros(len(self._rows), num_columns, dtype=torch.float64, device=self._topology.device)
-        with self._watched(table, consumed_samples):
+        with run_as_written(self._is_compiled), self._watched(table, consumed_samples):
             self._pipeline.evaluate(num_microbatches, partial(self._load, consumed_samples))
         return largest_of_all(table, self._topology).cpu()
 

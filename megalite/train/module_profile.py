@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from megalite.log import THIS_RANK, log
+from megalite.model.compiled import run_as_written
 from megalite.train.trainer import Trainer
 
 PASSES = 3
@@ -65,13 +66,8 @@ def log_module_profile(trainer: Trainer) -> None:
 
 def profile_modules(trainer: Trainer) -> list[Row]:
     """The rows of this rank's modules, each one's before those that it is made of; every rank calls it."""
-    with _seen_into(trainer):
+    with run_as_written(trainer.config.training.compile):
         return _profiled(trainer)
-
-
-def _seen_into(trainer: Trainer) -> AbstractContextManager[Any]:
-    """Has compiled layers run as they are written: a graph has no modules to watch."""
-    return torch.compiler.set_stance("force_eager") if trainer.config.training.compile else nullcontext()
 
 
 def _profiled(trainer: Trainer) -> list[Row]:

@@ -91,6 +91,7 @@ class Trainer:
                 load,
                 config.training.micro_batch_size,
                 topology,
+                config.training.compile,
             ),
             topology,
             timers,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.local_ranks import run_ranks
+from megalite.model.compiled import compile_layers
 from megalite.presets import PRESETS
 from megalite.topology import Topology
+from megalite.train import chunks
 from megalite.train.prepare import build_data
 from megalite.train.step import StepResult
 from megalite.train.telemetry.timers import Timers
@@ -82,6 +86,8 @@ def _run(
     topology: Topology, config: Config, module: str, sample: int, change: Change, num_iterations: int = 3
 ) -> tuple[list[StepResult], bool]:
     """Results of each iteration, and whether the weights moved in each as its result says."""
+    if config.training.compile:  # the flag is enough here; this process is this rank's alone
+        chunks.compile_layers = chunks.check_compiler = lambda _: None
     timers = Timers()
     trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
     _break(trainer, module, sample, change)
@@ -145,6 +151,51 @@ def test_a_gradient_alone_that_is_bad_names_its_parameter(layout: str) -> None:
     assert told[1].endswith(f" in {samples}; the update was skipped")
 
 
+def _faults_of_spoilt_weights(
+    topology: Topology, config: Config, backend: str
+) -> tuple[list[str | None], int]:
+    """Train with compiled layers, and return the faults of iterations for which one layer's weight is NaN.
+
+    With them, how many graphs were made for these iterations.
+    """
+    chunks.compile_layers = partial(compile_layers, backend=backend)  # this process is this rank's alone
+    chunks.check_compiler = lambda device: None
+    timers, faults = Timers(), []
+    with Trainer(config, topology, build_data(config, topology, timers), timers) as trainer:
+        assert trainer.step().fault is None
+        num_graphs = counters["stats"]["unique_graphs"]
+        for layer in (1, 0):
+            name = f"layers.{layer}.mlp.down.weight"
+            held = [chunk for chunk in trainer.chunks if name in dict(chunk.named_parameters())]
+            saved = [chunk.get_parameter(name).detach().clone() for chunk in held]
+            for chunk in held:
+                chunk.get_parameter(name).data.fill_(torch.nan)
+            faults.append(trainer.step().fault)
+            for chunk, weight in zip(held, saved, strict=True):
+                chunk.get_parameter(name).data.copy_(weight)
+    return faults, counters["stats"]["unique_graphs"] - num_graphs
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [
+        ("tp1", "eager"),
+        *(pytest.param(layout, "inductor", marks=pytest.mark.slow) for layout in ("tp1", "tp2", "pp2")),
+    ],
+)
+def test_compiled_layers_do_not_hide_the_first_bad_part(layout: str, backend: str) -> None:
+    """And no graph is made for the second run: torch.compile gives a layer up after some graphs."""
+    config = _config(layout, compile=True)
+    num_ranks = 1 if layout == "tp1" else 2
+    expected = [
+        f"the loss is nan, first in layers.{layer}.mlp in microbatch 0 (samples {first} to {first + 1}) and "
+        "in 3 more microbatches; the update was skipped"
+        for layer, first in ((1, 8), (0, 16))
+    ]
+    ranks = run_ranks(_faults_of_spoilt_weights, config.parallel, num_ranks, config, backend)
+    assert ranks == [(expected, 0)] * num_ranks
+
+
 def test_a_spike_names_the_microbatch_and_what_stands_out_in_it() -> None:
     """Sample 85 is in the eleventh iteration, the first that has ten losses before it."""
     results = _results("pp2", "final_norm", 85, _grown, 12, check_for_spiky_loss=True, spiky_loss_factor=1.5)
@@ -164,9 +215,20 @@ def _nan_once(x: Tensor) -> Tensor:
     return _with_nan(x) if torch.is_grad_enabled() else x
 
 
-def test_a_loss_that_is_bad_once_is_told_as_such() -> None:
-    assert _faults("tp1", "layers.1.mlp", 13, _nan_once)[1] == (
-        "the loss is nan, but not when it was computed again: suspect the hardware; the update was skipped"
+@pytest.mark.parametrize(
+    ("compiles", "cause"),
+    [
+        (False, "but not when it was computed again: suspect the hardware"),
+        (
+            True,
+            "but not when it was computed again without --compile: suspect the compiled layers or the "
+            "hardware",
+        ),
+    ],
+)
+def test_a_loss_that_is_bad_once_is_told_as_such(compiles: bool, cause: str) -> None:
+    assert _faults("tp1", "layers.1.mlp", 13, _nan_once, compile=compiles)[1] == (
+        f"the loss is nan, {cause}; the update was skipped"
     )
 
 
