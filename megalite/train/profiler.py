@@ -89,13 +89,15 @@ def _pytorch(
         yield _NoProfile()
         return
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{topology.rank}")
-    is_written = False
+    was_active = False
 
     def on_trace_ready(profile: torch.profiler.profile) -> None:
-        nonlocal is_written
-        write(profile)
-        is_written = True
-        if topology.rank == min(ranks):
+        nonlocal was_active
+        was_active = True
+        if reason := _why_not_written(lambda: write(profile), folder, topology.rank):
+            text = "%s: the trace in %s cannot be written (%s): training goes on without it"
+            log.warning(text, window.flag, folder, reason, extra=THIS_RANK)
+        elif topology.rank == min(ranks):
             log.info("profiler: the trace is in %s", folder, extra=THIS_RANK)
 
     num_warmup = min(1, num_before)
@@ -108,7 +110,25 @@ def _pytorch(
         on_trace_ready=on_trace_ready,
     ) as profile:
         yield profile
-    _warn_if_missed(window, topology, ranks, is_missed=not is_written)
+    _warn_if_missed(window, topology, ranks, is_missed=not was_active)
+
+
+def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> str | None:
+    """Write a rank's trace, and return why that failed; None where the trace is whole.
+
+    PyTorch's writer says nothing when the disk is full: the end of the file shows it.
+    """
+    try:
+        write()
+        newest = max(folder.glob(f"rank{rank}.*"), key=lambda file: file.stat().st_mtime_ns)
+        with newest.open("rb") as file:
+            file.seek(-min(16, file.seek(0, 2)), 2)
+            is_whole = file.read().rstrip().endswith(b"}")
+        if not is_whole:
+            newest.unlink()
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: there is no file at all
+        return str(error)
+    return None if is_whole else "it is cut: is the disk full?"
 
 
 class _NsysProfile:
@@ -172,9 +192,12 @@ def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
         yield
     finally:
         path = snapshot_path(config, topology.rank)
-        torch.cuda.memory._dump_snapshot(str(path))
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+            log.info("memory history: %s; drop it on pytorch.org/memory_viz", path, extra=THIS_RANK)
+        except OSError as error:
+            log.warning("the memory history %s cannot be written (%s)", path, error.strerror, extra=THIS_RANK)
         torch.cuda.memory._record_memory_history(enabled=None)
-        log.info("memory history: %s; drop it on pytorch.org/memory_viz", path, extra=THIS_RANK)
 
 
 def snapshot_path(config: LoggingConfig, rank: int) -> Path:

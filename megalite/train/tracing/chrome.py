@@ -43,12 +43,15 @@ def write_trace(path: Path, lanes: Sequence[Lane], facts: Mapping[str, Any]) -> 
         OSError: it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(facts) + ',"traceEvents":[\n')
-        for number, event in enumerate(_events(lanes)):
-            file.write((",\n" if number else "") + json.dumps(event, ensure_ascii=False))
-        file.write("\n]}\n")
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(facts) + ',"traceEvents":[\n')
+            for number, event in enumerate(_events(lanes)):
+                file.write((",\n" if number else "") + json.dumps(event, ensure_ascii=False))
+            file.write("\n]}\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # what a full disk has cut takes up room
 
 
 def _events(lanes: Sequence[Lane]) -> Iterator[dict[str, Any]]:
