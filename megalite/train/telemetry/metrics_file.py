@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timer_table import TimesOfRanks
 
 
@@ -20,7 +20,8 @@ class MetricsFile:
     Floats keep their full precision; as JSON knows no others, those that are not finite are the strings
     "NaN", "Infinity" and "-Infinity". `wall_time` is when the line was written and `start_time` when its
     process began to write, both in seconds since 1970 by this host's clock, which tells restarts and pauses.
-    Each line is on its way to the disk before the next iteration starts. Lines of an earlier run are kept, so
+    Each line is on its way to the disk before the next iteration starts, or held where the disk is full (see
+    `OutputFile`). Lines of an earlier run are kept, so
     a resumed run goes on in the same file; an iteration that is run again after an unsaved end stands there
     twice, and the later line counts.
 
@@ -30,14 +31,9 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._start = time.time()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
-            self._end_broken_line()
-        except OSError as error:
-            raise UserError(
-                f"--metrics-file {path} cannot be written ({error.strerror}): give another file"
-            ) from None
+        self._file = OutputFile(path, "--metrics-file")
+        if _ends_in_broken_line(path):
+            self._file.write(b"\n")  # else what a killed run left half-written spoils the first line
 
     def iteration(self, metrics: IterationMetrics, times: TimesOfRanks) -> None:
         record = dataclasses.asdict(metrics)
@@ -56,18 +52,20 @@ class MetricsFile:
     def close(self, *, has_failed: bool = False) -> None:
         self._file.close()
 
-    def _end_broken_line(self) -> None:
-        """Ends a line that a killed run left half-written, so that it spoils no other."""
-        if self._file.tell() == 0:
-            return
-        self._file.seek(-1, 2)
-        if self._file.read(1) != b"\n":
-            self._file.write(b"\n")
-
     def _write(self, record: dict[str, Any]) -> None:
-        # In one unbuffered write, so that a reader never sees half a line.
+        # In one write, so that a reader never sees half a line.
         timed = record | {"start_time": self._start, "wall_time": time.time()}
         self._file.write(json.dumps(_spelled(timed), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+
+def _ends_in_broken_line(path: Path) -> bool:
+    """Return whether the file has an end that is no line's end."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
 
 
 def _spelled(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.folders import make_writable
+from megalite.log import THIS_RANK, log
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.scalars import main_scalars, run_scalars, validation_scalars
 from megalite.train.telemetry.tensorboard import GRAD_NORMS
@@ -41,6 +42,7 @@ class WandbWriter:
         self._wandb = wandb
         self._config = config
         self._world_size = world_size
+        self._is_failing = False
         self._run: Any = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,
@@ -54,15 +56,35 @@ class WandbWriter:
             **run_scalars(self._config, self._world_size, metrics, times),
             "samples": metrics.consumed_samples,
         }
-        self._run.log(scalars, step=metrics.iteration)
+        self._send(lambda: self._run.log(scalars, step=metrics.iteration))
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         histogram = self._wandb.Histogram(list(norms.values()))
         scalars = {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()}
-        self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration)
+        self._send(lambda: self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration))
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        self._run.log(validation_scalars(self._config, metrics), step=metrics.iteration)
+        scalars = validation_scalars(self._config, metrics)
+        self._send(lambda: self._run.log(scalars, step=metrics.iteration))
 
     def close(self, *, has_failed: bool = False) -> None:
-        self._run.finish(exit_code=int(has_failed))
+        self._send(lambda: self._run.finish(exit_code=int(has_failed)))
+
+    def _send(self, call: Callable[[], object]) -> None:
+        """Make a call of wandb's; log a failure, of whatever kind, when it begins and when it ends."""
+        try:
+            call()
+        except Exception as error:  # a full disk, a lost connection, wandb's own process that has ended
+            if not self._is_failing:
+                log.warning(
+                    "--wandb-project %s cannot be written (%s: %s): training goes on without it",
+                    self._config.wandb_project,
+                    type(error).__name__,
+                    error,
+                    extra=THIS_RANK,
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            log.warning("--wandb-project %s is written again", self._config.wandb_project, extra=THIS_RANK)
+        self._is_failing = False

@@ -1,0 +1,102 @@
+"""A file that a run appends to; where it cannot be written, the run goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from megalite.errors import UserError
+from megalite.log import THIS_RANK, log
+
+MAX_HELD_BYTES = 16 * 2**20
+"""Records held for a disk that is full; further ones are lost."""
+
+
+class OutputFile:
+    """Appends whole records to a file, and keeps those that cannot be written until they can.
+
+    A full disk may cut a record. Its rest is written first once there is room, so that the file stays
+    readable. A failure is logged when it begins and when it ends, and never raised.
+
+    Args:
+        flag: the option that names the file, for messages.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, flag: str) -> None:
+        self._path = path
+        self._name = f"{flag} {path}"
+        self._records: deque[bytes] = deque()
+        self._num_held_bytes = 0
+        self._num_written = 0  # bytes of the first record
+        self._num_lost = 0
+        self._is_failing = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            raise UserError(f"{self._name} cannot be written ({error.strerror}): give another file") from None
+
+    def write(self, record: bytes) -> None:
+        """Take a record, which `flush` writes."""
+        if self._num_held_bytes + len(record) > MAX_HELD_BYTES:
+            self._num_lost += 1
+            return
+        self._records.append(record)
+        self._num_held_bytes += len(record)
+
+    def flush(self) -> None:
+        """Write the records that are held; where that fails they stay held."""
+        try:
+            if self._is_failing:
+                self._reopen()
+            while self._records:
+                self._write_some()
+        except OSError as error:
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be written (%s): training goes on; free space, and what is missing is written "
+                    "then (at most %d MiB are held)",
+                    self._name,
+                    error.strerror,
+                    MAX_HELD_BYTES >> 20,
+                    extra=THIS_RANK,
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            lost = f"; {self._num_lost} records are lost" if self._num_lost else ""
+            log.warning("%s is written again%s", self._name, lost, extra=THIS_RANK)
+        self._is_failing, self._num_lost = False, 0
+
+    def close(self) -> None:
+        """Write what is held, or log how much of it is lost, and close the file."""
+        self.flush()
+        if num_lost := self._num_lost + len(self._records):
+            log.warning("%s: the last %d records are lost", self._name, num_lost, extra=THIS_RANK)
+        self._file.close()
+
+    def _write_some(self) -> None:
+        """Write the rest of the first record, or as much of it as there is room for."""
+        record = self._records[0]
+        self._num_written += self._file.write(record[self._num_written :])
+        self._size = self._file.tell()
+        if self._num_written == len(record):
+            self._records.popleft()
+            self._num_held_bytes -= len(record)
+            self._num_written = 0
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._file.tell()
+
+    def _reopen(self) -> None:
+        """Open the file anew: it may have been deleted to make room, or its file system mounted again."""
+        size = self._size
+        self._file.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+        if self._size != size:
+            self._num_written = 0  # a cut record's beginning is gone
