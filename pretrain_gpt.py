@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megalite.cli import parse, run_main
 from megalite.dryrun.dry_run import dry_run
-from megalite.topology import Launch, Topology
+from megalite.topology import Launch, Topology, refusal_reported
 from megalite.train.health.watchdog import watched
 from megalite.train.loop import train
 from megalite.train.out_of_memory import memory_explained
@@ -22,6 +22,7 @@ from megalite.train.prepare import (
     open_writers,
     prepare_process,
     resolve_vocabulary,
+    settings_of,
 )
 from megalite.train.resume import resume
 from megalite.train.stopping.stop import StopConditions, leave_if_switched_off
@@ -31,13 +32,15 @@ from megalite.train.trainer import Trainer
 
 def main(arguments: Sequence[str]) -> None:
     """Runs one rank from its command line to the end of training."""
-    config, notices = parse(arguments)
-    if config.dry_run.dry_run:
-        return dry_run(config, notices)
-    launch = Launch.from_environment()
-    prepare_process(config, notices, launch)
+    with refusal_reported():
+        config, notices = parse(arguments)
+        if config.dry_run.dry_run:
+            return dry_run(config, notices)
+        launch = Launch.from_environment()
+        prepare_process(config, notices, launch)
 
-    with listen(config, launch) as signals, Topology.start(config.parallel, launch) as topology:
+    start = Topology.start(config.parallel, launch, must_agree=settings_of(config))
+    with listen(config, launch) as signals, start as topology:
         leave_if_switched_off(config.training, topology)
         config = resolve_vocabulary(config, topology)
         timers = Timers(topology.device, config.logging.timers_level)

@@ -7,8 +7,10 @@ neighbours (they talk most and share a node), pipeline stages are farthest apart
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from megalite.agreement import REFUSED, Record, check_agreement
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from megalite.gpu import prepare_environment, settings_for
@@ -33,6 +36,9 @@ AXES = ("pp", "dp", "tp")
 
 WORLD = "world"
 """Name of the axis of all ranks, which is none of the mesh's."""
+
+_SECONDS_TO_REFUSE = 10.0
+"""How long a rank that refuses its settings looks for the others, to tell them."""
 
 
 @dataclass(frozen=True)
@@ -142,17 +148,23 @@ class Topology:
 
     @staticmethod
     @contextmanager
-    def start(parallel: ParallelConfig, launch: Launch, init_file: Path | None = None) -> Iterator[Topology]:
+    def start(
+        parallel: ParallelConfig,
+        launch: Launch,
+        init_file: Path | None = None,
+        must_agree: Record | None = None,
+    ) -> Iterator[Topology]:
         """Joins the process group of the run and leaves it at the end.
 
         Args:
             parallel: sizes of the axes, backend and time-out.
             launch: this process among the others.
             init_file: rendezvous over this file instead of MASTER_ADDR and MASTER_PORT.
+            must_agree: settings that must be the same on every rank; not compared with `init_file`.
 
         Raises:
             UserError: the world's size is not tp * pp * dp. Raised before any process group starts, so on
-                every rank alike and without a hang.
+                every rank alike and without a hang. Or ranks were started with different settings.
         """
         sizes = _axis_sizes(parallel, launch.world_size)
         if parallel.distributed_backend != "gloo":
@@ -163,7 +175,7 @@ class Topology:
                 keep_freed_memory()
             limit_threads(parallel.num_threads, launch.local_world_size)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        _join(launch, device, timeout, init_file)
+        _join(launch, device, timeout, init_file, must_agree)
         has_failed = True
         try:
             yield _from_mesh(sizes, launch.rank, device, timeout)
@@ -223,6 +235,19 @@ class Topology:
         if first := next((text for text in mistakes if text), None):
             raise UserError(first)
 
+    def check_agreement(self, record: Record | None, topic: str) -> None:
+        """Compares this rank's record with those of all ranks; every rank calls it.
+
+        Args:
+            record: None where this rank has nothing to compare.
+
+        Raises:
+            UserError: records differ; on every rank.
+        """
+        if self.world_size > 1:
+            with suppress(dist.DistError):  # a rank is gone: the next collective says it better
+                check_agreement(_get_default_store(), self.rank, self.world_size, record, topic)
+
 
 class FakeTopology(Topology):
     """A rank whose others are not there."""
@@ -231,6 +256,9 @@ class FakeTopology(Topology):
     def agreed(self) -> Iterator[None]:
         """Nobody waits for what this rank meets."""
         yield
+
+    def check_agreement(self, record: Record | None, topic: str) -> None:
+        """There is nobody to disagree with."""
 
 
 def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, int]:
@@ -260,15 +288,57 @@ def _pick_device(backend: str, launch: Launch) -> torch.device:
     return torch.device("cpu")
 
 
-def _join(launch: Launch, device: torch.device, timeout: timedelta, init_file: Path | None) -> None:
-    """Starts the process group of all ranks."""
+@contextmanager
+def refusal_reported() -> Iterator[None]:
+    """Reports a user's mistake that this rank alone meets in this block to the others, which end with it.
+
+    The block is before any rank waits for another. Nothing is reported where all ranks meet the mistake: rank
+    0, which prints it, offers no store then.
+    """
+    try:
+        yield
+    except UserError as error:
+        with suppress(UserError, dist.DistError, TimeoutError):
+            _report_refusal(Launch.from_environment(), error)
+        raise
+
+
+def _report_refusal(launch: Launch, error: UserError) -> None:
+    if launch.rank == 0 or not _is_reachable(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])):
+        return
+    store = _store_of_start(launch, timedelta(seconds=_SECONDS_TO_REFUSE))
+    check_agreement(store, launch.rank, launch.world_size, {REFUSED: str(error)}, "start")
+
+
+def _is_reachable(host: str, port: int) -> bool:
+    """Whether rank 0's store answers within a few seconds; unlike the store's client this prints nothing."""
+    deadline = time.monotonic() + _SECONDS_TO_REFUSE
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _join(
+    launch: Launch,
+    device: torch.device,
+    timeout: timedelta,
+    init_file: Path | None,
+    must_agree: Record | None,
+) -> None:
+    """Starts the process group of all ranks, once they agree: with other axes they would wait for ever."""
     if init_file is None and launch.world_size > 1:
         choose_interface(os.environ["MASTER_ADDR"], many_hosts=launch.local_world_size < launch.world_size)
     try:
+        store = None if init_file else _store_of_start(launch, timeout)
+        if store is not None and must_agree is not None:
+            record = {**must_agree, "the device": device.type}
+            check_agreement(store, launch.rank, launch.world_size, record, "start")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{init_file}" if init_file else None,
-            store=None if init_file else _store_of_start(launch, timeout),
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,

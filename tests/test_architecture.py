@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "folders", "gpu", "log", "host", "meeting", "network", "observer", "config"),
+    ("agreement", "errors", "folders", "gpu", "log", "host", "meeting", "network", "observer", "config"),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),
@@ -20,7 +20,13 @@ LEVELS = (
     ("verify", "generation", "inspection", "reporting", "dryrun"),
 )
 """Rooms of the package, ground floor first; those of a level import none of it, but for SAME_LEVEL."""
-SAME_LEVEL = {("config", "errors"), ("folders", "errors"), ("network", "log"), ("cli", "presets")}
+SAME_LEVEL = {
+    ("agreement", "errors"),
+    ("config", "errors"),
+    ("folders", "errors"),
+    ("network", "log"),
+    ("cli", "presets"),
+}
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

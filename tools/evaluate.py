@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     """Reads the flags, and prints a line for each thing that is evaluated on."""
     flags = _flags(arguments)
     model_flags = ModelFlags.of(flags)
-    with started(model_flags) as topology:
+    with started(model_flags, vars(flags)) as topology:
         trained = open_trained(model_flags, topology)
         for result in _results(flags, model_flags, trained, topology):
             if topology.rank == 0:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     flags = _flags(arguments)
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.seed)
     model_flags = ModelFlags.of(flags)
-    with started(model_flags) as topology:
+    with started(model_flags, vars(flags)) as topology:
         trained = open_trained(model_flags, topology)
         tokenizer = tokenizer_of(trained, model_flags, topology)
         texts = _texts(flags, topology)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
+from megalite.data.corpus_record import DataRecord
 from megalite.data.coverage import Coverage, log_coverage
 from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.gpt import Dataset, GPTDataset
@@ -39,6 +40,7 @@ class DatasetSplits:
     Attributes:
         named: datasets to evaluate on that have names of their own, beside `valid` and `test`.
         ends: what happens at the ends of documents in all of them; None where samples are taken whole.
+        record: what is read of which corpus; None for random tokens, and on ranks that read none.
     """
 
     train: Dataset | None
@@ -46,6 +48,7 @@ class DatasetSplits:
     test: Dataset | None
     named: tuple[NamedDataset, ...] = ()
     ends: DocumentEnds | None = None
+    record: DataRecord | None = None
 
     def evaluated(self, split: str) -> list[tuple[str, Dataset]]:
         """The names and datasets that a split is evaluated on; the name is empty for the split's own."""
@@ -142,21 +145,31 @@ def build_datasets(
 def build_from_sources(
     sources: Sources, num_samples: tuple[int, int, int], options: BuildOptions
 ) -> DatasetSplits:
-    """Opens and checks the files, and orders the samples of each split.
+    """Opens and checks the files, and orders the samples of each split; see `build_from_corpora`."""
+    return build_from_corpora(sources, open_corpora(sources), num_samples, options)
+
+
+def build_from_corpora(
+    sources: Sources,
+    opened: Mapping[str, IndexedDataset],
+    num_samples: tuple[int, int, int],
+    options: BuildOptions,
+) -> DatasetSplits:
+    """Orders the samples of each split.
 
     Each dataset holds at least the samples asked for, from as many epochs as that takes. The result depends
     on the arguments alone, so that every rank builds the same. What training sees of each corpus is logged.
 
     Args:
         sources: the blends of each split.
+        opened: their corpora, by prefix.
         num_samples: asked of train, valid and test; of each where a split has several datasets.
         options: what is the same for all.
 
     Raises:
-        UserError: a file is missing or damaged, a split is too small for one sample, there is nothing to
-            train on, or no end of a document where it is to be found.
+        UserError: a split is too small for one sample, there is nothing to train on, or no end of a document
+            where it is to be found.
     """
-    opened = _open(sources)
     if options.ends is not None:
         for corpus in opened.values():
             check_ends(corpus, options.ends.eod)
@@ -176,8 +189,12 @@ def build_from_sources(
     return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named), options.ends)
 
 
-def _open(sources: Sources) -> dict[str, IndexedDataset]:
-    """Every corpus once, by its prefix."""
+def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
+    """Opens and checks every corpus once; returns them by prefix.
+
+    Raises:
+        UserError: a file is missing or damaged, or a blend has too many corpora.
+    """
     blends = [blend for split in SPLIT_NAMES for blend in sources[split]]
     for blend in blends:
         if len(blend.sources) > MAX_DATASETS:
@@ -216,7 +233,7 @@ class _BlendBuild:
 
     split: str
     blend: Blend
-    opened: dict[str, IndexedDataset]
+    opened: Mapping[str, IndexedDataset]
     num_samples: int
     options: BuildOptions
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from megalite.agreement import code_record
 from megalite.checkpoint.choice import choose_checkpoint
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.tensor_reader import read_tensors
 from megalite.cli import parse
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
+from megalite.config.flags import flag_of
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.data.tokenizer_digest import tokenizer_digest
 from megalite.errors import ConfigError, UserError
@@ -51,11 +53,14 @@ class Trained:
 
 
 @contextmanager
-def started(flags: ModelFlags) -> Iterator[Topology]:
+def started(flags: ModelFlags, given: Mapping[str, object]) -> Iterator[Topology]:
     """The ranks of a tool, whose messages go to standard error: standard output is its result's.
 
+    Args:
+        given: all of the tool's flags by name, which every rank must have alike.
+
     Raises:
-        UserError: there are not so many ranks as --tp takes.
+        UserError: there are not so many ranks as --tp takes, or they have different flags.
     """
     launch, tp = Launch.from_environment(), flags.parallel.tp
     configure_logging(launch.rank, stream=sys.stderr)
@@ -64,7 +69,8 @@ def started(flags: ModelFlags) -> Iterator[Topology]:
             f"--tp {tp} does not divide the number of ranks, {launch.world_size}: start {tp} "
             f"(torchrun --nproc-per-node {tp}), or change it"
         )
-    with Topology.start(flags.parallel, launch) as topology:
+    must_agree = code_record() | {flag_of(name): str(value) for name, value in given.items()}
+    with Topology.start(flags.parallel, launch, must_agree=must_agree) as topology:
         yield topology
 
 

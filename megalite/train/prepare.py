@@ -11,19 +11,24 @@ from pathlib import Path
 import torch
 
 from megalite import kernels
+from megalite.agreement import code_record
 from megalite.config import Config, check_config, to_yaml
+from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS
 from megalite.config.flags import flag_of
 from megalite.data.build import (
     BuildOptions,
     DatasetSplits,
-    build_from_sources,
+    build_from_corpora,
     build_mock_datasets,
     num_samples_per_split,
+    open_corpora,
 )
+from megalite.data.corpus_record import CorpusIdentity, DataRecord
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
 from megalite.data.index_cache import IndexCache
-from megalite.data.sources import find_sources
+from megalite.data.indexed import IndexedDataset
+from megalite.data.sources import Sources, find_sources
 from megalite.data.splits import SPLIT_NAMES
 from megalite.data.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizer_digest import check_tokenizer
@@ -58,6 +63,16 @@ def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> N
         torch.use_deterministic_algorithms(True)
 
 
+def settings_of(config: Config) -> dict[str, str]:
+    """Return what must be the same on every rank of a run: the config's fields by flag, and the code."""
+    return code_record() | {
+        flag_of(field.name): str(getattr(part, field.name))
+        for part in (getattr(config, group.name) for group in dataclasses.fields(config))
+        for field in dataclasses.fields(part)
+        if field.name not in MAY_DIFFER_BETWEEN_RANKS
+    }
+
+
 def listen(config: Config, launch: Launch) -> AbstractContextManager[StopSignals]:
     """Listens to the signals that end the run early; one rank leaves word of an end for a scheduler."""
     note = RequeueNote(config.checkpoint.save if launch.rank == 0 else None)
@@ -85,6 +100,7 @@ def resolve_vocabulary(config: Config, topology: Topology) -> Config:
                     f"tokenizer's {size}: give --vocab-size {size}"
                 )
             size = given
+    topology.check_agreement({"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}, "tokenizer")
     model = dataclasses.replace(config.model, vocab_size=size)
     resolved = dataclasses.replace(config, model=model)
     check_config(resolved, topology.world_size)
@@ -138,20 +154,41 @@ def build_data(
     ends = document_ends(config, topology)
     if config.data.mock_data:
         return build_mock_datasets(seq_length, num_samples, training.seed, vocab_size, ends)
-    with timers("train/valid/test-data-iterators-setup"), topology.agreed():
-        cache = IndexCache(config.data.data_cache_path)
-        batch_size = config.global_batch(topology.dp.size)
-        options = BuildOptions(
-            seq_length, training.seed, vocab_size, config.data.blend_by, cache, batch_size, ends
-        )
-        datasets = None
-        if reads_data(topology, ends):
-            datasets = build_from_sources(find_sources(config.data), num_samples, options)
-            datasets = _fill_in_middle(config, datasets)
-    datasets = dataclasses.replace(datasets_on_every_stage(datasets, topology), ends=ends)
+    with timers("train/valid/test-data-iterators-setup"):
+        sources, opened, record = _open_corpora(config, topology, ends)
+        with topology.agreed():
+            cache = IndexCache(config.data.data_cache_path)
+            batch_size = config.global_batch(topology.dp.size)
+            options = BuildOptions(
+                seq_length, training.seed, vocab_size, config.data.blend_by, cache, batch_size, ends
+            )
+            datasets = None
+            if record is not None:
+                datasets = build_from_corpora(sources, opened, num_samples, options)
+                datasets = _fill_in_middle(config, datasets)
+    datasets = dataclasses.replace(datasets_on_every_stage(datasets, topology), ends=ends, record=record)
     if training.eval_iters > 0 and "valid" in splits and not datasets.evaluated("valid"):
         log.warning("there is nothing to validate on: --split leaves no sequence to validation")
     return datasets
+
+
+def _open_corpora(
+    config: Config, topology: Topology, ends: DocumentEnds | None
+) -> tuple[Sources, dict[str, IndexedDataset], DataRecord | None]:
+    """Opens the corpora on ranks that read data, and compares what these ranks see under their names.
+
+    Raises:
+        UserError: a file is missing or damaged, or is not the same on all ranks; on every rank.
+    """
+    opened, record = dict[str, IndexedDataset](), None
+    with topology.agreed():
+        sources = find_sources(config.data)
+        if reads_data(topology, ends):
+            opened = open_corpora(sources)
+            identities = {prefix: CorpusIdentity.of(corpus) for prefix, corpus in opened.items()}
+            record = DataRecord(sources, identities, config.data.blend_by)
+    topology.check_agreement(None if record is None else record.for_ranks(), "data")
+    return sources, opened, record
 
 
 def document_ends(config: Config, topology: Topology) -> DocumentEnds | None:

@@ -1,6 +1,8 @@
 """Who is where in the world, and what the launcher may say of it."""
 
 import itertools
+import socket
+import threading
 
 import pytest
 import torch
@@ -159,3 +161,37 @@ def test_a_failure_on_a_gpu_is_told_without_a_wait_for_the_other_ranks(monkeypat
     with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
         pass
     assert left
+
+
+def test_a_rank_that_refuses_its_flags_ends_the_others(environment):
+    """It has no config to compare, and the others would wait for it until their time-out."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"})
+    raised = []
+
+    def start():
+        try:
+            with Topology.start(layout(), Launch(0, 2, 0, 2), must_agree={"--seed": "5"}):
+                pass
+        except UserError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    with pytest.raises(UserError, match=r"^unknown flag --lrr$"), topology.refusal_reported():
+        raise UserError("unknown flag --lrr")
+    thread.join(30.0)
+    assert raised == ["rank 1 alone: unknown flag --lrr"]
+
+
+def test_a_refusal_of_all_ranks_is_not_waited_with(environment, monkeypatch):
+    monkeypatch.setattr(topology, "_SECONDS_TO_REFUSE", 0.3)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    for variables in ({}, {"RANK": "1"}, free | {"RANK": "0"}, free | {"RANK": "1"}):
+        environment(variables)
+        with pytest.raises(UserError, match="of them all"), topology.refusal_reported():
+            raise UserError("of them all")

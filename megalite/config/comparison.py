@@ -1,0 +1,95 @@
+"""How each config field is compared: between the ranks of one run, and between a run and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from megalite.config.data import CORPUS_FIELDS, TOKENIZER_FIELDS
+
+
+class OnResume(Enum):
+    """What happens when a run resumes with another value than the checkpoint was saved with."""
+
+    MODEL = "refused: other weights; a few are allowed with --finetune"
+    RUN = "refused: other samples and dropout masks; allowed with --finetune"
+    SCHEDULE = "refused: --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler allow it"
+    SETTING = "refused: other updates; --allow-settings-change allows it"
+    DATA = "refused: other samples; --allow-data-change allows it"
+    CORPUS = "compared by what the corpora hold and which parts are read, not by the flag's words"
+    TOKENIZER = "logged where the tokenizer that results is another one"
+    LOGGED = (
+        "logged: it changes neither the weights' updates nor the samples, or acts only where a log says so"
+    )
+    FREE = "ignored: layout, folders, logging, and when a run ends"
+
+
+_NAMES: Mapping[OnResume, str] = {
+    OnResume.MODEL: """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
+        max_position_embeddings vocab_size position_embedding_type rotary_base normalization norm_epsilon
+        activation add_bias_linear embed_layernorm untie_embeddings_and_output_weights""",
+    OnResume.RUN: "seed global_batch_size rampup_batch_size",
+    OnResume.SCHEDULE: """
+        lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
+        lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
+        weight_decay weight_decay_incr_style start_weight_decay end_weight_decay weight_decay_incr_iters
+        weight_decay_incr_samples""",
+    OnResume.SETTING: """
+        hidden_dropout attention_dropout params_dtype fp8_format grad_communication_dtype
+        optimizer adam_beta1 adam_beta2 adam_eps clip_grad
+        loss_scale min_loss_scale loss_scale_window hysteresis""",
+    OnResume.DATA: """
+        mock_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token
+        reset_position_ids reset_attention_mask eod_mask_loss""",
+    OnResume.CORPUS: f"{' '.join(CORPUS_FIELDS)} split blend_by",
+    OnResume.TOKENIZER: " ".join(TOKENIZER_FIELDS),
+    OnResume.LOGGED: """
+        init_method_std initial_loss_scale train_iters train_samples eval_interval eval_iters
+        check_for_nan_in_loss_and_grad check_for_spiky_loss spiky_loss_factor iterations_to_skip
+        compile deterministic""",
+    OnResume.FREE: """
+        make_vocab_size_divisible_by pad_vocab_size_to attention_backend
+        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size sequence_parallel
+        pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage
+        pipeline_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pp_partition_method
+        ddp_bucket_size zero_stage overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
+        distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
+        recompute_granularity recompute_method recompute_num_layers recompute_modules
+        distribute_saved_activations cross_entropy_chunks
+        data_cache_path micro_batch_size
+        exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout
+        save load load_iteration save_interval async_save non_persistent_save_interval
+        non_persistent_ckpt_type non_persistent_local_ckpt_dir exit_on_save_failure keep_last keep_every
+        finetune load_optim save_optim use_checkpoint_args override_opt_param_scheduler
+        use_checkpoint_opt_param_scheduler allow_data_change allow_settings_change
+        log_interval profile_modules log_throughput log_params_norm log_num_zeros_in_grad
+        log_straggler_interval tensorboard_dir tensorboard_log_interval tensorboard_queue_size
+        log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
+        log_memory_to_tensorboard log_layer_grad_norms_interval wandb_project wandb_exp_name wandb_save_dir
+        metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
+        profile_execution profile_name profile profile_step_start profile_step_end profile_ranks
+        use_pytorch_profiler record_memory_history memory_snapshot_path
+        dry_run world_size rank dry_run_json""",
+}
+RESUME_RULES: Mapping[str, OnResume] = {
+    name: rule for rule, names in _NAMES.items() for name in names.split()
+}
+"""The rule of every config field."""
+
+MAY_DIFFER_BETWEEN_RANKS = frozenset(
+    (
+        "data_cache_path",  # may be on a node's own disk
+        "non_persistent_local_ckpt_dir",  # likewise
+        "num_threads",  # nodes may have different CPUs
+        "keep_freed_memory",
+        *("dry_run", "world_size", "rank", "dry_run_json"),  # without effect in a run of ranks
+    )
+)
+"""Config fields that need not be the same on all ranks; every other one must be."""
+
+
+def fields_with(rule: OnResume) -> tuple[str, ...]:
+    """Return the names of the fields that have this rule."""
+    return tuple(_NAMES[rule].split())

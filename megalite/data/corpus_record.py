@@ -1,0 +1,202 @@
+"""What corpora hold and which parts of them a run reads: recorded in checkpoints, compared between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.blend import normalized
+from megalite.data.indexed import IndexedDataset
+from megalite.data.sources import Blend, Sources
+from megalite.data.splits import SPLIT_NAMES
+
+_WHOLE_BYTES = 4 << 20
+_BLOCK_BYTES = 16 << 10
+"""Arrays of the index up to the first size are hashed whole, of others as many bytes in spaced blocks."""
+_NUM_SAMPLED_SEQUENCES = 8
+_NUM_SAMPLED_TOKENS = 1024
+_MAX_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class CorpusIdentity:
+    """A corpus by its contents: equal for copies of it, wherever they are.
+
+    Attributes:
+        bin_bytes, sequences, documents: sizes.
+        dtype: of the tokens.
+        index_sha256: of lengths, offsets and documents; of large ones a sample (`_WHOLE_BYTES` of each).
+        tokens_sha256: of the first tokens of a few sequences; None for a corpus in object storage.
+    """
+
+    bin_bytes: int
+    sequences: int
+    documents: int
+    dtype: str
+    index_sha256: str
+    tokens_sha256: str | None
+
+    @staticmethod
+    def of(corpus: IndexedDataset) -> CorpusIdentity:
+        """Read and hash at most some 12 MB of the index and 8 kilotokens, whatever the corpus's size."""
+        index = hashlib.sha256()
+        for array in (corpus.sequence_lengths, corpus.sequence_offsets, corpus.document_index):
+            for block in _sampled(array):
+                index.update(block.data)
+        tokens = None if corpus.is_remote else hashlib.sha256()
+        if tokens is not None and len(corpus):
+            for sequence in sorted(set(np.linspace(0, len(corpus) - 1, _NUM_SAMPLED_SEQUENCES, dtype=int))):
+                tokens.update(corpus[int(sequence)][:_NUM_SAMPLED_TOKENS].tobytes())
+        return CorpusIdentity(
+            corpus.num_tokens * corpus.dtype.itemsize,
+            len(corpus),
+            corpus.num_documents,
+            corpus.dtype.name,
+            index.hexdigest(),
+            None if tokens is None else tokens.hexdigest(),
+        )
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> CorpusIdentity:
+        """Return the identity that `asdict` and JSON made this of.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if not isinstance(record, Mapping) or set(record) != {field.name for field in fields(CorpusIdentity)}:
+            raise ValueError("run.json is damaged: a corpus in it is none")
+        return CorpusIdentity(**record)
+
+    def is_equal(self, other: CorpusIdentity) -> bool:
+        """Whether both hold the same, as far as both are known."""
+        of_tokens = self.tokens_sha256, other.tokens_sha256
+        return self._without_tokens() == other._without_tokens() and (
+            None in of_tokens or of_tokens[0] == of_tokens[1]
+        )
+
+    def __str__(self) -> str:
+        return f"{self.sequences:,} sequences in {self.bin_bytes:,} bytes, {_short_digest(asdict(self))}"
+
+    def _without_tokens(self) -> tuple[object, ...]:
+        return self.bin_bytes, self.sequences, self.documents, self.dtype, self.index_sha256
+
+
+def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the bytes of an array that are hashed: all of a small one, evenly spaced blocks of others."""
+    raw = array.view(np.uint8)
+    if len(raw) <= _WHOLE_BYTES:
+        yield raw
+        return
+    for begin in np.linspace(0, len(raw) - _BLOCK_BYTES, _WHOLE_BYTES // _BLOCK_BYTES, dtype=np.int64):
+        yield raw[begin : begin + _BLOCK_BYTES]
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """What each split reads.
+
+    Attributes:
+        sources: the blends of each split.
+        corpora: the identity of every corpus, by its prefix.
+        blend_by: what corpora without weights are weighed by.
+    """
+
+    sources: Sources
+    corpora: Mapping[str, CorpusIdentity]
+    blend_by: str
+
+    def for_json(self) -> dict[str, Any]:
+        """Return what a checkpoint records."""
+        return {
+            "corpora": {prefix: asdict(identity) for prefix, identity in self.corpora.items()},
+            "splits": {split: [self._blend(blend) for blend in self.sources[split]] for split in SPLIT_NAMES},
+        }
+
+    def for_ranks(self) -> dict[str, str]:
+        """Return what must be the same on all ranks that read data, in words."""
+        return {f"corpus {prefix}": str(identity) for prefix, identity in self.corpora.items()} | {
+            f"the data of {split}": f"{_words_of_split(blends)}, {_short_digest(blends)}"
+            for split in SPLIT_NAMES
+            for blends in [[self._blend(blend) for blend in self.sources[split]]]
+        }
+
+    def _blend(self, blend: Blend) -> dict[str, Any]:
+        weighs = blend.weights is None and len(blend.sources) > 1
+        return {
+            "name": blend.name,
+            "weights": None if blend.weights is None else normalized(blend.weights),
+            "blend_by": self.blend_by if weighs else None,
+            "parts": [[source.prefix, source.begin, source.end] for source in blend.sources],
+        }
+
+
+def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Compare two records of `DataRecord.for_json`; where corpora are does not matter.
+
+    Returns:
+        What differs in the data that is trained on, and in the data for evaluation alone, in words.
+
+    Raises:
+        ValueError: a record is damaged.
+    """
+    try:
+        found = {split: _split_differences(saved, here, split) for split in SPLIT_NAMES}
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise ValueError("run.json is damaged: its corpora are none") from error
+    evaluated = [text for split in SPLIT_NAMES[1:] for text in found[split] if text not in found["train"]]
+    return found["train"], list(dict.fromkeys(evaluated))
+
+
+def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split: str) -> list[str]:
+    blends, blends_here = saved["splits"][split], here["splits"][split]
+    if [_shape(blend) for blend in blends] != [_shape(blend) for blend in blends_here]:
+        return [f"{split} {_words_of_split(blends)} (now {_words_of_split(blends_here)})"]
+    pairs = [
+        (part[0], part_here[0])
+        for blend, blend_here in zip(blends, blends_here, strict=True)
+        for part, part_here in zip(blend["parts"], blend_here["parts"], strict=True)
+    ]
+    return [
+        f"corpus {prefix} {one} (now {'' if prefix == prefix_here else f'{prefix_here} '}{other})"
+        for prefix, prefix_here in dict.fromkeys(pairs)
+        if not (one := CorpusIdentity.from_record(saved["corpora"][prefix])).is_equal(
+            other := CorpusIdentity.from_record(here["corpora"][prefix_here])
+        )
+    ]
+
+
+def _shape(blend: Mapping[str, Any]) -> tuple[object, ...]:
+    """What is read of which corpus, but for the corpora themselves."""
+    return blend["weights"], blend["blend_by"], [part[1:] for part in blend["parts"]]
+
+
+def _words_of_split(blends: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(map(_words, blends)) or "nothing"
+
+
+def _words(blend: Mapping[str, Any]) -> str:
+    """Say which parts a blend is made of, as in "0.3 a, 0.7 b[0:0.5]"."""
+    weights = blend["weights"] or [None] * len(blend["parts"])
+    words = [
+        f"{'' if weight is None else f'{weight:.4g} '}{prefix}"
+        f"{'' if (begin, end) == (0, 1) else f'[{begin:.6g}:{end:.6g}]'}"
+        for weight, (prefix, begin, end) in zip(weights, blend["parts"], strict=True)
+    ]
+    by = f" by {blend['blend_by']}" if blend["blend_by"] else ""
+    return f"{_listed(words)}{by}"
+
+
+def _short_digest(record: object) -> str:
+    return f"digest {hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Join words, of many the first few alone."""
+    shown = ", ".join(words[:_MAX_SHOWN])
+    return f"{shown} and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else shown or "nothing"

@@ -1,0 +1,47 @@
+"""Ranks whose hosts hold different files under one path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.data.indexed_writer import IndexedWriter
+from megalite.errors import UserError
+from megalite.local_ranks import run_ranks
+from megalite.train.prepare import build_data
+from megalite.train.telemetry.timers import Timers
+
+
+def build(topology, config: Config, folder: Path) -> int:
+    """Every rank stands in a folder of its own, in which the prefix leads to its own files."""
+    os.chdir(folder / str(topology.rank))
+    train = build_data(config, topology, Timers()).train
+    assert train is not None
+    return len(train)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_other_contents_under_one_path_are_refused_on_every_rank(tmp_path: Path, stages: int) -> None:
+    """The stage in the middle of three reads no data, and its files do not count."""
+    config = Config(
+        model=ModelConfig(vocab_size=64, num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=8),
+        parallel=ParallelConfig(pipeline_model_parallel_size=stages),
+        data=DataConfig(data_path=("corpus",), split="1"),
+        training=TrainingConfig(train_iters=2, global_batch_size=6, eval_iters=0),
+    )
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        with IndexedWriter(str(tmp_path / str(rank) / "corpus"), np.uint16) as writer:
+            for number in range(40):
+                writer.add_document([[number] * (9 if rank == 1 and number == 7 else 10)])
+    if stages == 3:
+        assert len(set(run_ranks(build, config.parallel, 3, config, tmp_path))) == 1
+        return
+    with pytest.raises(
+        UserError, match=r"^corpus corpus differs between ranks: rank 1 has 40 sequences in 798"
+    ):
+        run_ranks(build, config.parallel, 3, config, tmp_path)

@@ -1,0 +1,147 @@
+"""What a run reads, as checkpoints record it: by what corpora hold, and not by where they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config import DataConfig
+from megalite.data import corpus_record
+from megalite.data.build import open_corpora
+from megalite.data.corpus_record import CorpusIdentity, DataRecord, data_differences
+from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.sources import find_sources
+
+LENGTHS = (5, 3, 7, 2, 6)
+
+
+def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS, token: int = 1) -> str:
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(str(prefix), np.uint16) as writer:
+        for length in lengths:
+            writer.add_document([[token] * length])
+    return str(prefix)
+
+
+def identity(prefix: str) -> CorpusIdentity:
+    return CorpusIdentity.of(IndexedDataset(prefix))
+
+
+def record(**fields: Any) -> DataRecord:
+    data = DataConfig(**fields)
+    sources = find_sources(data)
+    identities = {prefix: CorpusIdentity.of(corpus) for prefix, corpus in open_corpora(sources).items()}
+    return DataRecord(sources, identities, data.blend_by)
+
+
+def differences(saved: DataRecord, here: DataRecord) -> tuple[list[str], list[str]]:
+    return data_differences(json.loads(json.dumps(saved.for_json())), here.for_json())
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    return write(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "token"),
+    [((5, 3, 7, 2, 6, 1), 1), ((3, 5, 7, 2, 6), 1), ((5, 3, 7, 8), 1), (LENGTHS, 2)],
+    ids=["appended", "another order", "joined", "other tokens of the same lengths"],
+)
+def test_another_corpus_is_known(corpus: str, tmp_path: Path, lengths: tuple[int, ...], token: int) -> None:
+    before = identity(corpus)
+    assert before.is_equal(identity(write(tmp_path / "b" / "copy")))
+    after = identity(write(tmp_path / "other", lengths, token))
+    assert not before.is_equal(after)
+    assert str(before) != str(after)
+
+
+def test_large_arrays_are_sampled_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(corpus_record, "_WHOLE_BYTES", 256)
+    monkeypatch.setattr(corpus_record, "_BLOCK_BYTES", 32)
+    lengths = (3, 4) * 500
+    base = identity(write(tmp_path / "a", lengths))
+    assert base.is_equal(identity(write(tmp_path / "b", lengths)))
+    first, last = (4, 3, *lengths[2:]), (*lengths[:-2], 4, 3)
+    assert not base.is_equal(identity(write(tmp_path / "c", first)))
+    assert not base.is_equal(identity(write(tmp_path / "d", last)))
+
+
+def test_an_empty_corpus_has_an_identity(tmp_path: Path) -> None:
+    assert identity(write(tmp_path / "none", ())).sequences == 0
+
+
+def test_a_corpus_of_a_store_is_compared_by_its_index(corpus: str) -> None:
+    known = identity(corpus)
+    remote = CorpusIdentity(**(vars(known) | {"tokens_sha256": None}))
+    assert known.is_equal(remote) and remote.is_equal(known)
+    assert not remote.is_equal(CorpusIdentity(**(vars(remote) | {"index_sha256": "0"})))
+
+
+def test_a_moved_corpus_is_the_same_and_weights_count_by_their_ratio(corpus: str, tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / f"moved{suffix}")
+    moved = str(tmp_path / "moved")
+    assert differences(record(data_path=(corpus,)), record(data_path=(moved,))) == ([], [])
+    weighted = record(data_path=("3", corpus, "1", moved))
+    assert differences(weighted, record(data_path=("0.75", moved, "0.25", corpus))) == ([], [])
+    assert weighted.for_ranks() != record(data_path=("0.75", moved, "0.25", corpus)).for_ranks()
+
+
+def test_differences_name_the_corpus_or_the_blend(corpus: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "b", (9, 9))
+    saved = record(data_path=(corpus,), split="90,5,5")
+    trained, evaluated = differences(saved, record(data_path=(other,), split="90,5,5"))
+    assert len(trained) == 1
+    assert trained[0].startswith(f"corpus {corpus} 5 sequences in 46 bytes, digest ")
+    assert f"(now {other} 2 sequences in 36 bytes, digest " in trained[0]
+    assert evaluated == []  # it is the same difference
+    trained, evaluated = differences(saved, record(data_path=(corpus, other), split="90,5,5"))
+    assert trained == [f"train {corpus}[0:0.9] (now {corpus}[0:0.9], {other}[0:0.9] by tokens)"]
+    assert len(evaluated) == 2
+    assert differences(
+        record(data_path=(corpus, other)), record(data_path=(corpus, other), blend_by="documents")
+    )[0]
+
+
+def test_data_for_evaluation_alone_are_told_apart(corpus: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "b", (9, 9))
+    saved = record(data_path=(corpus,), split="90,5,5")
+    assert differences(saved, record(data_path=(corpus,), split="90,10")) == (
+        [],
+        [f"valid {corpus}[0.9:0.95] (now {corpus}[0.9:1])", f"test {corpus}[0.95:1] (now {corpus}[1:1])"],
+    )
+    train = {"train_data_path": (corpus,)}
+    found = differences(record(**train), record(**train, valid_data_path=(other,)))
+    assert found == ([], [f"valid nothing (now {other})"])
+
+
+def test_a_record_of_many_corpora_differs_in_its_last_one(tmp_path: Path, corpus: str) -> None:
+    prefixes = [write(tmp_path / f"c{number}") for number in range(8)]
+    one, other = record(data_path=tuple(prefixes)), record(data_path=(*prefixes[:-1], corpus))
+    assert one.for_ranks()["the data of train"] != other.for_ranks()["the data of train"]
+    assert "and 3 more by tokens, digest " in one.for_ranks()["the data of train"]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"splits": 3},
+        {"splits": {"train": [3]}},
+        {"corpora": {}},
+        {"corpora": {"a": 3}},
+        {"splits": {"train": [{"weights": None, "blend_by": None, "parts": [[]]}]}},
+    ],
+)
+def test_a_damaged_record_is_no_crash(corpus: str, damaged: dict[str, Any]) -> None:
+    here = record(data_path=(corpus,)).for_json()
+    saved = {**here, **damaged} if damaged else {"other": 1}
+    with pytest.raises(ValueError, match=r"run.json is damaged"):
+        data_differences(saved, here)
