@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import Config, ModelConfig
-from megalite.config.data import CORPUS_FIELDS
+from megalite.config.comparison import RESUME_RULES, OnResume, fields_with
+from megalite.data.corpus_record import DataRecord, data_differences
 from megalite.data.tokenizer_digest import digest_of
 from megalite.errors import UserError
 from megalite.optim.schedule import Schedule
 from megalite.topology import Topology
 
-PADDING = ("make_vocab_size_divisible_by", "pad_vocab_size_to")
-"""Fields of the model for rows of the vocabulary that stand for no token."""
-FREE = ("params_dtype", "hidden_dropout", "attention_dropout", "init_method_std")
-"""Fields of the model that a run may change on its way."""
 SAME_SHAPES = ("seq_length", "norm_epsilon", "rotary_base")
 """Fields of the model that change what its weights compute and not their shapes: free with --finetune."""
 UNTIED = "untie_embeddings_and_output_weights"
-DATA = (
-    *(*CORPUS_FIELDS, "mock_data", "split", "blend_by", "fim_rate", "fim_spm_rate"),
-    *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-)
-"""Fields of the data on which a run's further samples depend."""
 _ALIKE = {"activation": ("gelu", "gelu_exact", "relu"), "position_embedding_type": ("rope", "alibi", "none")}
 """Values between which the shapes of weights are the same."""
+_DYNAMIC_LOSS_SCALE = ("min_loss_scale", "loss_scale_window", "hysteresis")
+_FILL_IN_MIDDLE = ("fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token")
 
 
 class Difference(NamedTuple):
@@ -41,10 +35,13 @@ class Difference(NamedTuple):
         return f"{self.name} {_shown(self.saved)} (now {_shown(self.here)})"
 
 
-def identity_of(config: Config, topology: Topology) -> dict[str, Any]:
-    """What run.json tells of a run for later ones to compare; the layout and micro-batch size are free.
+def identity_of(config: Config, topology: Topology, data: DataRecord | None = None) -> dict[str, Any]:
+    """Return what run.json records of a run for later ones to compare; `comparison` has each field's rule.
 
     The tokenizer is known to rank 0 alone, which writes and warns.
+
+    Args:
+        data: what the run reads; known to rank 0, and None where the tokens are random.
     """
     digest = digest_of(config.data, config.model.vocab_size) if topology.rank == 0 else None
     return {
@@ -56,27 +53,65 @@ def identity_of(config: Config, topology: Topology) -> dict[str, Any]:
             "rampup_batch_size": list(config.training.rampup_batch_size or []) or None,
         },
         "schedule": Schedule.of(config).fields(),
-        "data": {name: _plain(getattr(config.data, name)) for name in DATA},
+        "settings": _settings(config),
+        "data": _data_options(config),
+        "corpora": None if data is None else data.for_json(),
         "tokenizer": digest,
     }
 
 
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the fields that must not change or whose change is logged, without those that have no effect."""
+    without_effect = set[str]()
+    if config.model.params_dtype != "fp16":
+        without_effect |= {"loss_scale", "initial_loss_scale", *_DYNAMIC_LOSS_SCALE}
+    elif config.optimizer.loss_scale is not None:
+        without_effect |= {"initial_loss_scale", *_DYNAMIC_LOSS_SCALE}
+    if not config.training.check_for_spiky_loss:
+        without_effect.add("spiky_loss_factor")
+    names = set(fields_with(OnResume.SETTING) + fields_with(OnResume.LOGGED)) - without_effect
+    return _values(config, names)
+
+
+def _data_options(config: Config) -> dict[str, Any]:
+    """Return the fields of the data, without those that have no effect."""
+    names = set(fields_with(OnResume.DATA) + fields_with(OnResume.CORPUS))
+    if config.data.fim_rate == 0 or config.data.mock_data:
+        names -= set(_FILL_IN_MIDDLE)
+    return _values(config, names)
+
+
+def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
+    """Return the values of these fields as JSON gives them back."""
+    return {
+        field.name: _plain(getattr(part, field.name))
+        for part in (getattr(config, group.name) for group in dataclasses.fields(config))
+        for field in dataclasses.fields(part)
+        if field.name in names
+    }
+
+
 def check_identity(
-    description: Mapping[str, Any], checkpoint: Path, config: Config, topology: Topology
+    description: Mapping[str, Any],
+    checkpoint: Path,
+    config: Config,
+    topology: Topology,
+    data: DataRecord | None = None,
 ) -> list[str]:
     """Compares a checkpoint with this run.
 
     Args:
         description: the checkpoint's run.json.
+        data: what this run reads; corpora are compared on the ranks that know them, rank 0 among them.
 
     Returns:
         What may differ, and does, in words for the log.
 
     Raises:
-        UserError: with all that must not differ, by field, in one line for each of model, run and schedule.
+        UserError: with all that must not differ, by field, in a line for each part of run.json.
         ValueError: the description is damaged.
     """
-    here = identity_of(config, topology)
+    here = identity_of(config, topology, data)
     mistakes, notices = list[str](), list[str]()
     wrong, told = _of_model(description["model"], config)
     if wrong:
@@ -87,18 +122,22 @@ def check_identity(
         wrong = list(_differences(description["run"], here["run"])) if description["run"] else []
         if wrong:
             mistakes.append(_of_another(checkpoint, "run", wrong, _run_advice(wrong, config)))
-        saved_data = _mapping(description, "data")
-        changed = list(_differences(saved_data, here["data"])) if saved_data else []
-        if changed:
-            notices.append(
-                f"the data differ from the checkpoint's: {_listed(changed)}; "
-                "the samples that follow are taken from the new order"
-            )
         mistake, notice = _of_schedule(
             _mapping(description, "schedule"), here["schedule"], checkpoint, config
         )
         mistakes += mistake
         notices += notice
+        if description.get("data") and "settings" not in description:
+            notices.append(
+                f"checkpoint {checkpoint} was saved by an earlier version, which recorded neither what its "
+                "corpora hold nor the optimizer's settings: whether these have changed is not checked"
+            )
+        mistake, notice = _of_data(description, here, checkpoint, config)
+        mistakes += mistake
+        notices += notice
+    mistake, notice = _of_settings(description, here, checkpoint, config)
+    mistakes += mistake
+    notices += notice
     tokenizers = description.get("tokenizer"), here["tokenizer"]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         notices.append(
@@ -131,9 +170,7 @@ def _of_model(saved: Mapping[str, Any], config: Config) -> tuple[list[Difference
     """Differences that stand in the way, and those that are told alone."""
     wrong, told = list[Difference](), list[Difference]()
     for difference in _differences(_resolved(_model_of(saved)) | _unknown(saved), _resolved(config.model)):
-        is_free = difference.name in FREE or (
-            (config.checkpoint.finetune and _keeps_shapes(difference)) or _unties(difference)
-        )
+        is_free = (config.checkpoint.finetune and _keeps_shapes(difference)) or _unties(difference)
         (told if is_free else wrong).append(difference)
     return wrong, told
 
@@ -165,9 +202,7 @@ def _unknown(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
     """The fields with the defaults that follow from others, and without what has no effect."""
-    fields = dataclasses.asdict(model)
-    for name in (*PADDING, "attention_backend"):
-        del fields[name]
+    fields = {name: getattr(model, name) for name in fields_with(OnResume.MODEL)}
     try:
         fields["ffn_hidden_size"] = model.ffn_size
         fields["num_query_groups"] = model.num_kv_heads
@@ -226,6 +261,56 @@ def _of_schedule(
     return [_of_another(checkpoint, "schedule", changed, advice)], []
 
 
+def _of_settings(
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+) -> tuple[list[str], list[str]]:
+    """Return what is wrong with the settings and what is logged of them."""
+    saved = {name: value for name, value in description["model"].items() if name in here["settings"]}
+    if not config.checkpoint.finetune:  # a run of its own has settings of its own
+        saved |= _mapping(description, "settings")
+    changed, logged = list[Difference](), list[Difference]()
+    for difference in _differences_of_shared(saved, here["settings"]):
+        is_harmless = RESUME_RULES.get(difference.name) is OnResume.LOGGED
+        (logged if is_harmless else changed).append(difference)
+    notices = [f"not as in checkpoint {checkpoint}: {_listed(logged)}"] if logged else []
+    if not changed:
+        return [], notices
+    if not _loads_schedule(config) or config.checkpoint.allow_settings_change:
+        return [], [*notices, f"the settings differ from the checkpoint's: {_listed(changed)}"]
+    advice = (
+        "run with what it was saved with, or give --allow-settings-change to go on with the new ones"
+        "; --finetune takes the weights alone and starts a run of its own"
+    )
+    return [f"checkpoint {checkpoint} has other settings: {_listed(changed)}; {advice}"], notices
+
+
+def _of_data(
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+) -> tuple[list[str], list[str]]:
+    """Return what is wrong with the data and what is logged of them."""
+    options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
+    changed = [str(each) for each in options if RESUME_RULES.get(each.name) is not OnResume.CORPUS]
+    notices = []
+    saved = _mapping(description, "corpora")
+    if saved and here["corpora"] is not None:
+        trained, evaluated = data_differences(saved, here["corpora"])
+        changed += trained
+        if evaluated:
+            notices.append(f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}")
+    elif flags := [each for each in options if RESUME_RULES.get(each.name) is OnResume.CORPUS]:
+        notices.append(f"the flags of the data differ from the checkpoint's: {_listed(flags)}")
+    if not changed:
+        return [], notices
+    if config.checkpoint.allow_data_change:
+        told = f"the data differ from the checkpoint's: {', '.join(changed)}"
+        return [], [f"{told}; the samples that follow are taken from the new order", *notices]
+    advice = (
+        "run with what it was saved with, or give --allow-data-change to go on in the order of the new data"
+        "; --finetune takes the weights alone and starts a run of its own"
+    )
+    return [f"checkpoint {checkpoint} is of other data: {', '.join(changed)}; {advice}"], notices
+
+
 def _loads_schedule(config: Config) -> bool:
     """Whether the checkpoint's schedule counts: it goes with the optimizer's state."""
     return config.checkpoint.load_optim and not config.checkpoint.finetune
@@ -243,6 +328,14 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
     for name in {**here, **saved}:
         if saved.get(name) != here.get(name):
             yield Difference(name, saved.get(name), here.get(name))
+
+
+def _differences_of_shared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield differences of fields that both have, and of those that this version does not know."""
+    for difference in _differences(saved, here):
+        is_unknown = difference.name not in RESUME_RULES
+        if is_unknown or (difference.name in saved and difference.name in here):
+            yield difference
 
 
 def _mapping(description: Mapping[str, Any], part: str) -> Mapping[str, Any]:

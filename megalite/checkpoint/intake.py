@@ -13,6 +13,7 @@ from megalite.checkpoint.place import Tensors
 from megalite.checkpoint.progress import Progress
 from megalite.config import Config
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.data.corpus_record import DataRecord
 from megalite.errors import UserError
 from megalite.topology import Topology
 
@@ -40,11 +41,18 @@ class Intake:
     notices: tuple[str, ...] = ()
 
 
-def intake_of(manifest: Manifest, wanted: Tensors, config: Config, topology: Topology) -> Intake:
+def intake_of(
+    manifest: Manifest,
+    wanted: Tensors,
+    config: Config,
+    topology: Topology,
+    data: DataRecord | None = None,
+) -> Intake:
     """Decides what is taken.
 
     Args:
         wanted: all that this rank holds, by name.
+        data: what the run reads.
 
     Raises:
         UserError: the checkpoint is of another model or run, or has not what is asked of it.
@@ -52,7 +60,7 @@ def intake_of(manifest: Manifest, wanted: Tensors, config: Config, topology: Top
     """
     description, checkpoint = manifest.description, config.checkpoint
     progress = Progress.from_record(description["progress"])
-    notices = check_identity(description, manifest.folder, config, topology)
+    notices = check_identity(description, manifest.folder, config, topology, data)
     choice = _Choice(
         manifest.tensors.keys(),
         checkpoint,

@@ -15,13 +15,19 @@ from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest
 from megalite.checkpoint.place import Tensors
 from megalite.checkpoint.tensor_reader import read_tensors
 from megalite.config import CheckpointConfig, Config
+from megalite.data.corpus_record import DataRecord
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.topology import Topology
 
 
 def load_checkpoint(
-    folder: Path, tensors: Tensors, config: Config, topology: Topology, local: LocalSaves | None = None
+    folder: Path,
+    tensors: Tensors,
+    config: Config,
+    topology: Topology,
+    local: LocalSaves | None = None,
+    data: DataRecord | None = None,
 ) -> Intake | None:
     """Copies the checkpoint of `load_iteration`, else the latest whole one, into this rank's tensors.
 
@@ -31,6 +37,7 @@ def load_checkpoint(
         tensors: all that this rank holds, by name; what the intake does not name stays as it is.
         local: the run's non-persistent saves: the newest is taken where it is newer, and the run goes on
             from its own folder with all of its state.
+        data: what the run reads, to be compared with what the checkpoint's run read.
 
     Returns:
         What was taken; None where the folder holds no checkpoint.
@@ -43,7 +50,7 @@ def load_checkpoint(
     if manifest is None:
         return None
     with topology.agreed():
-        return _read(manifest, tensors, config, topology)
+        return _read(manifest, tensors, config, topology, data)
 
 
 def _newest_local(
@@ -81,9 +88,11 @@ def _newest_persistent(folder: Path, topology: Topology) -> int:
     return newest[0]
 
 
-def _read(manifest: Manifest, tensors: Tensors, config: Config, topology: Topology) -> Intake:
+def _read(
+    manifest: Manifest, tensors: Tensors, config: Config, topology: Topology, data: DataRecord | None
+) -> Intake:
     try:
-        intake = intake_of(manifest, tensors, config, topology)
+        intake = intake_of(manifest, tensors, config, topology, data)
         taken = {name: tensors[name] for name in intake.sources}
         read_tensors(manifest, taken, topology, intake.sources)
     except UserError:

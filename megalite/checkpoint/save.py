@@ -23,6 +23,7 @@ from megalite.checkpoint.manifest import FileRecord, TensorRecord, seal, write_s
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.tensor_writer import Piece, write_file
 from megalite.config import Config, to_yaml
+from megalite.data.corpus_record import DataRecord
 from megalite.log import log
 from megalite.topology import AXES, Topology
 
@@ -43,12 +44,14 @@ class Contents:
     config_text: str
 
     @staticmethod
-    def of(progress: Progress, config: Config, topology: Topology) -> Contents:
-        """Those of a run that has come so far."""
+    def of(
+        progress: Progress, config: Config, topology: Topology, data: DataRecord | None = None
+    ) -> Contents:
+        """Those of a run that has come so far, and reads these data."""
         description = {
             "progress": dataclasses.asdict(progress),
             "layout": {axis: getattr(topology, axis).size for axis in AXES},
-            **identity_of(config, topology),
+            **identity_of(config, topology, data),
         }
         return Contents(progress.iteration, description, to_yaml(config))
 

@@ -49,6 +49,10 @@ class CheckpointConfig:
     """Go on with the given schedule of learning rate and weight decay where the checkpoint has another."""
     use_checkpoint_opt_param_scheduler: bool = False
     """Go on with the checkpoint's schedule of learning rate and weight decay, whatever is given."""
+    allow_data_change: bool = False
+    """Resume on other training data than the checkpoint's: samples are then read in the new data's order."""
+    allow_settings_change: bool = False
+    """Resume with other settings than the checkpoint's: Adam's, clipping, dropout, precision."""
 
     @property
     def loads_own(self) -> bool:

@@ -163,6 +163,7 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
     """The same for what is saved and loaded."""
     checkpoint = config.checkpoint
     schedules = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    allowed = ("allow_data_change", "allow_settings_change")
     if checkpoint.save is None:
         for name in (
             "save_interval",
@@ -179,14 +180,15 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir"):
             yield name, "there is no --non-persistent-save-interval"
     if checkpoint.load is None:
-        for name in ("load_iteration", "finetune", "load_optim", *schedules):
+        for name in ("load_iteration", "finetune", "load_optim", *allowed, *schedules):
             yield name, "there is no --load folder"
     elif checkpoint.finetune:
-        for name in ("load_optim", *schedules):
+        for name in ("load_optim", *allowed, *schedules):
             yield name, "--finetune takes the weights alone"
     elif not checkpoint.load_optim:
         for name in schedules:
             yield name, "with --no-load-optim the given schedule counts"
+        yield "allow_settings_change", "with --no-load-optim the given settings count"
 
 
 def _data_reasons(config: Config) -> Iterator[tuple[str, str]]:

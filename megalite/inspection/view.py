@@ -15,7 +15,7 @@ from megalite.convert.hf_folder import CONFIG_FILE, HFFolder
 from megalite.convert.source import find_checkpoint, kind_of
 from megalite.errors import UserError
 
-OF_A_RUN = ("progress", "model", "run", "schedule", "data", "tokenizer")
+OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
 """Parts of run.json that make one run another; the rest is where and by what it was saved."""
 
 

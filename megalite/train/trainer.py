@@ -145,13 +145,13 @@ class Trainer:
     def save(self, *, is_last: bool = False) -> None:
         """Saves a checkpoint of the present progress to the config's folder, or begins to; see `Saver`."""
         with self.timers("save-checkpoint"):
-            contents = Contents.of(self.progress, self.config, self.topology)
+            contents = Contents.of(self.progress, self.config, self.topology, self.datasets.record)
             self.saver.save(contents, self.saved_tensors(), is_last=is_last)
 
     def save_local(self) -> None:
         """Makes a non-persistent save, or begins to; see `Saver`."""
         with self.timers("save-checkpoint-non-persistent"):
-            contents = Contents.of(self.progress, self.config, self.topology)
+            contents = Contents.of(self.progress, self.config, self.topology, self.datasets.record)
             self.saver.save_local(contents, self.tensors())
 
     def load(self) -> bool:
@@ -164,6 +164,7 @@ class Trainer:
                 self.config,
                 self.topology,
                 self.saver.local,
+                self.datasets.record,
             )
         if intake is None:
             return False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.identity import check_identity, identity_of, resumed_config
+from megalite.cli.fields import ConfigField, config_fields
 from megalite.config import (
     CheckpointConfig,
     Config,
@@ -19,6 +20,7 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
+from megalite.config.comparison import RESUME_RULES, OnResume
 from megalite.errors import UserError
 from megalite.optim.schedule import Schedule
 from megalite.topology import Topology
@@ -30,12 +32,27 @@ CONFIG = Config(
     training=TrainingConfig(train_iters=100, global_batch_size=8),
 )
 FINETUNE = CheckpointConfig(load="SAVE", finetune=True)
-FREE: list[tuple[str, dict[str, Any], str]] = [
-    ("model", {"hidden_dropout": 0.0}, "hidden_dropout 0.1 (now 0.0)"),
-    ("model", {"params_dtype": "bf16"}, "params_dtype fp32 (now bf16)"),
+LOGGED: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"untie_embeddings_and_output_weights": True}, "output_weights False (now True)"),
-    ("data", {"data_path": ("other", "corpus")}, "data_path corpus (now other corpus)"),
-    ("data", {"split": "1,0,0"}, "split 969,30,1 (now 1,0,0); the samples that follow"),
+    ("data", {"data_path": ("other", "corpus")}, "flags of the data differ from the checkpoint's: data_path"),
+    ("training", {"eval_interval": 5}, f"not as in checkpoint {FOLDER}: eval_interval 1000 (now 5)"),
+]
+ALLOWED_BY: list[tuple[str, str, dict[str, Any], str]] = [
+    ("settings", "model", {"hidden_dropout": 0.0}, "hidden_dropout 0.1 (now 0.0)"),
+    ("settings", "model", {"params_dtype": "bf16"}, "params_dtype fp32 (now bf16)"),
+    (
+        "settings",
+        "optimizer",
+        {"clip_grad": 0.5, "adam_eps": 1e-6},
+        "adam_eps 1e-08 (now 1e-06), clip_grad 1.0",
+    ),
+    ("data", "data", {"fim_rate": 0.5}, "fim_rate 0.0 (now 0.5); "),
+    (
+        "data",
+        "data",
+        {"mock_data": True, "eod_mask_loss": True},
+        "eod_mask_loss False (now True), mock_data False",
+    ),
 ]
 SILENT: list[tuple[str, dict[str, Any]]] = [
     ("model", {"ffn_hidden_size": 256, "kv_channels": 16, "num_query_groups": 4}),
@@ -43,7 +60,9 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("model", {"attention_backend": "unfused"}),
     ("parallel", {"tensor_model_parallel_size": 2}),
     ("training", {"micro_batch_size": 2}),
-    ("optimizer", {"lr_decay_iters": 100, "adam_beta2": 0.95}),
+    ("optimizer", {"lr_decay_iters": 100, "hysteresis": 3}),
+    ("data", {"fim_prefix_token": "<p>"}),
+    ("training", {"spiky_loss_factor": 3.0}),
 ]
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -100,10 +119,42 @@ def test_the_same_run_has_nothing_to_tell(compare) -> None:
     assert compare(CONFIG, CONFIG) == []
 
 
-@pytest.mark.parametrize(("group", "values", "words"), FREE)
-def test_what_may_change_is_told(compare, group: str, values: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("group", "values", "words"), LOGGED)
+def test_harmless_changes_are_logged(compare, group: str, values: dict[str, Any], words: str) -> None:
     (notice,) = compare(CONFIG, changed(group, values))
     assert words in notice
+
+
+@pytest.mark.parametrize(("flag", "group", "values", "words"), ALLOWED_BY)
+def test_other_updates_and_samples_are_refused_unless_a_flag_allows_them(
+    compare, flag: str, group: str, values: dict[str, Any], words: str
+) -> None:
+    here = changed(group, values)
+    with pytest.raises(UserError, match=f"give --allow-{flag}-change to go on") as caught:
+        compare(CONFIG, here)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    (notice,) = compare(CONFIG, resuming(here, **{f"allow_{flag}_change": True}))
+    assert f"the {flag} differ from the checkpoint's" in notice
+    assert words.strip("; ") in notice
+
+
+def test_a_checkpoint_of_an_earlier_version_says_once_what_is_not_compared(
+    compare, topology: Topology
+) -> None:
+    saved = json.loads(json.dumps(identity_of(CONFIG, topology)))
+    del saved["settings"], saved["corpora"]
+    here = changed("optimizer", {"clip_grad": 0.5})
+    (notice,) = check_identity(saved, FOLDER, here, topology)
+    assert "saved by an earlier version" in notice
+    with pytest.raises(UserError, match=r"hidden_dropout 0.1 \(now 0.3\)"):  # which it did record
+        check_identity(saved, FOLDER, changed("model", {"hidden_dropout": 0.3}), topology)
+
+
+def test_a_setting_of_a_later_version_is_refused(compare, topology: Topology) -> None:
+    saved = json.loads(json.dumps(identity_of(CONFIG, topology)["settings"])) | {"adam_amsgrad": True}
+    with pytest.raises(UserError, match=r"other settings: adam_amsgrad True \(now None\)"):
+        compare(CONFIG, CONFIG, settings=saved)
 
 
 @pytest.mark.parametrize(("group", "values"), SILENT)
@@ -185,7 +236,8 @@ def test_a_longer_run_asks_which_decay_is_meant(compare) -> None:
         compare(CONFIG, longer)
     assert "of another schedule: lr_decay_iters 100 (now 200); give --override" in str(caught.value)
     assert "without --lr-decay-iters the decay ends with the run, at --train-iters" in str(caught.value)
-    assert compare(CONFIG, changed("optimizer", {"lr_decay_iters": 100}, longer)) == []
+    (notice,) = compare(CONFIG, changed("optimizer", {"lr_decay_iters": 100}, longer))
+    assert notice == f"not as in checkpoint {FOLDER}: train_iters 100 (now 200)"
 
 
 def resuming(config: Config, **flags: bool) -> Config:
@@ -201,8 +253,7 @@ def test_the_flags_choose_one_of_two_schedules(compare, topology: Topology) -> N
     assert "the command line's schedule is taken" in compare(saved, override)[0]
     assert resumed_config(description, override) == override
     keep = resuming(here, use_checkpoint_opt_param_scheduler=True)
-    (notice,) = compare(saved, keep)
-    assert notice.startswith("the checkpoint's schedule is kept: lr 0.0003 (not 1.0)")
+    assert compare(saved, keep)[0].startswith("the checkpoint's schedule is kept: lr 0.0003 (not 1.0)")
     kept = resumed_config(description, keep)
     assert kept.training == here.training
     for at in (1, 50, 100, 150):
@@ -218,7 +269,7 @@ def test_a_schedule_in_the_other_unit_can_only_be_replaced(compare) -> None:
         UserError, match="one is counted in iterations, the other in samples: give --override"
     ):
         compare(CONFIG, resuming(here, use_checkpoint_opt_param_scheduler=True))
-    assert len(compare(CONFIG, resuming(here, override_opt_param_scheduler=True))) == 1
+    assert "schedule is taken" in compare(CONFIG, resuming(here, override_opt_param_scheduler=True))[0]
 
 
 def test_without_the_optimizers_state_the_schedule_is_the_runs(compare) -> None:
@@ -234,4 +285,69 @@ def test_another_tokenizer_is_told(compare) -> None:
 
 
 def test_a_converted_checkpoint_is_compared_in_what_it_has(compare) -> None:
-    assert compare(CONFIG, CONFIG, run={}, schedule=None, data=None, tokenizer=None) == []
+    assert compare(CONFIG, CONFIG, run={}, schedule=None, data=None, settings=None, tokenizer=None) == []
+
+
+Changes = dict[str, dict[str, Any]]
+FP16: Changes = {"model": {"params_dtype": "fp16"}}
+IN_SAMPLES: Changes = {"training": {"train_iters": None, "train_samples": 800}}
+CONSTANT: Changes = {"optimizer": {"lr_decay_style": "constant"}}
+WSD: Changes = {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9}}
+RISING: Changes = {
+    "optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
+}
+BY_CONTEXT: list[tuple[str, Changes]] = [
+    ("rotary_base", {"model": {"position_embedding_type": "rope"}}),
+    ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
+    ("lr_warmup_init", {"optimizer": {"lr_warmup_iters": 5}}),
+    ("lr_wsd_decay_style lr_wsd_decay_iters", WSD),
+    ("start_weight_decay end_weight_decay weight_decay_incr_iters", RISING),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", FP16),
+    ("fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token", {"data": {"fim_rate": 0.1}}),
+    ("spiky_loss_factor", {"training": {"check_for_spiky_loss": True}}),
+    ("lr_decay_samples lr_warmup_samples", IN_SAMPLES),
+    ("train_iters", CONSTANT),
+    ("train_samples", IN_SAMPLES | CONSTANT),
+    ("lr_wsd_decay_samples", {"optimizer": {"lr_decay_style": "WSD"}} | IN_SAMPLES),
+    ("weight_decay_incr_samples", RISING | IN_SAMPLES),
+]
+CONTEXT_OF = {name: context for names, context in BY_CONTEXT for name in names.split()}
+"""What a field needs other fields to be to have an effect."""
+REFUSED_AS = {
+    OnResume.MODEL: "is of another model",
+    OnResume.RUN: "is of another run",
+    OnResume.SCHEDULE: "is of another schedule",
+    OnResume.SETTING: "has other settings",
+    OnResume.DATA: "is of other data",
+}
+
+
+def another(field: ConfigField, value: Any) -> Any:
+    """A value that the field does not have."""
+    if field.kind.item is bool:
+        return not value
+    if field.kind.choices:
+        values = [choice for choice in (*field.kind.choices, "other") if choice != value]
+        return tuple(values[:1]) if field.kind.is_many else values[0]
+    if field.kind.item is str:
+        return ("other",) if field.kind.is_many else "other"
+    if field.kind.is_many:
+        return (2, 2, 8)
+    return (value or 0) + 1 if field.kind.item is int else (value or 0) / 2 + 0.3
+
+
+@pytest.mark.parametrize("field", config_fields(), ids=lambda field: field.name)
+def test_every_field_is_treated_by_its_rule(compare, field: ConfigField) -> None:
+    rule = RESUME_RULES[field.name]
+    saved = CONFIG
+    for group, values in CONTEXT_OF.get(field.name, {}).items():
+        saved = changed(group, values, saved)
+    value = another(field, getattr(getattr(saved, field.group), field.name))
+    here = changed(field.group, {field.name: value}, saved)
+    if rule in REFUSED_AS:
+        with pytest.raises(UserError, match=REFUSED_AS[rule]):
+            compare(saved, here)
+    elif rule in (OnResume.LOGGED, OnResume.CORPUS):
+        assert any(field.name in notice for notice in compare(saved, here))
+    elif rule is OnResume.FREE:
+        assert compare(saved, here) == []

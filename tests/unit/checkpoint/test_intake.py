@@ -37,7 +37,7 @@ def config_of(dtype: str, *, untied: bool = False, **flags: bool) -> Config:
     return Config(
         model=ModelConfig(vocab_size=256, params_dtype=dtype, untie_embeddings_and_output_weights=untied),  # type: ignore[arg-type]
         training=TrainingConfig(train_iters=100, global_batch_size=8),
-        checkpoint=CheckpointConfig(load="SAVE", **flags),
+        checkpoint=CheckpointConfig(load="SAVE", allow_settings_change=True, **flags),
     )
 
 

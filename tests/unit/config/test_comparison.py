@@ -1,0 +1,29 @@
+"""Every config field has a rule for a resumed run and for ranks that were started apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megalite.cli.fields import config_fields
+from megalite.config import OptimizerConfig
+from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS, RESUME_RULES, OnResume, fields_with
+
+GROUP_OF = {field.name: field.group for field in config_fields()}
+
+
+def test_a_new_field_must_be_given_a_rule() -> None:
+    """A field that fails here is not in `comparison._NAMES`: say there what a resumed run may do with it."""
+    assert set(RESUME_RULES) ^ set(GROUP_OF) == set()
+    counted = Counter(name for rule in OnResume for name in fields_with(rule))
+    assert [name for name, count in counted.items() if count > 1] == []
+
+
+def test_ranks_may_differ_in_nothing_that_changes_the_run() -> None:
+    assert set(GROUP_OF) >= MAY_DIFFER_BETWEEN_RANKS
+    assert {RESUME_RULES[name] for name in MAY_DIFFER_BETWEEN_RANKS} == {OnResume.FREE}
+
+
+def test_no_field_of_the_optimizer_is_ignored() -> None:
+    names = OptimizerConfig.__dataclass_fields__
+    assert {RESUME_RULES[name] for name in names} == {OnResume.SCHEDULE, OnResume.SETTING, OnResume.LOGGED}
+    assert [name for name in names if RESUME_RULES[name] is OnResume.LOGGED] == ["initial_loss_scale"]
