@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import pytest
 
 import pretrain_gpt
 from megalite.cli import run_main
-from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run
+from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, write_corpus
 
 
 class Ended(NamedTuple):
@@ -44,7 +45,8 @@ def train(corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     def run(*flags: str, base: tuple[str, ...] = FLAGS) -> Ended:
         metrics = tmp_path / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
-        status = status_of(*base, "--data-path", corpus, "--metrics-file", str(metrics), *flags)
+        data = () if any(flag.endswith("data-path") for flag in flags) else ("--data-path", corpus)
+        status = status_of(*base, *data, "--metrics-file", str(metrics), *flags)
         output = capsys.readouterr()
         return Ended(
             status,
@@ -132,13 +134,48 @@ def test_the_model_of_the_checkpoint_is_taken(train: Train, saved: Path) -> None
     assert "of another model: num_layers 4 (now 12), hidden_size 64 (now 768)" in error
 
 
+GO_ON = ("--lr", "0.01", "--train-iters", "5", "--lr-decay-iters", "4")
+
+
+def test_a_corpus_that_grew_is_refused_and_a_copy_is_not(
+    train: Train, saved: Path, corpus: str, tmp_path: Path
+) -> None:
+    flags = ("--load", str(saved), *GO_ON)
+    copy, grown = str(tmp_path / "copy"), str(tmp_path / "grown")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", f"{copy}{suffix}")
+    write_corpus(grown, [f"document {i}: ".encode() * 20 for i in range(41)])
+    moved = train(*flags, "--data-path", copy)
+    assert figures(moved, "iteration") == [5]
+    assert moved.warnings[1:] == [f"not as in checkpoint {saved}/iter_0000004: train_iters 4 (now 5)"]
+    (error,) = train(*flags, "--data-path", grown).errors
+    assert error.startswith(
+        f"checkpoint {saved}/iter_0000004 is of other data: corpus {corpus} 40 sequences in 19,600 bytes, "
+    )
+    assert "give --allow-data-change to go on in the order of the new data" in error
+    allowed = train(*flags, "--data-path", grown, "--allow-data-change")
+    assert figures(allowed, "iteration") == [5]
+    assert any("the samples that follow are taken from the new order" in line for line in allowed.warnings)
+    (error,) = train(*flags, "--train-data-path", corpus).errors  # all of it: no --split cuts it
+    assert f"train {corpus}[0:0.9] (now {corpus})" in error
+
+
+def test_other_settings_of_the_optimizer_are_refused(train: Train, saved: Path) -> None:
+    flags = ("--load", str(saved), *GO_ON)
+    (error,) = train(*flags, "--clip-grad", "0.5", "--adam-beta2", "0.95", "--hidden-dropout", "0").errors
+    assert "other settings: hidden_dropout 0.1 (now 0.0), adam_beta2 0.999 (now 0.95), clip_grad 1.0" in error
+    allowed = train(*flags, "--clip-grad", "0.5", "--allow-settings-change")
+    assert figures(allowed, "iteration") == [5]
+    assert "the settings differ from the checkpoint's: clip_grad 1.0 (now 0.5)" in allowed.warnings
+
+
 @pytest.mark.slow
 def test_another_layout_and_precision_together(pretrain: Run, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "a"), "--lr", "0.01", "--exit-interval", "2"]
     assert pretrain("--tp", "2", "--bf16", *save, ranks=2).returncode == 0
     untied = "--untie-embeddings-and-output-weights"
     load = ["--load", str(tmp_path / "a"), "--lr", "0.01", "--save", str(tmp_path / "b"), untied]
-    done = pretrain("--pp", "2", "--fp16", *load, ranks=2)
+    done = pretrain("--pp", "2", "--fp16", "--allow-settings-change", *load, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
     assert "the output weight starts as the word table" in done.stdout

@@ -86,8 +86,9 @@ def refusal(config: Config) -> str:
 
 
 def run_of(folder: Path, layout: Layout, dtype: str = "bf16", **changes: Any) -> Config:
-    """A run of the folder, with fields changed by name."""
+    """A run of the folder, in whatever precision, with fields changed by name."""
     config = config_of("gpt-tiny", layout, dtype, folder, folder)
+    changes = {"allow_settings_change": True, **changes}
     for group in ("model", "optimizer", "training", "checkpoint"):
         part = getattr(config, group)
         mine = {name: value for name, value in changes.items() if hasattr(part, name)}
