@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megalite.checkpoint.lease import hold_folder
 from megalite.cli import parse, run_main
+from megalite.config import Config
 from megalite.dryrun.dry_run import dry_run
 from megalite.topology import Launch, Topology, refusal_reported
 from megalite.train.health.watchdog import watched
@@ -25,6 +27,7 @@ from megalite.train.prepare import (
     settings_of,
 )
 from megalite.train.resume import resume
+from megalite.train.stopping.signals import StopSignals
 from megalite.train.stopping.stop import StopConditions, leave_if_switched_off
 from megalite.train.telemetry.timers import Timers
 from megalite.train.trainer import Trainer
@@ -39,22 +42,29 @@ def main(arguments: Sequence[str]) -> None:
         launch = Launch.from_environment()
         prepare_process(config, notices, launch)
 
-    start = Topology.start(config.parallel, launch, must_agree=settings_of(config))
-    with listen(config, launch) as signals, start as topology:
-        leave_if_switched_off(config.training, topology)
-        config = resolve_vocabulary(config, topology)
-        timers = Timers(topology.device, config.logging.timers_level)
-        datasets = build_data(config, topology, timers)
-        with (
-            open_writers(config, topology) as writers,
-            memory_explained(config, topology),
-            Trainer(config, topology, datasets, timers) as trainer,
-        ):
-            announce(trainer)
-            resume(trainer, launch)
-            with watched(trainer):
-                status = train(trainer, writers, StopConditions(config.training, topology, signals))
+    with listen(config, launch) as signals:
+        status = run(config, launch, signals)
     raise SystemExit(status)
+
+
+def run(config: Config, launch: Launch, signals: StopSignals) -> int:
+    """Joins the other ranks, trains, and returns the exit status."""
+    with Topology.start(config.parallel, launch, must_agree=settings_of(config)) as topology:
+        leave_if_switched_off(config.training, topology)
+        with hold_folder(config.checkpoint.save, topology) as lease:
+            config = resolve_vocabulary(config, topology)
+            timers = Timers(topology.device, config.logging.timers_level)
+            datasets = build_data(config, topology, timers)
+            with (
+                open_writers(config, topology, lease) as writers,
+                memory_explained(config, topology),
+                Trainer(config, topology, datasets, timers, lease) as trainer,
+            ):
+                announce(trainer)
+                resume(trainer, launch)
+                stop = StopConditions(config.training, topology, signals, lease)
+                with watched(trainer):
+                    return train(trainer, writers, stop)
 
 
 if __name__ == "__main__":

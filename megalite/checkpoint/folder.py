@@ -2,7 +2,8 @@
 
 SAVE/latest                 name of the newest whole checkpoint
 SAVE/iter_0000010/          a whole checkpoint
-SAVE/.iter_0000020.partial  one that is being written, or was when its run died
+SAVE/.iter_0000020.5f3a….partial one that is being written, or was when its run died
+SAVE/.latest.5f3a….partial  a text that is about to replace `latest`
 SAVE/.iter_0000010.replaced what iter_0000010 was before it was saved again; it counts while the new one,
 which is whole, has not come to its name yet
 SAVE/.iter_0000010.deleted  one that is being deleted
@@ -11,15 +12,17 @@ SAVE/.iter_0000010.deleted  one that is being deleted
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 LATEST = "latest"
-NAME = re.compile(r"iter_(\d{7,})")
-_REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
-_MADE_ASIDE = re.compile(r"\.iter_\d{7,}\.(partial|replaced|deleted)")
+NAME = re.compile(r"iter_([0-9]{7,18})")
+_REPLACED = re.compile(rf"\.({NAME.pattern})\.replaced")
+_MADE_ASIDE = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.(partial|replaced|deleted)")
 
 
 class Listing(NamedTuple):
@@ -40,8 +43,11 @@ def name_of(iteration: int) -> str:
 
 
 def partial_of(final: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
-    return final.with_name(f".{final.name}.partial")
+    """Return a new name beside a file or folder, under which it is written until it is whole.
+
+    No other run has the name: one that has lost the folder cannot rename what its successor writes.
+    """
+    return final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
 
 
 def iterations_in(folder: Path) -> dict[int, str]:
@@ -146,11 +152,20 @@ def put_in_place(aside: Path, final: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what runs that died have left aside; what cannot be deleted stays. Call it between saves."""
+    """Deletes what earlier runs have left aside; what cannot be deleted stays.
+
+    Call it between saves, and only as the folder's one writer (see `lease`): all that is left is then of runs
+    that have ended or have lost the folder.
+    """
     counted = set(iterations_in(folder).values())
     for entry in list(folder.iterdir()):
-        if _MADE_ASIDE.fullmatch(entry.name) and entry.name not in counted:
+        if not _MADE_ASIDE.fullmatch(entry.name) or entry.name in counted:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                entry.unlink()
 
 
 def _read_latest(file: Path) -> tuple[int | None, str]:

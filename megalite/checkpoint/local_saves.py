@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.exchange import Answer, Exchange, SaveError
 from megalite.checkpoint.folder import iterations_in, name_of, partial_of, put_in_place, remove_leftovers
+from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
@@ -38,7 +39,7 @@ from megalite.checkpoint.shares import all_of
 from megalite.checkpoint.tensor_writer import Piece, write_file
 from megalite.config import CheckpointConfig
 from megalite.errors import UserError
-from megalite.folders import make_writable
+from megalite.folders import make_writable, read_regular
 from megalite.log import log
 from megalite.topology import Topology
 
@@ -158,11 +159,13 @@ class LocalSave:
     Attributes:
         saves: where it goes.
         pieces: all that the rank holds.
+        lease: on the run's --save, which names the local folder too; None where no other run can write there.
     """
 
     saves: LocalSaves
     contents: Contents
     pieces: Mapping[str, Piece]
+    lease: FolderLease | None = None
 
     @property
     def final(self) -> Path:
@@ -174,25 +177,39 @@ class LocalSave:
         Raises:
             SaveError: some rank could not; on every rank, and each keeps its older ones.
         """
+        aside, is_named = partial_of(self.final), False
         try:
-            answers = exchange.to_first("files", self._write)
-            exchange.from_first("end", lambda: _verdict(answers))
+            exchange.from_first("begin", self._check_lease)
+            written = exchange.to_first("files", lambda: self._write(aside))
+            exchange.from_first("written", lambda: _verdict(written) + self._check_lease())
+            is_named = True
+            named = exchange.to_first("names", lambda: self._name(aside))
+            exchange.from_first("end", lambda: _verdict(named))
         except SaveError as error:
-            shutil.rmtree(partial_of(self.final), ignore_errors=True)
-            shutil.rmtree(self.final, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            if is_named:
+                shutil.rmtree(self.final, ignore_errors=True)
             raise SaveError(
                 f"checkpoint {self.final} cannot be written ({error}): free space or change {FLAG}"
             ) from None
         self.saves.keep_only(self.contents.iteration)
 
-    def _write(self) -> str:
-        aside = partial_of(self.final)
+    def _check_lease(self) -> str:
+        if self.lease is not None:
+            with suppress(OSError):  # a local save needs nothing of the shared file system
+                self.lease.check()
+        return ""
+
+    def _write(self, aside: Path) -> str:
         remove_leftovers(self.final.parent)
         self.saves.keep_newest(2)  # there are more only where ranks could not agree
         aside.mkdir()
         file = write_file(aside / f"{self.saves.folder.name}.safetensors", self.pieces)
         seal(aside, self.contents.description, self.contents.config_text, [file])
         sync_folder(aside)
+        return ""
+
+    def _name(self, aside: Path) -> str:
         put_in_place(aside, self.final)
         return ""
 
@@ -228,7 +245,7 @@ def _run_id(save: Path) -> str:
     """
     file = save / _RUN_ID
     with suppress(OSError, UnicodeDecodeError):
-        found = _ID.fullmatch(file.read_text().strip())
+        found = _ID.fullmatch(read_regular(file, 1 << 10).decode().strip())
         if found and int(found[2]) == save.stat().st_ino:
             return found[1]
     make_writable(save, "--save")

@@ -347,8 +347,8 @@ def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Writes a text that is on disk when this returns."""
-    with file.open("w", encoding="utf-8", newline="") as stream:
+    """Writes a text to a new file; it is on disk when this returns."""
+    with file.open("x", encoding="utf-8", newline="") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from megalite.checkpoint.exchange import Answer, Exchange, SaveError
 from megalite.checkpoint.folder import LATEST, name_of, partial_of, prune, put_in_place, remove_leftovers
 from megalite.checkpoint.identity import identity_of
+from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import FileRecord, TensorRecord, seal, write_synced
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.tensor_writer import Piece, write_file
@@ -64,6 +65,7 @@ class Save:
         folder: of all the run's checkpoints, which every rank sees.
         file_name: of this rank's file, or with a number of one of two: no other rank has the same.
         keep_last, keep_every: which older ones to keep; None for both: all.
+        lease: on the folder; None where no other run can write there.
     """
 
     folder: Path
@@ -72,6 +74,7 @@ class Save:
     file_name: str
     keep_last: int | None = None
     keep_every: int | None = None
+    lease: FolderLease | None = None
 
     @property
     def final(self) -> Path:
@@ -83,24 +86,34 @@ class Save:
         Raises:
             SaveError: some rank could not; raised on every rank, and nothing half-written is left.
         """
-        aside = partial_of(self.final)
+        aside: Path | None = None
         try:
-            exchange.from_first("begin", lambda: self._begin(aside))
+            aside = self.folder / exchange.from_first("begin", self._begin)
             answers = exchange.to_first("files", lambda: self._write(aside))
             exchange.from_first("end", lambda: self._commit(aside, answers))
         except SaveError as error:
-            if exchange.is_first:
+            if exchange.is_first and aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
             raise SaveError(
                 f"checkpoint {self.final} cannot be written ({error}): free space or change --save; "
                 "every rank must see the folder"
             ) from None
 
-    def _begin(self, aside: Path) -> str:
-        """A folder that is gone is not made anew: of a lost file system the empty mount point is left."""
+    def _begin(self) -> str:
+        """Make the folder that all ranks write to, and return its name.
+
+        A folder of checkpoints that is gone is not made anew: of a lost file system the empty mount point is
+        left.
+        """
+        self._check_lease()
         remove_leftovers(self.folder)
+        aside = partial_of(self.final)
         aside.mkdir()
-        return ""
+        return aside.name
+
+    def _check_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.check()
 
     def _write(self, aside: Path) -> str:
         """Writes a large share as two files at once: it takes as long as their hashing, a core for each."""
@@ -120,9 +133,11 @@ class Save:
         contents = self.contents
         seal(aside, contents.description, contents.config_text, files)
         sync_folder(aside)
+        self._check_lease()
         put_in_place(aside, self.final)
         sync_folder(self.folder)
-        replace_text(self.folder / LATEST, self.final.name + "\n")
+        replace_text(self.folder / LATEST, self.final.name + "\n", self._check_lease)
+        self._check_lease()
         self._prune()
         return ""
 
@@ -145,11 +160,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Replaces a file in one step, for good: a reader sees the old text or the new."""
-    aside = file.with_name(f".{file.name}.partial")
-    write_synced(aside, text)
-    os.replace(aside, file)
+def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+    """Replaces a file in one step, for good: a reader sees the old text or the new.
+
+    Args:
+        check: called right before that step; what it raises leaves the old text.
+    """
+    aside = partial_of(file)
+    try:
+        write_synced(aside, text)
+        check()
+        os.replace(aside, file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync_folder(file.parent)
 
 

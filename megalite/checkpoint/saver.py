@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megalite.checkpoint.exchange import Exchange, SaveError
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.host_copy import HostCopy
+from megalite.checkpoint.lease import FolderLease, LeaseLost, hold_folder
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.place import Tensors
 from megalite.checkpoint.progress import Progress
@@ -27,7 +28,6 @@ from megalite.checkpoint.save import Contents, Save
 from megalite.checkpoint.shares import all_of, share_of
 from megalite.checkpoint.tensor_writer import Piece
 from megalite.config import CheckpointConfig, Config
-from megalite.folders import make_writable
 from megalite.log import log
 from megalite.topology import Topology
 
@@ -103,15 +103,21 @@ class Saver:
     is left out with a warning; the last one of a run waits for it, and is then written at once.
 
     A save that fails is told, and training goes on to the next, unless the config says to exit; where it was
-    the last it is an error.
+    the last it is an error. So it is where the folder's lease is lost: no further save is this run's to make.
+
+    Args:
+        lease: on the folder of `config.save`; None where no other run can write there.
 
     Attributes:
         local: the run's non-persistent saves; None where it makes none.
     """
 
-    def __init__(self, config: CheckpointConfig, topology: Topology) -> None:
+    def __init__(
+        self, config: CheckpointConfig, topology: Topology, lease: FolderLease | None = None
+    ) -> None:
         self._config = config
         self._topology = topology
+        self._lease = lease
         self.local = LocalSaves.of(config, topology)
         self._copy = HostCopy(topology.device)
         self._running: _Running | None = None
@@ -163,7 +169,7 @@ class Saver:
 
         def job(pieces: Mapping[str, Piece]) -> Save:
             keep = self._config.keep_last, self._config.keep_every
-            return Save(Path(folder), contents, pieces, _file_name(self._topology), *keep)
+            return Save(Path(folder), contents, pieces, _file_name(self._topology), *keep, self._lease)
 
         self._begin(job, share_of(tensors, self._topology), is_last)
 
@@ -178,7 +184,7 @@ class Saver:
         ):
             return
         pieces = {name: all_of(tensor, self._topology) for name, tensor in tensors.items()}
-        self._begin(partial(LocalSave, self.local, contents), pieces)
+        self._begin(partial(LocalSave, self.local, contents, lease=self._lease), pieces)
 
     def before_update(self) -> None:
         """To be called before training writes to what a save may still have to copy."""
@@ -255,7 +261,7 @@ class Saver:
             self._failure = error
         if error is None:
             self._saved(running.job, is_last)
-        elif is_last or self._config.exit_on_save_failure or isinstance(error, StoreLost):
+        elif is_last or self._config.exit_on_save_failure or isinstance(error, StoreLost | LeaseLost):
             raise error
         else:
             log.warning("%s; training goes on, and the next save tries again", error)
@@ -275,14 +281,29 @@ class Saver:
 
     def _agreed_error(self, running: _Running) -> SaveError | None:
         """What went wrong, the gravest of any rank's; none only where no rank has one."""
-        gravity = {None: 0, SaveError: 1, StoreLost: 2}
-        mine = gravity[type(running.error) if running.error else None]
+        error = running.error and (self._lost_lease() or running.error)
+        gravity = {None: 0, SaveError: 1, StoreLost: 2, LeaseLost: 3}
+        mine = gravity[type(error) if error else None]
         worst = self._largest(mine)
         if worst == 0 or worst == mine:
-            return running.error
+            return error
         if worst == 1:
             return SaveError(f"checkpoint {running.job.final} failed on another rank")
-        return StoreLost(running.job.final, "as another rank tells")
+        if worst == 2:
+            return StoreLost(running.job.final, "as another rank tells")
+        assert self._lease is not None
+        return self._lease.loss()
+
+    def _lost_lease(self) -> LeaseLost | None:
+        """Return the error of a lost lease where this rank finds that it is."""
+        try:
+            if self._lease is not None:
+                self._lease.check()
+        except LeaseLost as error:
+            return error
+        except OSError:
+            pass
+        return None
 
     def _largest(self, here: int) -> int:
         """The largest number of any rank: on the host, which does not wait for the GPU's work before it."""
@@ -300,13 +321,12 @@ def save_checkpoint(
         The checkpoint's folder, which is whole.
 
     Raises:
-        UserError: some rank could not write; raised on every rank, and nothing half-written is left.
+        UserError: some rank could not write, or another run holds the folder; raised on every rank, and
+            nothing half-written is left.
     """
-    with topology.agreed():
-        if topology.rank == 0:
-            make_writable(folder, "--save")
-    saver = Saver(dataclasses.replace(config.checkpoint, save=str(folder)), topology)
-    saver.save(Contents.of(progress, config, topology), tensors, is_last=True)
+    with hold_folder(str(folder), topology) as lease:
+        saver = Saver(dataclasses.replace(config.checkpoint, save=str(folder)), topology, lease)
+        saver.save(Contents.of(progress, config, topology), tensors, is_last=True)
     return folder / name_of(progress.iteration)
 
 

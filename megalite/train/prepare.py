@@ -6,12 +6,12 @@ import dataclasses
 import os
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 
 from megalite import kernels
 from megalite.agreement import code_record
+from megalite.checkpoint.lease import FolderLease
 from megalite.config import Config, check_config, to_yaml
 from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS
 from megalite.config.flags import flag_of
@@ -33,7 +33,6 @@ from megalite.data.splits import SPLIT_NAMES
 from megalite.data.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizer_digest import check_tokenizer
 from megalite.errors import UserError
-from megalite.folders import make_writable
 from megalite.gpu import describe, settings_for
 from megalite.log import configure_logging, log
 from megalite.plan.flops import CONVENTION
@@ -120,12 +119,14 @@ def _check_corpora(config: Config, tokenizer: Tokenizer, topology: Topology) -> 
     check_tokenizer((source.prefix for blend in blends for source in blend.sources), tokenizer)
 
 
-def open_writers(config: Config, topology: Topology) -> Writers:
-    """Opens the run's outputs and tries its checkpoint folder, before any work is done."""
+def open_writers(config: Config, topology: Topology, lease: FolderLease | None = None) -> Writers:
+    """Opens the run's outputs, before any work is done.
+
+    Args:
+        lease: on the folder of checkpoints: once it is lost, nothing more is written.
+    """
     with topology.agreed():
-        if config.checkpoint.save and topology.rank == 0:
-            make_writable(Path(config.checkpoint.save), "--save")
-        return Writers(config.logging, topology, to_yaml(config), config.checkpoint.save)
+        return Writers(config.logging, topology, to_yaml(config), config.checkpoint.save, lease)
 
 
 def num_samples_asked(config: Config, dp: int) -> tuple[int, int, int]:

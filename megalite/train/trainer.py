@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import Progress
 from megalite.checkpoint.save import Contents
@@ -42,6 +43,7 @@ class Trainer:
     Args:
         config: validated, its vocabulary size known.
         datasets: what to train and evaluate on; the training part exists.
+        lease: on the folder of checkpoints; None where nothing is saved, or no other run can write there.
 
     Attributes:
         chunks: the parts of the model that this rank holds.
@@ -49,13 +51,20 @@ class Trainer:
         global_batch_size: samples of a batch once a ramp-up is at its end, and of one in an evaluation.
     """
 
-    def __init__(self, config: Config, topology: Topology, datasets: DatasetSplits, timers: Timers) -> None:
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        datasets: DatasetSplits,
+        timers: Timers,
+        lease: FolderLease | None = None,
+    ) -> None:
         self.config = config
         self.topology = topology
         self.datasets = datasets
         self.timers = timers
         self.progress = Progress()
-        self.saver = Saver(config.checkpoint, topology)
+        self.saver = Saver(config.checkpoint, topology, lease)
         dp = topology.dp.size
         self.global_batch_size = config.global_batch(dp)
         self.num_microbatches = config.num_microbatches(dp)

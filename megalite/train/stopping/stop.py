@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megalite.checkpoint.lease import FolderLease
 from megalite.config import TrainingConfig
 from megalite.log import log
 from megalite.parallel.collectives import all_reduce, largest_of_all
@@ -49,12 +50,22 @@ class StopConditions:
     """Tells whether the run shall save and exit now, and why: the same on every rank.
 
     Ranks ask each other after every iteration, or every few where iterations take less than `ASK_SECONDS`.
+
+    Args:
+        lease: on the folder of checkpoints, if there is one.
     """
 
-    def __init__(self, config: TrainingConfig, topology: Topology, signals: StopSignals) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        topology: Topology,
+        signals: StopSignals,
+        lease: FolderLease | None = None,
+    ) -> None:
         self.config = config
         self.topology = topology
         self.signals = signals
+        self.lease = lease
         self._asked_at = 0, 0.0
         self._pause = 1
         self._minutes = 0.0
@@ -75,12 +86,19 @@ class StopConditions:
         return stop
 
     def now(self) -> Stop | None:
-        """Why to stop at this moment; costs an all-reduce of three numbers, if anything may ask."""
-        config = self.config
-        if not (config.exit_signals or config.kill_switch_path or config.exit_duration_in_mins):
+        """Why to stop at this moment; costs an all-reduce of four numbers, if anything may ask.
+
+        Raises:
+            LeaseLost: another run has taken over the folder of checkpoints; on every rank.
+        """
+        config, lease = self.config, self.lease
+        if not (config.exit_signals or config.kill_switch_path or config.exit_duration_in_mins or lease):
             return None
-        minutes, is_off, which = self._agreed()
+        minutes, is_off, which, is_lost = self._agreed()
         self._minutes = minutes
+        if is_lost:
+            assert lease is not None
+            raise lease.loss()
         if is_off:
             return Stop(f"--kill-switch-path {config.kill_switch_path} exists", is_urgent=True)
         if which:
@@ -100,7 +118,7 @@ class StopConditions:
             raise Stopped(stop)
 
     def _agreed(self) -> list[float]:
-        """Age in minutes, kill switch and signal, each the largest of any rank: none may decide alone.
+        """Age in minutes, kill switch, signal and lost lease as the largest of any rank: none decides alone.
 
         The hosts ask each other: on a GPU the answer would wait for all the work that is queued there.
         """
@@ -110,6 +128,7 @@ class StopConditions:
                 (time.monotonic() - self.signals.start) / 60.0,
                 self.topology.rank == 0 and is_switched_off(self.config),
                 0 if name is None else 1 + STOP_SIGNALS.index(name),
+                self.topology.rank == 0 and self.lease is not None and self.lease.is_lost(),
             ],
             dtype=torch.float64,
             device="cpu",

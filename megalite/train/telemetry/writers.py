@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
 from megalite.topology import Topology
 from megalite.train.telemetry.log_line import LogLineWriter, startup_line
@@ -49,6 +50,7 @@ class Writers:
     Args:
         resolved_config_text: the whole run's config, told to TensorBoard.
         save: the run's checkpoint folder.
+        lease: on that folder: a run that has lost it writes no figures any more.
 
     Attributes:
         intervals: iterations between two calls of `iteration`; where several are due, in this order.
@@ -59,9 +61,15 @@ class Writers:
     """
 
     def __init__(
-        self, config: LoggingConfig, topology: Topology, resolved_config_text: str, save: str | None = None
+        self,
+        config: LoggingConfig,
+        topology: Topology,
+        resolved_config_text: str,
+        save: str | None = None,
+        lease: FolderLease | None = None,
     ) -> None:
         self._config = config
+        self._lease = lease
         self._topology = topology
         has_boards = config.tensorboard_dir is not None or config.wandb_project is not None
         boards = (config.board_interval,) if has_boards else ()
@@ -87,6 +95,7 @@ class Writers:
         With the log line the timers start anew, on every rank. Those that are on (level 1 and 2) are told of
         all ranks: a collective.
         """
+        self._stop_if_lost()
         if interval == self._config.log_interval:
             self._times = self._take(metrics, timers)
             for writer in self._logs:
@@ -98,11 +107,13 @@ class Writers:
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         """Tells the gradient's norm of each layer."""
+        self._stop_if_lost()
         for board in self._boards:
             board.layer_norms(iteration, norms)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Tells an evaluation's result."""
+        self._stop_if_lost()
         for writer in (*self._logs, *self._boards):
             writer.validation(metrics)
 
@@ -123,6 +134,11 @@ class Writers:
         traceback: TracebackType | None,
     ) -> None:
         self.close(has_failed=error is not None)
+
+    def _stop_if_lost(self) -> None:
+        """Writes no more where another run has taken over the folder; the run itself ends soon after."""
+        if self._lease is not None and self._lease.is_lost():
+            self._logs, self._boards = [], []
 
     def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesOfRanks:
         own = timers.take(metrics.num_iterations)

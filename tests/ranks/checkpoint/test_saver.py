@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import threading
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from megalite.checkpoint import save
 from megalite.checkpoint.exchange import Exchange
 from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.host_copy import HostCopy
+from megalite.checkpoint.lease import HeldLease, LeaseLost, hold_folder
 from megalite.checkpoint.saver import Saver
 from megalite.errors import UserError
 from megalite.local_ranks import run_ranks
@@ -311,3 +313,45 @@ def test_memory_for_the_copy_is_used_again(tmp_path: Path, topology) -> None:
             saver.finish()
     assert len(places) == 1
     shutil.rmtree(tmp_path)
+
+
+def lose_the_folder(topology, folder: Path, is_local: bool) -> tuple[list[str], str]:
+    """Another run takes the folder over while a save's files are written."""
+    own = {"non_persistent_save_interval": 1, "non_persistent_local_ckpt_dir": str(folder / "own")}
+    config = config_of(folder, async_save=True, **(own if is_local else {}))
+    gate, successor = Gate(), None
+    lines = _listen()
+    os.environ["SLURM_JOB_ID"] = "812"
+    with hold_folder(str(folder), topology) as lease, writer(gate):
+        saver = Saver(config.checkpoint, topology, lease)
+        save = saver.save_local if is_local else saver.save
+        save(contents_of(config, topology, 10), state(topology, 1.0))
+        assert gate.reached.wait(60.0)
+        dist.barrier()
+        if topology.rank == 0:
+            os.environ["SLURM_RESTART_COUNT"] = "1"
+            successor = HeldLease.take(folder)
+            (folder / "iter_0000010").mkdir()
+            (folder / ".iter_0000010.replaced").mkdir()
+        dist.barrier()
+        gate.open()
+        with pytest.raises(LeaseLost) as lost:
+            saver.finish()
+    dist.barrier()
+    if successor is not None:
+        successor.check()
+        successor.release()
+    return [line for line in lines if "taken over" not in line], str(lost.value)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_run_that_has_lost_its_folder_names_nothing(tmp_path: Path, is_local: bool) -> None:
+    told = run_ranks(lose_the_folder, parallel(dp=2), 2, tmp_path, is_local)
+    for lines, error in told:
+        assert len(lines) == 1
+        assert "in the background" in lines[0]
+        assert error.startswith(f"--save {tmp_path} was taken over by another run (process")
+    left = {entry.name for entry in tmp_path.iterdir()} - {"own", "run_id"}
+    assert left == {"iter_0000010", ".iter_0000010.replaced"}
+    assert not list((tmp_path / "iter_0000010").iterdir())
+    assert not list(tmp_path.glob("own/*/*/*"))

@@ -1,0 +1,353 @@
+"""A lease on a run's folder of checkpoints: one run at a time writes there.
+
+    SAVE/lease.3    {"host": "n7", "pid": 4711, "job": "812", …}
+
+Rank 0 creates the file with O_EXCL, which is atomic on local disks, NFS and Lustre, and a thread touches it
+every few seconds: the heartbeat. Another run that finds the file watches it. It takes the folder over if the
+holder cannot be alive, or has shown no heartbeat for `ABANDONED_SECONDS` by the watcher's own clock: clocks
+of different hosts are never compared. A takeover creates the file of the next number, again with O_EXCL, so
+that of two runs that want the folder one gets it. Then it deletes the old file, and what the old holder has
+written aside and not yet renamed.
+
+A holder that was stopped or cut off, and goes on later, finds its file gone. Rank 0 looks before each rename
+of a save; other ranks write only between the beginning and the end of a save that rank 0 announces.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megalite.checkpoint.exchange import SaveError
+from megalite.checkpoint.folder import remove_leftovers
+from megalite.errors import UserError
+from megalite.folders import make_writable, open_regular, read_regular
+from megalite.log import log
+from megalite.topology import Topology
+
+BEAT_SECONDS = 5.0
+ABANDONED_SECONDS = 60.0
+"""More than an NFS client caches the times of a file (`acregmax`)."""
+_LOOK_SECONDS = 1.0
+"""`is_lost` reads the file at most once in so many seconds."""
+_POLL_SECONDS = 0.2
+_MAX_BYTES = 1 << 16
+_NAME = re.compile(r"lease\.([1-9][0-9]{0,8})")
+_GONE = (errno.ENOENT, errno.ESTALE)
+
+
+class LeaseLost(SaveError):
+    """Another run has taken over the folder: this one must write nothing more."""
+
+    def __init__(self, folder: Path, holder: object = None) -> None:
+        by = f" ({holder})" if holder else ""
+        super().__init__(
+            f"--save {folder} was taken over by another run{by}: this run stops, and writes nothing more"
+        )
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """The process that holds a lease.
+
+    Attributes:
+        machine: names the booted system and its process numbers; empty where the system does not say.
+        pid_start: when the process started, in ticks since the boot, to tell a reused process number.
+        job: Slurm's number of the job; empty outside Slurm.
+        job_starts: how often Slurm started the job before.
+        since: date and time by the holder's clock, for people.
+        token: random, so that no two leases have the same content.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    pid_start: int
+    job: str
+    job_starts: int
+    since: str
+    token: str
+
+    @staticmethod
+    def here() -> LeaseHolder:
+        """Return this process as a holder."""
+        starts = os.environ.get("SLURM_RESTART_COUNT", "")
+        return LeaseHolder(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            pid_start=_start_of(os.getpid()) or 0,
+            job=os.environ.get("SLURM_JOB_ID", ""),
+            job_starts=int(starts) if starts.isdecimal() else 0,
+            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            token=secrets.token_hex(8),
+        )
+
+    @staticmethod
+    def parse(content: bytes) -> LeaseHolder | None:
+        """Return the holder that a lease names; None where the file is not (yet) whole."""
+        try:
+            record = json.loads(content)
+            holder = LeaseHolder(**record)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        kinds = {name: type(value) for name, value in asdict(LeaseHolder.here()).items()}
+        return holder if {name: type(value) for name, value in record.items()} == kinds else None
+
+    def content(self) -> bytes:
+        """Return the text of the lease's file."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    def is_gone(self) -> bool:
+        """Return whether the process is known to have ended; only its own machine knows."""
+        if not self.machine or self.machine != _machine() or self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            return False
+        start = _start_of(self.pid)
+        return start is not None and start != self.pid_start
+
+    def __str__(self) -> str:
+        job = f", Slurm job {self.job} start {self.job_starts}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}, since {self.since}"
+
+
+class FolderLease:
+    """The right to write to a run's folder of checkpoints, as every rank may look at it.
+
+    Attributes:
+        name: of the lease's file.
+        content: what is in it as long as the lease is this run's.
+    """
+
+    def __init__(self, folder: Path, name: str, content: bytes) -> None:
+        self.folder = folder
+        self.name = name
+        self.content = content
+        self._inode = folder.stat().st_ino if folder.exists() else 0
+        self._seen = time.monotonic()
+        self._is_lost = False
+
+    def check(self) -> None:
+        """Read the lease's file.
+
+        Raises:
+            LeaseLost: it is gone or another's.
+            OSError: the folder cannot be read.
+        """
+        try:
+            is_own = read_regular(self.folder / self.name, _MAX_BYTES) == self.content
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            # A file system that is lost takes the lease with it: then it is another folder, or none.
+            if self.folder.stat().st_ino != self._inode:
+                raise
+            is_own = False
+        if self._is_lost or not is_own:
+            self._is_lost = True
+            raise self.loss()
+        self._seen = time.monotonic()
+
+    def loss(self) -> LeaseLost:
+        """Return the error of a lost lease, which names the new holder where this rank can see it."""
+        newest = None
+        with suppress(OSError):
+            newest = _newest(self.folder)
+        return LeaseLost(self.folder, newest and LeaseHolder.parse(newest[1]))
+
+    def is_lost(self) -> bool:
+        """Return whether the lease was lost a second ago; a folder that cannot be read is no loss."""
+        if not self._is_lost and time.monotonic() - self._seen >= _LOOK_SECONDS:
+            with suppress(LeaseLost, OSError):
+                self.check()
+        return self._is_lost
+
+
+class HeldLease(FolderLease):
+    """The lease with its heartbeat, on the rank that holds it.
+
+    Args:
+        descriptor: of the lease's file, open for writing.
+    """
+
+    def __init__(self, folder: Path, name: str, content: bytes, descriptor: int) -> None:
+        super().__init__(folder, name, content)
+        self._descriptor = descriptor
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def take(folder: Path) -> HeldLease:
+        """Take the lease, from a holder that is gone where there is one.
+
+        Raises:
+            UserError: another run holds it and is alive; or the folder cannot be written.
+        """
+        make_writable(folder, "--save")
+        try:
+            while True:
+                number, reason = _wait_until_free(folder)
+                lease = _create(folder, number + 1)
+                if lease is not None:
+                    break
+                time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's list is an old one
+            if reason:
+                log.warning("--save %s is taken over: %s", folder, reason)
+                remove_leftovers(folder)
+        except OSError as error:
+            raise UserError(
+                f"--save {folder} cannot be written ({error.strerror}: {error.filename}): give another folder"
+            ) from None
+        return lease
+
+    def release(self) -> None:
+        """End the heartbeat, and delete the file if it is still this lease's."""
+        self._is_over.set()
+        self._thread.join()
+        with suppress(LeaseLost, OSError):
+            self.check()
+            (self.folder / self.name).unlink()
+        os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        # Through the open file: a lease that is lost cannot touch its successor's.
+        while not self._is_over.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._descriptor)
+
+
+@contextmanager
+def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease | None]:
+    """Hold the lease on --save in the block; every rank calls it, and gets None where there is no folder.
+
+    Raises:
+        UserError: another run holds it, or the folder cannot be written; on every rank.
+    """
+    if folder is None:
+        yield None
+        return
+    lease: HeldLease | None = None
+    try:
+        with topology.agreed():
+            if topology.rank == 0:
+                lease = HeldLease.take(Path(folder))
+        told = [(lease.name, lease.content) if lease else None]
+        dist.broadcast_object_list(told)
+        assert told[0] is not None
+        yield lease or FolderLease(Path(folder), *told[0])
+    finally:
+        if lease is not None:
+            lease.release()
+
+
+def _wait_until_free(folder: Path) -> tuple[int, str]:
+    """Wait until a new lease may be created, and return the number of the one before and why it is void.
+
+    Returns:
+        0 and no reason where there is no lease.
+
+    Raises:
+        UserError: the holder is alive.
+        OSError: the folder cannot be read.
+    """
+    me, first, deadline = LeaseHolder.here(), None, 0.0
+    while found := _newest(folder):
+        number, content, touched = found
+        holder = LeaseHolder.parse(content)
+        who = holder or f"whoever wrote {folder / f'lease.{number}'}"
+        if holder is not None and holder.is_gone():
+            return number, f"its holder has ended ({who})"
+        if holder is not None and me.job and holder.job == me.job and holder.job_starts < me.job_starts:
+            return number, f"its holder is an earlier start of this Slurm job ({who})"
+        if first is None:
+            first, deadline = (content, touched), time.monotonic() + ABANDONED_SECONDS
+            log.info("--save %s is in use (%s): waiting for a sign of life", folder, who)
+        elif (content, touched) != first:
+            raise UserError(
+                f"--save {folder} is in use by another run ({who}): end that one, or give another folder; "
+                f"a run that died is noticed after {ABANDONED_SECONDS:g} s"
+            )
+        elif time.monotonic() > deadline:
+            return number, f"its holder gave no sign of life for {ABANDONED_SECONDS:g} s ({who})"
+        time.sleep(_POLL_SECONDS)
+    return 0, ""
+
+
+def _create(folder: Path, number: int) -> HeldLease | None:
+    """Create the lease of this number and delete those before; None where another run has it."""
+    name, content = f"lease.{number}", LeaseHolder.here().content()
+    file = folder / name
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return None
+    is_taken = False
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+        numbers = _numbers(folder)
+        is_taken = max(numbers, default=number) == number  # else the list that led here was an old one
+    finally:
+        if not is_taken:
+            os.close(descriptor)
+            file.unlink()
+    if not is_taken:
+        return None
+    for old in numbers:
+        if old < number:
+            (folder / f"lease.{old}").unlink(missing_ok=True)
+    return HeldLease(folder, name, content, descriptor)
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+
+
+def _newest(folder: Path) -> tuple[int, bytes, int] | None:
+    """Return number, content and time of change, in ns, of the newest lease; None where there is none."""
+    for number in sorted(_numbers(folder), reverse=True):
+        try:
+            with open_regular(folder / f"lease.{number}") as stream:
+                return number, stream.read(_MAX_BYTES), os.fstat(stream.fileno()).st_mtime_ns
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+    return None
+
+
+def _machine() -> str:
+    """Return a name of the booted system and of its process numbers, of which each container has its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process started, in ticks since the boot; -1 if it has ended, None where unknown."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    state, start = fields[0], int(fields[19])
+    return -1 if state in "ZX" else start
