@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,8 +42,14 @@ class Group:
         self.log = log
 
     @staticmethod
-    def start(num_ranks: int, arguments: Sequence[str], folder: Path) -> Group:
-        """Starts one process a rank; what they print goes to a file beside the folder."""
+    def start(
+        num_ranks: int, arguments: Sequence[str], folder: Path, further: Mapping[str, str] | None = None
+    ) -> Group:
+        """Starts one process a rank; what they print goes to a file beside the folder.
+
+        Args:
+            further: variables of the environment.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "pretrain_gpt", __name__])
@@ -54,7 +60,7 @@ class Group:
         processes: list[BaseProcess] = []
         for rank in range(num_ranks):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(further or {})}
             process = context.Process(target=_rank_main, args=(environment, list(arguments), str(log)))
             process.start()
             processes.append(process)
