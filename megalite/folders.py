@@ -31,17 +31,21 @@ def make_writable(folder: Path, flag: str) -> None:
         ) from None
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path, *, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading, unbuffered; the call never blocks.
 
+    Args:
+        follow: read what a symbolic link leads to.
+
     Raises:
-        OSError: the file cannot be read, or is a symbolic link, a pipe, a device, a socket or a folder.
+        OSError: the file cannot be read, or is a pipe, a device, a socket, a folder, or a symbolic link that
+            is not to be followed.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(file, flags)
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and not follow:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(file)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -50,13 +54,24 @@ def open_regular(file: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def read_regular(file: Path, max_bytes: int) -> bytes:
-    """Read a regular file whole.
+def no_follow(file: str, flags: int) -> int:
+    """Open a file as `open` does, where it is no symbolic link and no pipe without a reader.
+
+    For `opener=` where a run writes to a name that others can know: `open(path, "w", opener=no_follow)`.
+
+    Raises:
+        OSError: the file cannot be opened, or is a symbolic link.
+    """
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+
+
+def read_regular(file: Path, max_bytes: int, *, follow: bool = False) -> bytes:
+    """Read a regular file whole; see `open_regular`.
 
     Raises:
         OSError: as `open_regular`; or the file has more than `max_bytes`.
     """
-    with open_regular(file) as stream:
+    with open_regular(file, follow=follow) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(file))
         parts = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,13 @@ def write_checkpoint(
     seal(folder, told | dict(description or {}), "model: {}\n", records)
     (save / LATEST).write_text(f"{name_of(iteration)}\n")
     return folder
+
+
+def make_pipe(file: Path) -> None:
+    """Put a pipe in the place of a file; who waits for its other end gets an empty file, and no hang."""
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    threading.Thread(target=lambda: os.close(os.open(file, os.O_WRONLY)), daemon=True).start()
 
 
 def reseal(folder: Path, *names: str) -> None:

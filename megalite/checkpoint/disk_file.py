@@ -24,7 +24,8 @@ class DiskFile:
     """
 
     def __init__(self, file: Path) -> None:
-        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(file, flags, 0o666)
         self._buffer: mmap.mmap | None = None
         self._num_buffered = 0
         self._num_written = 0

@@ -19,7 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from megalite.folders import read_regular
+
 LATEST = "latest"
+_MAX_NAME_BYTES = 256
 NAME = re.compile(r"iter_([0-9]{7,18})")
 _REPLACED = re.compile(rf"\.({NAME.pattern})\.replaced")
 _MADE_ASIDE = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.(partial|replaced|deleted)")
@@ -73,7 +76,7 @@ def list_checkpoints(folder: Path) -> Listing:
         OSError: the folder cannot be read.
     """
     found = iterations_in(folder)
-    latest, problem = _read_latest(folder / LATEST)
+    latest, problem = _latest_in(folder)
     if latest is not None and latest not in found:
         problem = f"names {name_of(latest)}, which is not there"
     if not found:
@@ -168,14 +171,26 @@ def remove_leftovers(folder: Path) -> None:
                 entry.unlink()
 
 
-def _read_latest(file: Path) -> tuple[int | None, str]:
-    """The iteration that it names; or None and what is wrong with it."""
+def read_latest(folder: Path) -> str:
+    """Return what the folder's `latest` says.
+
+    Raises:
+        OSError: it is missing, no regular file, or longer than any name.
+        UnicodeDecodeError: it is no text.
+    """
+    return read_regular(folder / LATEST, _MAX_NAME_BYTES).decode().strip()
+
+
+def _latest_in(folder: Path) -> tuple[int | None, str]:
+    """The iteration that `latest` names; or None and what is wrong with it."""
     try:
-        name = file.read_text().strip()
+        name = read_latest(folder)
     except FileNotFoundError:
         return None, "is missing"
-    except (OSError, UnicodeDecodeError):
-        return None, "cannot be read"
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    except UnicodeDecodeError:
+        return None, "cannot be read (it is no text)"
     match = NAME.fullmatch(name)
     return (int(match[1]), "") if match else (None, "names no checkpoint")
 

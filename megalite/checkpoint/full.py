@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorRecord, dtype_of
+from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, TensorRecord, dtype_of
 from megalite.checkpoint.place import Place
 from megalite.checkpoint.tensor_reader import Target, open_tensors, read_targets
+
+
+def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: int) -> None:
+    """Refuse a checkpoint that holds weights for which the model of its config.yaml has no place.
+
+    Args:
+        parameters: names of all of the model's.
+
+    Raises:
+        DamagedCheckpoint: it does.
+    """
+    weights = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
+    if others := sorted(name for name in weights if name not in parameters):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        problem = f"the model of {CONFIG}, num_layers {num_layers}, has no {', '.join(others[:3])}{more}"
+        raise DamagedCheckpoint(manifest.folder, [problem])
 
 
 class FullReader:

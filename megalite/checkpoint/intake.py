@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megalite.checkpoint.identity import check_identity, is_newly_untied, resumed_config
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import RUN, Manifest
 from megalite.checkpoint.place import Tensors
 from megalite.checkpoint.progress import Progress
 from megalite.config import Config
@@ -18,6 +19,7 @@ from megalite.errors import UserError
 from megalite.topology import Topology
 
 _MODEL, _STATE, _MAIN = "model.", "optimizer.", ".main"
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _SCALER = "optimizer.loss_scaler."
 _NUM_STEPS = "optimizer.num_steps"
 """In every checkpoint that has the optimizer's state."""
@@ -67,6 +69,7 @@ def intake_of(
         is_rounded_anew=description["model"].get("params_dtype") != config.model.params_dtype,
         is_newly_untied=is_newly_untied(description, config),
     )
+    _check_layers(manifest, config.model.num_layers)
     _check_state(manifest, checkpoint)
     sources = dict(choice.sources(wanted))
     _check_plain(manifest, wanted, checkpoint)
@@ -132,6 +135,14 @@ class _Choice:
         if is_main or (is_rounded and self.is_rounded_anew):
             yield f"{_STATE}{parameter}{_MAIN}"
         yield f"{_MODEL}{parameter}" if is_main else name
+
+
+def _check_layers(manifest: Manifest, num_layers: int) -> None:
+    """Refuses weights of more layers than run.json says: each rank reads its own layers alone."""
+    found = (_LAYER.match(name) for name in manifest.tensors)
+    count = 1 + max((int(match[1]) for match in found if match), default=-1)
+    if count > num_layers:
+        raise ValueError(f"{RUN} says num_layers {num_layers}, and there are weights of {count} layers")
 
 
 def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:

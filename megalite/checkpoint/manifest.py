@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ import torch
 import megalite
 from megalite.checkpoint.folder import NAME
 from megalite.checkpoint.place import Place
+from megalite.checkpoint.progress import Progress
 from megalite.errors import UserError
+from megalite.folders import open_regular, read_regular
 
 FORMAT = 3
 RUN, CONFIG, INDEX, SUMS = "run.json", "config.yaml", "index.json", "SHA256SUMS"
@@ -34,6 +37,8 @@ TEXTS = (RUN, CONFIG, INDEX)
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _CHUNK_BYTES = 1 << 20
+_MAX_BYTES = {RUN: 1 << 24, CONFIG: 1 << 24, SUMS: 1 << 28, INDEX: 1 << 32}
+"""Of the text files, far more than the largest run needs: a file may be anything."""
 
 
 class DamagedCheckpoint(UserError):
@@ -195,6 +200,8 @@ def _damage(file: Path, expected: str) -> str | None:
             return f"{file.name} is a link"
         if file.exists() and not file.is_file():
             return f"{file.name} is no file"
+        if file.stat().st_size > (limit := _MAX_BYTES.get(file.name, sys.maxsize)):
+            return f"{file.name} has more than {limit:,} bytes"
         found = sha256_of(file)
     except FileNotFoundError:
         return f"{file.name} is missing"
@@ -207,8 +214,8 @@ def sha256_of(file: Path) -> str:
     """Hexadecimal digest of a file's bytes; as much memory as one chunk."""
     digest = hashlib.sha256()
     chunk = memoryview(bytearray(_CHUNK_BYTES))
-    with file.open("rb", buffering=0) as stream:
-        while size := stream.readinto(chunk):
+    with open_regular(file) as stream:
+        while size := stream.readinto(chunk):  # type: ignore[attr-defined]  # unbuffered: a FileIO
             digest.update(chunk[:size])
     return digest.hexdigest()
 
@@ -248,7 +255,11 @@ class _Reader:
         parts = ("progress", "model", "run")
         if not all(isinstance(description.get(part), dict) for part in parts):
             raise self.damaged(f"{RUN} is damaged: it lacks {', '.join(parts)}")
-        name, iteration = self.folder.name, description["progress"].get("iteration")
+        try:
+            iteration = Progress.from_record(description["progress"]).iteration
+        except ValueError as error:
+            raise self.damaged(str(error)) from None
+        name = self.folder.name
         match = NAME.fullmatch(name)
         if match and int(match[1]) != iteration:
             raise self.damaged(f"{RUN} is of iteration {iteration}, not of {name}")
@@ -281,7 +292,7 @@ class _Reader:
                 raise self.damaged(f"{name} is a link")
             if file.exists() and not file.is_file():
                 raise self.damaged(f"{name} is no file")
-            return file.read_bytes()
+            return read_regular(file, _MAX_BYTES[name])
         except FileNotFoundError:
             raise self.damaged(f"{name} is missing") from None
         except OSError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 NUM_RECENT_LOSSES = 100
+_MAX_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Progress:
         counts = {name: count for name, count in record.items() if name != "recent_losses"}
         if (
             not {"iteration", "consumed_samples"} <= record.keys() <= names
-            or not all(type(count) is int and count >= 0 for count in counts.values())
+            or not all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts.values())
             or not isinstance(losses, list | tuple)
             or not all(isinstance(loss, float) for loss in losses)
         ):

@@ -141,6 +141,8 @@ def open_tensors(manifest: Manifest, file: str) -> Iterator[Any]:
     try:
         if path.is_symlink():
             raise ValueError("it is a link")
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")  # the library would wait for a pipe's other end
         with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
             yield handle
     except (OSError, ValueError, safetensors.SafetensorError) as error:

@@ -8,8 +8,10 @@ from pathlib import Path
 from megalite.cli.findings import Findings, Setting
 from megalite.cli.yaml import read_yaml
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.folders import read_regular
 
-_NAME = re.compile(r"iter_\d{7,}")
+_NAME = re.compile(r"iter_[0-9]{7,18}")
+_MAX_BYTES = 1 << 24
 
 
 def model_settings(checkpoint: CheckpointConfig, findings: Findings) -> dict[str, Setting]:
@@ -37,11 +39,15 @@ def _checkpoint_in(folder: Path, iteration: int | None) -> Path | None:
     else:
         names = [_latest(folder), *sorted((path.name for path in folder.glob("iter_*")), reverse=True)]
     found = (folder / name for name in names if _NAME.fullmatch(name))
-    return next((path for path in found if (path / "config.yaml").is_file()), None)
+    return next((path for path in found if _is_config(path / "config.yaml")), None)
+
+
+def _is_config(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size <= _MAX_BYTES
 
 
 def _latest(folder: Path) -> str:
     try:
-        return (folder / "latest").read_text(encoding="utf-8").strip()
+        return read_regular(folder / "latest", 256).decode().strip()
     except (OSError, UnicodeError):
         return ""

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from megalite.errors import UserError
+from megalite.folders import read_regular
 
+_MAX_NAME_BYTES = 200
 INERT = (
     "megatron.", "deepspeed.", "transformer_engine.", "apex.", "fp16.", "numpy.", "pathlib.", "signal.",
 )  # fmt: skip
@@ -74,12 +76,27 @@ class SafetensorsFile(Mapping[str, Tensor]):
         return tuple(self._file.get_slice(name).get_shape())
 
 
+def read_name(file: Path) -> str:
+    """Return the one word of a small file that names the newest checkpoint.
+
+    Raises:
+        UserError: the file cannot be read, or holds more than a name.
+    """
+    try:
+        return read_regular(file, _MAX_NAME_BYTES, follow=True).decode().strip()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is damaged: it is no text") from None
+
+
 def open_weights(file: Path) -> Mapping[str, Tensor]:
     """A file that holds tensors by name and nothing else.
 
     Raises:
         UserError: it cannot be read, wants to run code, or holds something else.
     """
+    _check_file(file)
     if file.suffix == ".safetensors":
         return SafetensorsFile(file)
     found = read_pickled(file)
@@ -97,6 +114,7 @@ def read_pickled(file: Path, allow_inert: bool = False) -> Any:
     Raises:
         UserError: the file cannot be read, or names something that could be made to run code.
     """
+    _check_file(file)
     try:
         with file.open("rb") as opened:
             is_zip = opened.read(2) == b"PK"
@@ -113,6 +131,12 @@ def read_pickled(file: Path, allow_inert: bool = False) -> Any:
         raise _hostile(file, _first_line(error)) from None
     except Exception as error:  # a damaged file can make the unpickler raise anything
         raise UserError(f"{file} cannot be read: {_first_line(error)}") from None
+
+
+def _check_file(file: Path) -> None:
+    """Refuse what is no regular file: to open a pipe would wait for its other end."""
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} cannot be read: it is no regular file")
 
 
 @contextmanager

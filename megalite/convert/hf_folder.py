@@ -22,11 +22,13 @@ from megalite.convert.precision import precision_of
 from megalite.convert.settings import Settings
 from megalite.convert.tokenizer_files import tokenizer_in
 from megalite.errors import UserError
+from megalite.folders import read_regular
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """A model in one file; ``.index.json`` behind the name, one in several. The first that is there is read."""
 
+_MAX_JSON_BYTES = 1 << 28
 _NOT_WEIGHTS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 """Masks and tables that old versions kept beside the weights."""
 
@@ -162,7 +164,7 @@ def _some(names: list[str]) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(file, _MAX_JSON_BYTES, follow=True))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):

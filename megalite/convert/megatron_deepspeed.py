@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.convert.foreign_files import open_weights, read_pickled
+from megalite.convert.foreign_files import open_weights, read_name, read_pickled
 from megalite.convert.megatron_folder import Chunk, shards_of
 from megalite.convert.megatron_source import Found
 from megalite.errors import UserError
@@ -59,7 +59,7 @@ def _step_folder(folder: Path, iteration: int | None) -> Path:
     elif any(folder.glob("layer_*-model_*")):
         return folder
     elif (folder / "latest").is_file():
-        chosen = folder / Path((folder / "latest").read_text().strip()).name
+        chosen = folder / Path(read_name(folder / "latest")).name
     else:
         steps = sorted(folder.glob(f"{_STEP}*"), key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
         chosen = steps[-1]

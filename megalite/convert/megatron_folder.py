@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.convert.foreign_files import SafetensorsFile, read_pickled
+from megalite.convert.foreign_files import SafetensorsFile, read_name, read_pickled
 from megalite.convert.megatron_names import flattened, our_name
 from megalite.convert.megatron_source import Found
 from megalite.errors import UserError
@@ -93,7 +93,7 @@ def _iteration_folder(folder: Path, iteration: int | None) -> Path:
     if iteration is not None:
         chosen = folder / f"iter_{iteration:07d}"
     elif (folder / TRACKER).is_file():
-        text = (folder / TRACKER).read_text().strip()
+        text = read_name(folder / TRACKER)
         chosen = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
     else:
         return folder

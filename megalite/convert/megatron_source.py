@@ -57,7 +57,8 @@ class MegatronSource:
         self._specs = parameters_of(self.config.model)
         self._check_names()
         samples = (found.arguments or {}).get("consumed_train_samples", 0)
-        self.progress = Progress(found.iteration, samples if isinstance(samples, int) else 0)
+        is_count = type(samples) is int and 0 <= samples < 1 << 63
+        self.progress = Progress(found.iteration, samples if is_count else 0)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self._found.shards[name][0].dtype

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
-from megalite.checkpoint.full import FullReader
+from megalite.checkpoint.full import FullReader, check_weights
 from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
 from megalite.checkpoint.progress import Progress
 from megalite.cli import parse
@@ -69,6 +69,7 @@ class MegaliteSource:
         self.progress = Progress.from_record(manifest.description["progress"])
         is_same = self.config.model.params_dtype == base.model.params_dtype
         names = parameters_of(self.config.model)
+        check_weights(manifest, names.keys(), self.config.model.num_layers)
         self._names = {name: _stored_name(manifest, name, is_same) for name in names}
         if missing := sorted(set(self._names.values()) - manifest.tensors.keys()):
             raise UserError(f"{manifest.folder} lacks {', '.join(missing[:3])}: it holds no whole model")

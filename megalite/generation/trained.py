@@ -11,6 +11,7 @@ import torch
 
 from megalite.agreement import code_record
 from megalite.checkpoint.choice import choose_checkpoint
+from megalite.checkpoint.full import check_weights
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.tensor_reader import read_tensors
 from megalite.cli import parse
@@ -134,6 +135,7 @@ def load_model(
         for name, parameter in stage.named_parameters()
     }
     with topology.agreed():
+        check_weights(trained.manifest, {name.removeprefix("model.") for name in parts}, model.num_layers)
         try:
             read_tensors(trained.manifest, parts, topology)
         except ValueError as error:

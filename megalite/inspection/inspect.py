@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.folder import LATEST, iterations_in
+from megalite.checkpoint.folder import iterations_in, read_latest
 from megalite.checkpoint.manifest import DamagedCheckpoint, dtype_name
 from megalite.inspection.view import View
 
@@ -155,8 +155,10 @@ def _beside(folder: Path) -> tuple[tuple[int, ...], str | None]:
     iterations = tuple(iterations_in(folder.parent))
     if folder.name not in iterations_in(folder.parent).values():
         return (), None
-    latest = folder.parent / LATEST
-    return iterations, latest.read_text().strip() if latest.is_file() else None
+    try:
+        return iterations, read_latest(folder.parent)
+    except (OSError, UnicodeDecodeError):
+        return iterations, None
 
 
 def _in_line(value: Any) -> str:

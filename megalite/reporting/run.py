@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.manifest import CONFIG, RUN
 from megalite.errors import UserError
+from megalite.folders import read_regular
 from megalite.reporting.events import EVENTS, config_in, read_events
 from megalite.reporting.history import History, read_history
 from megalite.reporting.trace import is_pipeline_trace
 
 _DEPTH = 3
+_MAX_CONFIG_BYTES = 1 << 24
 """Folders that are searched, one in the other, from the run's own."""
 _MANY = 20_000
 """Entries that a folder may have: more is a data set, or not a run's folder at all."""
@@ -145,7 +148,7 @@ def _config(checkpoints: tuple[Checkpoint, ...], events: list[Path]) -> tuple[st
     """The newest checkpoint's, else TensorBoard's; and where it is from."""
     for checkpoint in sorted(checkpoints, key=lambda each: each.iteration, reverse=True):
         file = checkpoint.folder / CONFIG
-        if file.is_file():
-            return file.read_text(encoding="utf-8", errors="replace"), str(file)
+        with suppress(OSError):
+            return read_regular(file, _MAX_CONFIG_BYTES).decode(errors="replace"), str(file)
     text = config_in(events) if events else ""
     return text, str(events[-1]) if text else ""

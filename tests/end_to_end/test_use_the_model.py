@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from megalite.checkpoint.manifest import CONFIG
 from megalite.cli import run_main
+from tests.checkpoint_folder import reseal
 from tools import evaluate, generate
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +117,16 @@ def test_mistakes(use: Any) -> None:
         status, output, errors = use(tool, *flags)
         assert (status, output, len(errors)) == (1, "", 1), (flags, errors)
         assert errors[0].startswith("error: ") and message in errors[0]
+
+
+def test_a_config_of_fewer_layers_gives_no_half_a_model(trained: Path, use: Any) -> None:
+    checkpoint = trained / "checkpoints" / "iter_0000004"
+    config = checkpoint / CONFIG
+    config.write_text(re.sub("num_layers: .*", "num_layers: 1", config.read_text()))
+    reseal(checkpoint, CONFIG)
+    status, output, errors = use(generate, "--prompt", "document")
+    assert (status, output, len(errors)) == (1, "", 1)
+    assert "the model of config.yaml, num_layers 1, has no layers.1." in errors[0]
 
 
 MODELS = {

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megalite.folders import no_follow
+
 _STANDARD_ERROR = 2
 """Its descriptor: what `sys.stderr` is replaced by may have none."""
 
@@ -45,7 +47,8 @@ def files_of_main_thread() -> list[str]:
 def write_stacks(path: Path) -> None:
     """Writes them to a file, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(all_stacks())
+    with open(path, "w", encoding="utf-8", opener=no_follow) as file:
+        file.write(all_stacks())
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megalite.folders import no_follow
 from megalite.log import log
 
 NAME = "requeue"
@@ -27,7 +28,8 @@ class RequeueNote:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(reason + "\n")
+            with open(self._file, "w", encoding="utf-8", opener=no_follow) as file:
+                file.write(reason + "\n")
         except OSError as error:
             log.warning("%s cannot be written (%s)", self._file, error.strerror)
 

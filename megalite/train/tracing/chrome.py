@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.folders import no_follow
 from megalite.train.tracing.spans import Span
 
 
@@ -44,7 +45,7 @@ def write_trace(path: Path, lanes: Sequence[Lane], facts: Mapping[str, Any]) -> 
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", opener=no_follow) as file:
             file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(facts) + ',"traceEvents":[\n')
             for number, event in enumerate(_events(lanes)):
                 file.write((",\n" if number else "") + json.dumps(event, ensure_ascii=False))

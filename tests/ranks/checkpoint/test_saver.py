@@ -355,3 +355,23 @@ def test_a_run_that_has_lost_its_folder_names_nothing(tmp_path: Path, is_local: 
     assert left == {"iter_0000010", ".iter_0000010.replaced"}
     assert not list((tmp_path / "iter_0000010").iterdir())
     assert not list(tmp_path.glob("own/*/*/*"))
+
+
+def test_a_save_follows_no_link(tmp_path: Path, topology) -> None:
+    """At every name that somebody else can know before; what was linked to stays as it was."""
+    save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
+    config = config_of(
+        save, non_persistent_save_interval=1, non_persistent_local_ckpt_dir=str(tmp_path / "l")
+    )
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("mine")
+    save.mkdir()
+    for name in ("latest", ".latest.partial", "run_id", ".run_id.partial"):
+        (save / name).symlink_to(elsewhere / "file")
+    for name in (".iter_0000010.partial", ".iter_0000010.replaced", "iter_0000020"):
+        (save / name).symlink_to(elsewhere)
+    saver = Saver(config.checkpoint, topology)
+    saver.save(contents_of(config, topology, 10), state(topology, 1.0))
+    assert (save / "latest").read_text() == "iter_0000010\n"
+    assert {file.name: file.read_text() for file in elsewhere.iterdir()} == {"file": "mine"}
+    assert loaded(topology, config) == (10, 1.0)

@@ -1,14 +1,17 @@
 """What a conversion refuses, and what it says then."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from megalite.checkpoint.manifest import CONFIG
 from megalite.convert.convert import Conversion
 from megalite.convert.settings import Settings
 from megalite.errors import UserError
+from tests.checkpoint_folder import reseal
 from tests.unit.checkpoint.foreign_models import build, save, tensors_of
 from tools.convert_checkpoint import main
 
@@ -128,6 +131,21 @@ def test_a_missing_tokenizer_is_told_and_left_out(tmp_path, caplog):
     Conversion(folder, tmp_path / "ours", settings=Settings(("--tokenizer-model", "/nowhere/t.json"))).run()
     assert "the tokenizer is left out, as /nowhere/t.json is not there" in caplog.text
     assert not (tmp_path / "ours" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "told"), [(1, "num_layers 1, has no layers.1."), (9, "lacks model.layers.")]
+)
+def test_a_config_of_another_number_of_layers(num_layers, told, tmp_path):
+    save(build("bloom"), tmp_path / "hf")
+    Conversion(tmp_path / "hf", tmp_path / "ours").run()
+    checkpoint = tmp_path / "ours" / "iter_0000000"
+    config = checkpoint / CONFIG
+    config.write_text(re.sub("num_layers: .*", f"num_layers: {num_layers}", config.read_text()))
+    reseal(checkpoint, CONFIG)
+    with pytest.raises(UserError, match=re.escape(told)):
+        Conversion(tmp_path / "ours", tmp_path / "back").run()
+    assert not (tmp_path / "back").exists()
 
 
 def test_damage_is_found_before_anything_is_written(tmp_path):

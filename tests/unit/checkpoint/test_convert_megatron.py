@@ -10,9 +10,11 @@ import torch
 
 from megalite.checkpoint.manifest import read_manifest
 from megalite.convert.convert import Conversion
+from megalite.convert.megatron_folder import TRACKER
 from megalite.convert.settings import Settings
 from megalite.convert.source import kind_of
 from megalite.errors import UserError
+from tests.checkpoint_folder import make_pipe
 from tests.unit.checkpoint import megatron_fixtures as megatron
 from tests.unit.checkpoint.foreign_models import VOCABULARY, build, logits_of, same_bits, tensors_of
 
@@ -172,10 +174,18 @@ def drop_a_tensor(folder):
         torch.save(state, file)
 
 
+def write_tracker(folder, text):
+    (folder / TRACKER).write_text(text)
+
+
 DAMAGE = {
     "mp_rank_01 has none of": lose_a_rank,
     "iter_0000099 is not there: of iterations there are iter_0000012": lose_an_iteration,
     "model_optim_rng.pt cannot be read": cut_short,
+    "model_optim_rng.pt cannot be read: it is no regular file": lambda folder: make_pipe(
+        folder / "iter_0000012" / "mp_rank_00" / "model_optim_rng.pt"
+    ),
+    "iteration.txt cannot be read: it has more than": lambda folder: write_tracker(folder, "1" * 5000),
     "distributed format.*--ckpt-format torch": make_distributed,
     "no model with num_experts 8": lambda folder: change_arguments(folder, num_experts=8),
     "rotary_percent 0.25": lambda folder: change_arguments(folder, rotary_percent=0.25),

@@ -17,6 +17,7 @@ from megalite.checkpoint.folder import (
     put_in_place,
     remove_leftovers,
 )
+from tests.checkpoint_folder import make_pipe
 
 
 def make(folder: Path, *names: str) -> None:
@@ -66,7 +67,7 @@ def test_the_latest_comes_first_and_newer_ones_last(tmp_path: Path, latest: int,
         assert not notices
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"iter_10", b"../iter_0000010", b"iter_0000010\0", b"10"])
+@pytest.mark.parametrize("content", [b"", b"iter_10", b"../iter_0000010", b"iter_0000010\0", b"10"])
 def test_a_latest_that_names_none_is_told(tmp_path: Path, content: bytes) -> None:
     make(tmp_path, "iter_0000010")
     (tmp_path / "latest").write_bytes(content)
@@ -75,9 +76,31 @@ def test_a_latest_that_names_none_is_told(tmp_path: Path, content: bytes) -> Non
     assert notice.startswith(f"{tmp_path}/latest ")
 
 
-def test_a_latest_that_is_a_folder_is_told(tmp_path: Path) -> None:
-    make(tmp_path, "iter_0000010", "latest")
-    assert "latest cannot be read" in list_checkpoints(tmp_path).notices[0]
+LATEST_THAT_IS_NONE = {
+    "latest cannot be read (it is no regular file)": Path.mkdir,
+    "it is no regular file": make_pipe,
+    "it is a symbolic link": lambda file: file.symlink_to("/dev/zero"),
+    "it has more than 256 bytes": lambda file: file.write_text("iter_" + 5000 * "1"),
+    "it is no text": lambda file: file.write_bytes(b"\x80"),
+    "names no checkpoint": lambda file: file.write_text("iter_" + 100 * "1"),
+}
+
+
+@pytest.mark.parametrize("problem", LATEST_THAT_IS_NONE)
+def test_a_latest_that_is_anything_is_told(tmp_path: Path, problem: str) -> None:
+    make(tmp_path, "iter_0000010")
+    LATEST_THAT_IS_NONE[problem](tmp_path / "latest")
+    names, (notice,) = list_checkpoints(tmp_path)
+    assert names == ("iter_0000010",)
+    assert problem in notice
+    assert len(notice) < 300 + len(str(tmp_path))
+
+
+def test_a_latest_that_is_endless_is_not_read(tmp_path: Path) -> None:
+    make(tmp_path, "iter_0000010")
+    with (tmp_path / "latest").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    assert "it has more than 256 bytes" in list_checkpoints(tmp_path).notices[0]
 
 
 class Killed(BaseException):

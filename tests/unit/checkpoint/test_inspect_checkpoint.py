@@ -18,6 +18,7 @@ from megalite.inspection.difference import compare
 from megalite.inspection.inspect import figures_of, inspect, lines_of
 from megalite.inspection.view import open_view
 from megalite.presets import PRESETS
+from tests.checkpoint_folder import make_pipe, write_checkpoint
 from tools.inspect_checkpoint import main
 
 MODEL = dataclasses.replace(PRESETS["llama-tiny"], num_layers=2, vocab_size=100)
@@ -181,3 +182,12 @@ def test_what_is_no_checkpoint(make, message, tmp_path):
     make(tmp_path / "given")
     with pytest.raises(UserError, match=message):
         main([str(tmp_path / "given")])
+
+
+@pytest.mark.parametrize("words", [[], ["--verify"], ["--norms"]])
+def test_a_pipe_as_a_tensor_file_is_not_waited_for(words, tmp_path, capsys):
+    """Nor where the file tells the shape of a tensor that is whole."""
+    checkpoint = write_checkpoint(tmp_path / "run")
+    make_pipe(checkpoint / "part_0.safetensors")
+    assert exit_status(tmp_path / "run", *words) == 1
+    assert "damaged: part_0.safetensors is no file" in capsys.readouterr().out

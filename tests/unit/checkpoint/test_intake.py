@@ -128,6 +128,15 @@ def test_weights_alone(take, flags: dict[str, Any]) -> None:
         assert len(intake.notices) == 1
 
 
+def test_weights_of_more_layers_than_run_json_says_are_refused(take) -> None:
+    config = config_of("fp32")
+    layers = config.model.num_layers
+    with pytest.raises(
+        ValueError, match=rf"num_layers {layers}, and there are weights of {layers + 2} layers"
+    ):
+        take(config, config, f"model.layers.{layers + 1}.mlp.up.weight")
+
+
 def test_a_checkpoint_without_state_says_what_to_give(take) -> None:
     with pytest.raises(UserError, match=r"has no optimizer state .*: give --no-load-optim .* or --finetune"):
         take(config_of("bf16"), config_of("bf16"), without="optimizer.")

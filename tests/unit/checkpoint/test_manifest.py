@@ -178,6 +178,19 @@ def test_a_link_is_told(folder: Path, tmp_path: Path, name: str) -> None:
     assert told(folder) == f"{name} is a link"
 
 
+@pytest.mark.parametrize("name", [*TEXTS, SUMS])
+def test_a_text_without_end_is_not_read(folder: Path, name: str) -> None:
+    with (folder / name).open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    assert " has more than " in told(folder) or " it has more than " in told(folder)
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 63, 1 << 80, 10**400, True, 1.0, "3", None])
+def test_a_count_that_is_none_is_told(folder: Path, count: object) -> None:
+    edit_run(folder, progress={"iteration": 10, "consumed_samples": count})
+    assert told(folder) == "run.json is damaged: its progress is none"
+
+
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
     (folder / RUN).unlink()
     os.mkfifo(folder / RUN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ def test_without_a_folder_there_is_none(tmp_path: Path, monkeypatch: pytest.Monk
     RequeueNote(None).write("SIGUSR1")
     RequeueNote(None).remove()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [lambda file: file.symlink_to("target"), os.mkfifo])
+def test_a_link_is_not_followed_and_a_pipe_not_waited_for(tmp_path: Path, make, caplog) -> None:
+    (tmp_path / "target").write_text("mine")
+    make(tmp_path / NAME)
+    RequeueNote(str(tmp_path)).write("SIGUSR1")
+    assert f"{NAME} cannot be written" in caplog.text
+    assert (tmp_path / "target").read_text() == "mine"
 
 
 def test_what_stands_in_its_way_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
