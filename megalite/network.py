@@ -1,4 +1,4 @@
-"""The network interface over which ranks on several hosts find each other through gloo."""
+"""Where ranks listen for each other: gloo's network interface, and the address of rank 0's store."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ def choose_interface(master: str, *, many_hosts: bool) -> None:
     gloo tells them what this host's name resolves to, or 127.0.0.1 where that is nobody's address. On hosts
     that take their own name for a loopback address, a run of several waits for ever. Chosen is the interface
     towards rank 0, and on rank 0's own host the only one that there is. What the user has set stays, and so
-    does everything where the name resolves to an address of the network.
+    does everything where the name resolves to an address of the network. Ranks of this machine alone listen
+    on its loopback interface, where no other machine can connect to them.
 
     Args:
         master: MASTER_ADDR, rank 0's host.
         many_hosts: whether there are ranks on other hosts.
     """
-    if VARIABLE in os.environ or master in _THIS_MACHINE or not _is_loopback(_address_of_gloo()):
+    if VARIABLE in os.environ:
+        return
+    is_gloo_on_loopback = _is_loopback(_address_of_gloo())
+    if is_this_machine(master):
+        if not is_gloo_on_loopback and (loopback := _interfaces().get(_LOOPBACK)):
+            os.environ[VARIABLE] = loopback
+        return
+    if not is_gloo_on_loopback:
         return
     outward = {address: name for address, name in _interfaces().items() if not _is_loopback(address)}
     interface = outward.get(_address_towards(master))
@@ -48,6 +56,31 @@ def choose_interface(master: str, *, many_hosts: bool) -> None:
             f"({found or 'this host has none but loopback'})",
             extra=THIS_RANK,
         )
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether the name of rank 0's host means this machine wherever it is used."""
+    return host in _THIS_MACHINE or host.startswith("127.")
+
+
+def loopback_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a loopback address alone, for rank 0's store.
+
+    torch's store by itself listens on all addresses of the machine, whatever MASTER_ADDR says.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _is_loopback(address: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
@@ -28,7 +28,7 @@ from megalite.errors import UserError
 from megalite.gpu import prepare_environment, settings_for
 from megalite.host import keep_freed_memory, limit_threads
 from megalite.meeting import at_work, name_of_start, wait_for_all
-from megalite.network import choose_interface
+from megalite.network import choose_interface, is_this_machine, loopback_listener
 from megalite.observer import Observer, Wait
 
 AXES = ("pp", "dp", "tp")
@@ -328,8 +328,9 @@ def _join(
     must_agree: Record | None,
 ) -> None:
     """Starts the process group of all ranks, once they agree: with other axes they would wait for ever."""
-    if init_file is None and launch.world_size > 1:
-        choose_interface(os.environ["MASTER_ADDR"], many_hosts=launch.local_world_size < launch.world_size)
+    if launch.world_size > 1:
+        master = "localhost" if init_file else os.environ["MASTER_ADDR"]
+        choose_interface(master, many_hosts=launch.local_world_size < launch.world_size)
     try:
         store = None if init_file else _store_of_start(launch, timeout)
         if store is not None and must_agree is not None:
@@ -344,7 +345,7 @@ def _join(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"no rendezvous at MASTER_ADDR:MASTER_PORT {where} ({str(error).splitlines()[0]}): "
@@ -356,9 +357,24 @@ def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
     """The store in which the ranks find each other; none of an earlier start's words are in it."""
     if launch.world_size == 1:
         return HashStore()
-    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = os.environ["MASTER_ADDR"]
+    if launch.rank == 0 and not is_torchruns and is_this_machine(master):
+        listener = loopback_listener(master, int(os.environ["MASTER_PORT"]))
+        address, port = listener.getsockname()[:2]
+        store: Store = TCPStore(
+            address,
+            port,
+            launch.world_size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+    else:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives its ranks
+    if is_torchruns:  # it outlives torchrun's ranks
         name = name_of_start(store, launch.rank, launch.world_size, timeout.total_seconds())
         return PrefixStore(name, store)
     return store

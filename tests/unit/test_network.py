@@ -48,6 +48,13 @@ def test_two_launchers_on_one_machine_stay_on_loopback(host: pytest.MonkeyPatch)
     assert VARIABLE not in os.environ
 
 
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "::1", "127.0.1.1"])
+def test_ranks_of_one_machine_listen_on_its_loopback(host: pytest.MonkeyPatch, master: str) -> None:
+    host.setattr(network, "_address_of_gloo", lambda: "192.168.0.2")
+    choose_interface(master, many_hosts=False)
+    assert os.environ[VARIABLE] == "lo"
+
+
 def test_what_the_user_says_stays(host: pytest.MonkeyPatch) -> None:
     host.setenv(VARIABLE, "ib0")
     choose_interface("n0", many_hosts=True)

@@ -3,6 +3,9 @@
 import itertools
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,3 +198,43 @@ def test_a_refusal_of_all_ranks_is_not_waited_with(environment, monkeypatch):
         environment(variables)
         with pytest.raises(UserError, match="of them all"), topology.refusal_reported():
             raise UserError("of them all")
+
+
+def addresses_that_listen(port):
+    """Local addresses of this machine's sockets that listen on a port, in the kernel's hexadecimal."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, _, state = line.split()[1:4]
+            if state == "0A" and int(address.split(":")[1], 16) == port:
+                found.add(address.split(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the table of sockets is Linux's")
+@pytest.mark.parametrize("master", ["127.0.0.1", "localhost"])
+def test_the_store_of_one_machines_ranks_listens_on_loopback(environment, master):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment(WORLD | {"MASTER_ADDR": master, "MASTER_PORT": str(port)})
+    start, timeout = topology._store_of_start, timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: start(Launch(rank, 2, rank, 2), timeout), range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert addresses_that_listen(port) <= {"0100007F", "00000000000000000000000001000000"}
+    assert addresses_that_listen(port)
+
+
+def test_a_taken_port_is_told(environment):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environment(WORLD | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        with (
+            pytest.raises(UserError, match=rf"no rendezvous at .* 127.0.0.1:{port} \(.*in use\)"),
+            Topology.start(layout(2), Launch(0, 2, 0, 2)),
+        ):
+            pass
