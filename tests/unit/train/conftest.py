@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint import lease as lease_module
+from megalite.checkpoint.lease import HeldLease
 from megalite.config import ParallelConfig
 from megalite.topology import Launch, Topology
 from megalite.train.telemetry.metrics import IterationMetrics
@@ -40,3 +43,13 @@ def metrics() -> IterationMetrics:
 def topology() -> Iterator[Topology]:
     with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
         yield topology
+
+
+@pytest.fixture
+def lost_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldLease]:
+    """A lease on a folder that another run has taken over."""
+    monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.0)
+    lease = HeldLease.take(tmp_path / "save")
+    (tmp_path / "save" / lease.name).rename(tmp_path / "save" / "lease.2")
+    yield lease
+    lease.release()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.checkpoint.lease import LeaseLost
 from megalite.config import TrainingConfig
 from megalite.topology import Topology
 from megalite.train.stopping.requeue import RequeueNote
@@ -94,3 +95,11 @@ def test_an_age_alone_breaks_nothing_off(topology, clock) -> None:
     clock[0] += 61.0
     stop.raise_if_urgent()
     assert stop.now() is not None
+
+
+def test_a_run_that_has_lost_its_folder_ends(topology, lost_lease) -> None:
+    """Also where nothing else may stop it."""
+    config = TrainingConfig(exit_signals=())
+    stop = StopConditions(config, topology, StopSignals(RequeueNote(None)), lost_lease)
+    with pytest.raises(LeaseLost, match=r"taken over by another run \(process"):
+        stop.after(1)

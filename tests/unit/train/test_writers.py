@@ -50,6 +50,19 @@ def test_the_last_rank_writes_everything(
     writers.close()  # once more does nothing
 
 
+def test_a_run_that_has_lost_its_folder_writes_nothing(
+    config: LoggingConfig, tmp_path: Path, metrics: IterationMetrics, lost_lease
+) -> None:
+    with (
+        Topology.fake(PARALLEL, 2, rank=1) as topology,
+        Writers(config, topology, "", lease=lost_lease) as writers,
+    ):
+        before = {file: file.stat().st_size for file in tmp_path.rglob("*")}
+        _write(writers, metrics)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert {file: file.stat().st_size for file in tmp_path.rglob("*")} == before
+
+
 def test_tensorboard_has_an_interval_of_its_own(
     tmp_path: Path, topology: Topology, metrics: IterationMetrics
 ) -> None:
