@@ -27,7 +27,7 @@ from megalite.checkpoint.folder import NAME
 from megalite.checkpoint.place import Place
 from megalite.checkpoint.progress import Progress
 from megalite.errors import UserError
-from megalite.folders import open_regular, read_regular
+from megalite.folders import no_follow, open_regular, read_regular
 
 FORMAT = 3
 RUN, CONFIG, INDEX, SUMS = "run.json", "config.yaml", "index.json", "SHA256SUMS"
@@ -358,8 +358,8 @@ def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Writes a text to a new file; it is on disk when this returns."""
-    with file.open("x", encoding="utf-8", newline="") as stream:
+    """Writes a text that is on disk when this returns; a symbolic link is not followed."""
+    with open(file, "w", encoding="utf-8", newline="", opener=no_follow) as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -126,14 +126,22 @@ def whole_folder(final: Path, num_bytes: int) -> Iterator[Path]:
         num_bytes: that will be written at least.
 
     Raises:
-        UserError: there is something already, no space, or no permission.
+        UserError: there is something already, another conversion writes to it, no space, or no permission.
     """
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"--save {final} is there and not empty: give a new folder, or delete it first")
     aside = final.with_name(f".{final.name}.partial")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+    except FileExistsError:
+        raise UserError(
+            f"--save {final} is being written by another conversion, or one was killed: delete {aside} "
+            "if none is running"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--save {final} cannot be written: {error}") from error
+    try:
         free = shutil.disk_usage(aside).free
         if free < num_bytes:
             raise UserError(

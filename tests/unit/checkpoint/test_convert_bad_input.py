@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from megalite.checkpoint.manifest import CONFIG
 from megalite.convert.convert import Conversion
 from megalite.convert.settings import Settings
+from megalite.convert.target import whole_folder
 from megalite.errors import UserError
 from tests.checkpoint_folder import reseal
 from tests.unit.checkpoint.foreign_models import build, save, tensors_of
@@ -146,6 +147,15 @@ def test_a_config_of_another_number_of_layers(num_layers, told, tmp_path):
     with pytest.raises(UserError, match=re.escape(told)):
         Conversion(tmp_path / "ours", tmp_path / "back").run()
     assert not (tmp_path / "back").exists()
+
+
+def test_a_second_conversion_leaves_the_first_alone(gpt2, tmp_path):
+    with whole_folder(tmp_path / "ours", 0) as aside:
+        (aside / "file").write_text("of the first")
+        with pytest.raises(UserError, match=rf"by another conversion, or one was killed: delete {aside} "):
+            Conversion(gpt2, tmp_path / "ours").run()
+        assert (aside / "file").read_text() == "of the first"
+    assert (tmp_path / "ours" / "file").read_text() == "of the first"
 
 
 def test_damage_is_found_before_anything_is_written(tmp_path):
