@@ -150,7 +150,7 @@ def test_a_corpus_that_grew_is_refused_and_a_copy_is_not(
     assert moved.warnings[1:] == [f"not as in checkpoint {saved}/iter_0000004: train_iters 4 (now 5)"]
     (error,) = train(*flags, "--data-path", grown).errors
     assert error.startswith(
-        f"checkpoint {saved}/iter_0000004 is of other data: corpus {corpus} 40 sequences in 19,600 bytes, "
+        f"checkpoint {saved}/iter_0000004 is of other data: corpus {corpus} 40 sequences in 20,400 bytes, "
     )
     assert "give --allow-data-change to go on in the order of the new data" in error
     allowed = train(*flags, "--data-path", grown, "--allow-data-change")
