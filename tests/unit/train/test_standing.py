@@ -53,11 +53,15 @@ def test_the_main_threads_files_are_found_from_another(tmp_path: Path) -> None:
         "import threading, time\n"
         "from megalite.train.health.stacks import files_of_main_thread\n"
         "def look():\n"
-        "    while files_of_main_thread() != [threading.__file__, threading.__file__, __file__]:\n"
+        "    while files_of_main_thread() != ['elsewhere.py', __file__]:\n"
         "        time.sleep(0.001)\n"
-        "thread = threading.Thread(target=look)\n"
-        "thread.start()\n"
-        "thread.join()\n"  # two frames deep, once it is there
+        "    lock.release()\n"
+        "lock = threading.Lock()\n"
+        "lock.acquire()\n"
+        "threading.Thread(target=look).start()\n"
+        # The frames are the program's own: those of `threading` differ between versions of Python.
+        "exec(compile('def wait():\\n    lock.acquire()', 'elsewhere.py', 'exec'))\n"
+        "wait()\n"
     )
     subprocess.run([sys.executable, program], check=True, timeout=60)
 
