@@ -43,12 +43,12 @@ def main(arguments: Sequence[str]) -> None:
         prepare_process(config, notices, launch)
 
     with listen(config, launch) as signals:
-        status = run(config, launch, signals)
-    raise SystemExit(status)
+        # In the block: signals that still come do not change the status.
+        raise SystemExit(run(config, launch, signals))
 
 
 def run(config: Config, launch: Launch, signals: StopSignals) -> int:
-    """Joins the other ranks, trains, and returns the exit status."""
+    """Join the other ranks, train, and return the exit status."""
     with Topology.start(config.parallel, launch, must_agree=settings_of(config)) as topology:
         leave_if_switched_off(config.training, topology)
         with hold_folder(config.checkpoint.save, topology) as lease:

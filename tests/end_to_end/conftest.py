@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import pretrain_gpt
 from megalite.cli import run_main
 from megalite.data.indexed_writer import IndexedWriter
+from megalite.train.stopping.signals import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -67,6 +70,27 @@ def pretrain(tmp_path: Path, corpus: str) -> Run:
     return run
 
 
+def status_of(*flags: str) -> int:
+    """Runs pretrain_gpt.py in this process and returns its exit status."""
+    with signals_restored():
+        try:
+            run_main(pretrain_gpt.main, flags)
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+@contextmanager
+def signals_restored() -> Iterator[None]:
+    """Restores the signal handlers at the end: a program that is about to exit leaves its own ignored."""
+    before = {name: signal.getsignal(signal.Signals[name]) for name in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)
+
+
 @pytest.fixture
 def pretrain_here(
     corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -75,11 +99,7 @@ def pretrain_here(
     monkeypatch.chdir(ROOT)
 
     def run(*flags: str, base: tuple[str, ...] = TINY_FLAGS) -> tuple[int, list[str]]:
-        status = 0
-        try:
-            run_main(pretrain_gpt.main, [*base, "--data-path", corpus, *flags])
-        except SystemExit as end:
-            status = int(end.code or 0)
+        status = status_of(*base, "--data-path", corpus, *flags)
         return status, capsys.readouterr().err.splitlines()
 
     return run

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megalite.log import log
 from megalite.train.step import StepResult
 from megalite.train.trainer import Trainer
-from tests.end_to_end.conftest import RunHere
+from tests.end_to_end.conftest import TINY_FLAGS, RunHere, signals_restored
 
 FLAGS = ("--train-iters", "12", "--lr", "0.01", "--eval-iters", "0", "--num-threads", "1")
 AfterStep = Callable[[int, Callable[[], object]], None]
@@ -61,6 +62,15 @@ def test_a_signal_saves_and_asks_to_be_run_again(
     assert pretrain_here(*FLAGS, *_folders(parts))[0] == 0
     assert not (parts / "requeue").exists()
     assert _losses(parts / "m.jsonl") == _losses(whole / "m.jsonl")
+
+
+def test_a_signal_after_the_end_does_not_change_the_status(after_step: AfterStep, corpus: str) -> None:
+    after_step(2, _send(signal.SIGTERM))
+    with signals_restored():
+        with pytest.raises(SystemExit) as end:
+            pretrain_gpt.main([*TINY_FLAGS, *FLAGS, "--data-path", corpus])
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert (end.value.code, handlers) == (75, [signal.SIG_IGN, signal.SIG_IGN])
 
 
 def test_ctrl_c_saves_and_asks_for_nothing(

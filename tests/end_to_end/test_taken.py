@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import pretrain_gpt
-from megalite.cli import run_main
-from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, write_corpus
+from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, status_of, write_corpus
 
 
 class Ended(NamedTuple):
@@ -28,14 +26,6 @@ Train = Callable[..., Ended]
 
 
 FLAGS = (*TINY_FLAGS[:-2], "--eval-iters", "0")
-
-
-def status_of(*flags: str) -> int:
-    try:
-        run_main(pretrain_gpt.main, flags)
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture

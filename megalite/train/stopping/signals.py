@@ -82,7 +82,9 @@ class StopSignals:
 def stop_signals(names: Sequence[str], requeue: RequeueNote) -> Iterator[StopSignals]:
     """Listens to these signals and to Ctrl-C; to none where no names are given.
 
-    Call it on the main thread. What the process did on them before is put back at the end.
+    Call it on the main thread. The end of the block restores what the process did on them before. A block
+    that ends with SystemExit leaves them ignored instead: Slurm and torchrun may send a second signal while
+    the interpreter shuts down, and the process must still end with the status of that SystemExit.
     """
     signals = StopSignals(requeue)
     if not names:
@@ -99,12 +101,16 @@ def stop_signals(names: Sequence[str], requeue: RequeueNote) -> Iterator[StopSig
         target=_listen, args=(reader, numbers, signals), name="stop-signals", daemon=True
     )
     thread.start()
+    after = {number: handler or signal.SIG_DFL for number, handler in before.items()}
     try:
         yield signals
+    except SystemExit:
+        after = dict.fromkeys(numbers, signal.SIG_IGN)
+        raise
     finally:
         signal.set_wakeup_fd(fd_before)
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, handler in after.items():
+            signal.signal(number, handler)
         os.close(writer)
         thread.join()
         os.close(reader)

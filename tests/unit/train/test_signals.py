@@ -24,6 +24,16 @@ with stop_signals(["SIGTERM"], RequeueNote(sys.argv[1])):
     print("ready", flush=True)
     threading.Event().wait()  # as in a collective
 """
+ENDING = """
+import atexit, os, signal
+from megalite.train.stopping.requeue import RequeueNote
+from megalite.train.stopping.signals import stop_signals
+
+with stop_signals(["SIGTERM"], RequeueNote(None)) as signals:
+    signals.hold()
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    raise SystemExit(75)
+"""
 
 
 @pytest.fixture
@@ -92,6 +102,11 @@ def test_before_the_first_iteration_a_signal_ends_the_process_at_once(tmp_path: 
     what = "received SIGTERM before the first iteration: there is nothing to save yet"
     assert (process.returncode, errors) == (75, f"error: {what}\n")
     assert (tmp_path / "requeue").read_text() == f"{what}\n"
+
+
+def test_a_signal_while_the_interpreter_shuts_down_does_not_change_the_status() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", ENDING], env=environment, timeout=60).returncode == 75
 
 
 def test_a_note_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
