@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from megalite.errors import UserError
 
@@ -21,16 +24,18 @@ _INTERRUPTED = 130
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
     """Runs a program; on a user's mistake prints its lines and exits with status 1.
 
-    Rank 0 prints, one `error: ` line a mistake, and another rank what it alone may have met. Any other
-    exception keeps its traceback.
+    Rank 0 prints, one `error: ` line a mistake, and another rank what it alone may have met. torchrun prints
+    the lines once more, at the end of its own report. Any other exception keeps its traceback.
     """
     try:
         main(arguments)
     except UserError as error:
+        lines = [f"error: {line}" for line in str(error).splitlines()]
         if is_first_rank() or error.on_one_rank:
-            sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
+            sys.stderr.writelines(f"{line}\n" for line in lines)
         else:
             time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
+        _record_for_torchrun(lines)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         if is_first_rank():
@@ -42,6 +47,18 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         rank = os.environ.get("RANK", "0")
         sys.stderr.write(f"error: rank {rank} lost another rank: that one's own message says why\n")
         raise SystemExit(1) from None
+
+
+def _record_for_torchrun(lines: Sequence[str]) -> None:
+    """Write the lines to the error file that torchrun names, in the format of torch's `record` decorator.
+
+    torchrun ends its own traceback with the file of the rank that failed first.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun compares whole seconds: one earlier is before the ranks that it ends because of this one.
+        message = {"message": "\n".join(lines), "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
+        with suppress(OSError):  # torchrun has a text of its own where there is no file
+            Path(file).write_text(json.dumps({"message": message}))
 
 
 def is_first_rank() -> bool:

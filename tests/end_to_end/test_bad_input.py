@@ -194,6 +194,8 @@ def test_a_world_of_another_size_ends_on_every_rank(pretrain: Run) -> None:
     assert run.returncode == 1
     assert len(errors) == 1
     assert "world size 2" in errors[0]
+    *_, last, border = run.stderr.splitlines()
+    assert (last, border.strip("=")) == (f"  traceback : {errors[0]}", "")
     assert 'pretrain_gpt.py", line' not in run.stderr  # torchrun prints a traceback of its own
 
 
