@@ -26,6 +26,10 @@ def _lines(program: str) -> Iterator[str]:
     yield ""
     yield from _entry(["--preset NAME"], f"A model by name: {', '.join(PRESETS)}.")
     yield from _entry(["--config FILE.yaml"], "Settings, as --print-config writes them.")
+    yield from _entry(
+        ["--override-flags"],
+        "Flags behind it replace those before it: for scripts that pass on flags of theirs.",
+    )
     yield from _entry(["--print-config"], "Print every setting as YAML, and exit.")
     yield from _entry(["--help", "-h"], "Print this, and exit.")
     group = None

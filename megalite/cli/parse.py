@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from megalite.errors import ConfigError
 from megalite.presets import PRESETS
 
 _HELP = ("--help", "-h")
-_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", *_HELP)
+_OVERRIDE = "--override-flags"
+_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP)
 
 
 def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
@@ -47,6 +49,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """
     findings = Findings()
     given, stray = split_words(argv)
+    given, behind_override = _overridden(given)
+    stray += behind_override
     if any(flag.flag in _HELP for flag in given):
         _print_and_exit(help_text(Path(sys.argv[0]).name))
     findings.problems += [f"{word!r} stands before any flag: put a flag before it" for word in stray]
@@ -59,6 +63,35 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
         _print_and_exit(to_yaml(config))
     idle = idle_options(config, config.dry_run.world_size or _world_size())
     return config, [one_line(notice) for notice in (*findings.notices, *idle)]
+
+
+def _overridden(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
+    """Apply --override-flags: flags behind it replace those before it without a notice, under any name.
+
+    Returns:
+        The flags that count, and the words directly behind --override-flags, which belong to no flag.
+    """
+    kept: list[Given] = []
+    stray: list[str] = []
+    for is_override, group in itertools.groupby(given, lambda flag: flag.flag == _OVERRIDE):
+        flags = list(group)
+        if is_override:
+            stray += [word for flag in flags for word in flag.words]
+        else:
+            replaced = {_option_of(flag) for flag in flags}
+            kept = [flag for flag in kept if _option_of(flag) not in replaced] + flags
+    return kept, stray
+
+
+def _option_of(flag: Given) -> str:
+    """Return what a flag sets: the field, or the flag itself where it is none."""
+    field = fields_by_flag().get(flag.flag)
+    return flag.flag if field is None else field.name
+
+
+def known_flags() -> list[str]:
+    """Return every flag that `parse` knows, with dashes."""
+    return [*fields_by_flag(), *legacy_rules(), *_PROGRAM_FLAGS]
 
 
 def _config(given: Sequence[Given], findings: Findings) -> Config:
@@ -86,7 +119,7 @@ def _settings(given: Sequence[Given], findings: Findings) -> Iterator[Setting]:
         if field is not None:
             yield from _setting(field, flag, findings)
         elif flag.flag not in legacy and flag.flag not in _PROGRAM_FLAGS:
-            guess = nearest(flag.flag, [*fields_by_flag(), *legacy, *_PROGRAM_FLAGS])
+            guess = nearest(flag.flag, known_flags())
             meant = fields_by_flag().get(guess)
             findings.doubt(
                 f"unknown flag {flag.name}; nearest is {guess} (--help lists all)",

@@ -136,6 +136,19 @@ def test_one_name_twice_is_told_and_the_last_counts() -> None:
     assert notices == ["--lr 1.0 and --lr 2.0 are both given: the last one counts"]
 
 
+def test_flags_behind_override_flags_replace_those_before() -> None:
+    script = ["--lr", "1", "--tensor-model-parallel-size", "2", "--fp16", "--preset", "gpt-tiny"]
+    own = ["--lr", "2", "--tp", "4", "--bf16", "--preset", "gpt2-124m"]
+    config, notices = parse([*script, "--override-flags", *own])
+    assert (config, notices) == parse(own)
+    assert parse([*script, "--override-flags"]) == parse(script)
+    assert parse([*script, "--override-flags", "--lr", "3", "--override-flags", *own])[0] == config
+
+
+def test_values_behind_override_flags_belong_to_no_flag(problems) -> None:
+    assert problems("--lr 1 --override-flags 2")[0] == "'2' stands before any flag: put a flag before it"
+
+
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
