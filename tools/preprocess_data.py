@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import difflib
 import re
 import signal
 import sys
@@ -139,10 +138,7 @@ def parse_job(arguments: list[str]) -> PreprocessJob:
         UserError: the command line is wrong.
     """
     parser = build_parser()
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], list(parser._option_string_actions), n=1)
-        parser.error(f"{unknown[0]} is unknown" + (f", did you mean {near[0]}?" if near else ""))
+    args = parser.parse_args(arguments)
     if args.resume and args.overwrite:
         parser.error("--resume and --overwrite contradict each other: go on with a run, or replace it")
     if len(set(args.json_keys)) < len(args.json_keys):

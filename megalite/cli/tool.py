@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
-from megalite.errors import UserError
+from megalite.cli.fields import normalised
+from megalite.cli.hints import nearest
+from megalite.cli.parse import known_flags
+from megalite.errors import ConfigError, UserError
 
 
 class ToolParser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are `UserError`; flags are not abbreviated."""
+    """An argument parser whose mistakes are `UserError`; flags are not abbreviated.
 
-    def __init__(self, **settings: Any) -> None:
+    Args:
+        rest: flags, besides those of training, that the tool passes on to another parser.
+    """
+
+    def __init__(self, rest: Collection[str] = (), **settings: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
+        self._rest = frozenset(rest)
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """The flags that this parser knows by itself."""
+        return frozenset(self._option_string_actions)
+
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Parse flags of which this parser knows all."""
+        words = sys.argv[1:] if args is None else list(args)
+        self._refuse_unknown(words, ())
+        return super().parse_args(words, namespace)
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Parse the tool's own flags, and return the rest, which are flags of training."""
+        words = sys.argv[1:] if args is None else list(args)
+        self._refuse_unknown(words, {*known_flags(), *self._rest})
+        return super().parse_known_args(words, namespace)
+
+    def _refuse_unknown(self, words: list[str], others: Collection[str]) -> None:
+        """Refuse unknown flags whose nearest known flag is one of this parser's.
+
+        argparse would name a required flag that is missing instead. An unknown flag that is nearer to one of
+        the others is left to whatever reads those: it reports all mistakes at once.
+        """
+        if "--" in words:  # what follows are values
+            words = words[: words.index("--")]
+        own, problems = self.flags, []
+        for word in words:
+            name = word.partition("=")[0]
+            is_value = not word.startswith("--") or " " in word  # as argparse has it
+            if is_value or name in own or normalised(name) in others:
+                continue
+            guess = nearest(name, [*own, *others])
+            if guess in own:
+                problems.append(f"unknown flag {name}; nearest is {guess} (see --help)")
+        if problems:
+            raise ConfigError(problems)
 
     def error(self, message: str) -> NoReturn:
         """Raises what argparse would print and exit by."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config import Config
 from megalite.errors import ConfigError, UserError
-from megalite.launching.slurm_time import in_words, seconds_of
+from megalite.launching.slurm_time import in_words, seconds_of, slurm_limit
 from megalite.plan.answer import nothing_fits
 from megalite.plan.check import job_problems
 from megalite.plan.estimate import Plan, run_costs
@@ -21,6 +21,8 @@ MIN_WARNING = 300
 """Seconds before the time limit at which Slurm warns the job: enough for ending an iteration and a save."""
 SAVE_SECONDS = 180
 """That a save may take, as nothing is known of the file system."""
+_MIN_ITERATIONS = 10
+"""A start that trains for less is hardly worth it."""
 _WORD = re.compile(r"[^\s\"'`$\\]+")
 _OWN_FLAGS = (
     "job-name",
@@ -138,6 +140,11 @@ def warning_seconds(plan: Plan) -> int:
     return 60 * -int(-needed // 60)
 
 
+def shortest_limit(plan: Plan) -> str:
+    """Return the shortest sensible --time: until Slurm's warning it trains for a few iterations."""
+    return slurm_limit(warning_seconds(plan) + _MIN_ITERATIONS * plan.time.seconds)
+
+
 def warnings(request: Request, plan: Plan, slurm: Slurm, config: Config) -> Iterator[str]:
     """What will not go as one would like.
 
@@ -147,10 +154,10 @@ def warnings(request: Request, plan: Plan, slurm: Slurm, config: Config) -> Iter
     seconds, limit = plan.time.seconds, slurm.seconds
     usable = limit - warning_seconds(plan)
     interval = config.checkpoint.save_interval
-    if usable < 10 * seconds:
+    if usable < _MIN_ITERATIONS * seconds:
         yield (
             f"--time {slurm.limit} leaves {in_words(max(usable, 0))} to train before the job is warned, and "
-            f"an iteration takes {in_words(seconds)}: give a longer --time"
+            f"an iteration takes {in_words(seconds)}: give --time {shortest_limit(plan)} or longer"
         )
     if interval is None:
         yield "there is no --save-interval: a rank or a node that fails takes the run back to the job's start"

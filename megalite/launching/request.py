@@ -10,11 +10,18 @@ from megalite.cli import parse
 from megalite.cli.tool import ToolParser, positive_int
 from megalite.config import Config
 from megalite.errors import UserError
-from megalite.launching.job import Slurm, chosen_plan, plan_notes, warning_seconds, warnings
+from megalite.launching.job import (
+    Slurm,
+    chosen_plan,
+    plan_notes,
+    shortest_limit,
+    warning_seconds,
+    warnings,
+)
 from megalite.launching.script import batch_script
 from megalite.plan.gpu import find_gpu
 from megalite.plan.report import plan_lines
-from megalite.plan.request import Request, read_request, training_words
+from megalite.plan.request import Request, planning_flags, read_request, training_words
 
 CPUS_PER_GPU = 4
 """That a task has where nothing says so."""
@@ -34,7 +41,7 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
     if slurm.seconds <= warn_seconds:
         raise UserError(
             f"--time {own.time} is no longer than the {warn_seconds} s before the limit in which the job is "
-            "warned and saves: give a longer one"
+            f"warned and saves: give --time {shortest_limit(plan)} or longer"
         )
     output = own.output or Path(f"{own.job_name}.sbatch")
     text = batch_script(
@@ -108,7 +115,7 @@ def _write(output: Path, text: str, force: bool) -> None:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = ToolParser(description=description)
+    parser = ToolParser(planning_flags(), description=description)
     add = parser.add_argument
     add("--nodes", type=positive_int, required=True, help="nodes of the job")
     add("--gpu", help="kind of GPU, as tools/plan.py knows it")

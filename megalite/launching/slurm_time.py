@@ -35,6 +35,14 @@ def seconds_of(text: str) -> int:
     )
 
 
+def slurm_limit(seconds: float) -> str:
+    """Return a length of time as --time takes it, rounded up to whole minutes: 20:00:00 or 2-00:00:00."""
+    minutes = -int(-seconds // 60)
+    hours, days = minutes // 60 % 24, minutes // (60 * 24)
+    clock = f"{hours:02d}:{minutes % 60:02d}:00"
+    return f"{days}-{clock}" if days else clock
+
+
 def in_words(seconds: float) -> str:
     """A length of time for people."""
     for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):

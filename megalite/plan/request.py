@@ -98,6 +98,11 @@ def read_request(arguments: Sequence[str]) -> Request:
     )
 
 
+def planning_flags() -> frozenset[str]:
+    """Return the flags that `read_request` knows besides those of training."""
+    return _parser().flags
+
+
 def _parser() -> ToolParser:
     parser = ToolParser(description=DESCRIPTION)
     parser.add_argument("--gpu", help=f"kind of GPU: {', '.join(GPUS)}")

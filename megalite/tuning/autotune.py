@@ -17,7 +17,7 @@ from megalite.errors import UserError
 from megalite.plan.answer import nothing_fits
 from megalite.plan.estimate import Plan
 from megalite.plan.layout import layout_flags
-from megalite.plan.request import Request, read_request, start_command, training_words
+from megalite.plan.request import Request, planning_flags, read_request, start_command, training_words
 from megalite.plan.search import fastest, search
 from megalite.tuning.results import Results
 from megalite.tuning.trial import DONE, PROGRAM, Length, Trial, run_trial
@@ -147,7 +147,7 @@ def _best(request: Request, trials: Sequence[tuple[Plan, Trial]]) -> str:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = ToolParser(description=description)
+    parser = ToolParser(planning_flags(), description=description)
     add = parser.add_argument
     add("--top", type=positive_int, default=5, help="layouts to run, the planner's fastest (default 5)")
     add("--iterations", type=positive_int, default=10, help="of each (default 10)")

@@ -233,7 +233,7 @@ def test_tool(tmp_path: Path) -> None:
     assert "exists" in again.stderr
     wrong = tool(*arguments, "--overwrit")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
-    assert "--overwrit is unknown, did you mean --overwrite?" in wrong.stderr
+    assert "unknown flag --overwrit; nearest is --overwrite" in wrong.stderr
     wrong = tool(*arguments, "--json-keys", "te\udcfft")  # a byte that is not UTF-8
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
     assert "cannot be part of a file's name" in wrong.stderr

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megalite.cli import parse
 from megalite.errors import ConfigError, UserError
 from megalite.launching.request import write_job
-from megalite.launching.slurm_time import in_words, seconds_of
+from megalite.launching.slurm_time import in_words, seconds_of, slurm_limit
+
+ROOT = Path(__file__).parents[3]
 
 CLUSTER = ("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", "4", "--time", "20:00:00")
 RUN = (
@@ -150,6 +154,38 @@ def test_warnings(tmp_path: Path, flags: tuple[str, ...], time: str, expected: s
     assert expected in _warnings(tmp_path, *RUN, *flags, time=time)
 
 
+@pytest.mark.parametrize("time", ["5", "6"])  # refused, and warned about
+def test_a_time_limit_that_is_too_short_is_met_with_one_that_is_not(tmp_path: Path, time: str) -> None:
+    try:
+        said = _warnings(tmp_path, *RUN, "--force", time=time)
+    except UserError as error:
+        said = str(error)
+    wanted = re.search(r"give --time (\S+) or longer", said)
+    assert wanted
+    assert "to train before the job is warned" not in _warnings(tmp_path, *RUN, "--force", time=wanted[1])
+    assert seconds_of(wanted[1]) > 60 * int(time)
+
+
+def test_flags_behind_the_scripts_name_replace_its_own(tmp_path: Path) -> None:
+    script, _ = _job(tmp_path, *RUN, *LAYOUT)
+    words = re.search(r"pretrain_gpt.py (.*) &$", script, re.MULTILINE)
+    assert words
+    before = _flags(script, "save=runs/x")
+    array = f"flags=({shlex.join(before)})"
+    own = ["--save-interval", "10", "--tensor-model-parallel-size", "8"]
+    command = ["bash", "-c", f'{array}\nprintf "%s\\0" {words[1]}', "job.sbatch", *own]
+    given = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    config, notices = parse(given)
+    assert (config.checkpoint.save_interval, config.parallel.tp) == (10, 8)
+    assert notices == parse(before)[1]
+
+
+@pytest.mark.parametrize("name", ["pretrain_gpt_multi_node", "pretrain_bloom"])
+def test_the_scripts_that_ship_say_so_too(name: str) -> None:
+    script = (ROOT / "scripts" / f"{name}.sbatch").read_text()
+    assert 'pretrain_gpt.py "${flags[@]}" --override-flags "$@"' in script
+
+
 def test_a_sound_job_has_no_warning(tmp_path: Path) -> None:
     assert _warnings(tmp_path, *RUN) == ""
 
@@ -201,6 +237,14 @@ def test_time_limits(text: str, seconds: int) -> None:
 def test_what_is_no_time_limit(text: str) -> None:
     with pytest.raises(UserError, match="is no time limit: give minutes"):
         seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"), [(60, "00:01:00"), (61, "00:02:00"), (86399, "1-00:00:00"), (300000, "3-11:20:00")]
+)
+def test_limits_as_slurm_takes_them(seconds: int, limit: str) -> None:
+    assert slurm_limit(seconds) == limit
+    assert seconds_of(limit) - seconds in range(60)
 
 
 def test_lengths_in_words() -> None:
