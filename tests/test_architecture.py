@@ -11,7 +11,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("agreement", "errors", "folders", "gpu", "log", "host", "meeting", "network", "observer", "config"),
+    (
+        *(
+            "agreement",
+            "errors",
+            "folders",
+            "gpu",
+            "log",
+            "host",
+            "meeting",
+            "network",
+            "observer",
+            "parsing",
+        ),
+        "config",
+    ),
     ("cli", "presets", "topology", "kernels"),
     ("local_ranks", "parallel"),
     ("model", "pipeline", "optim", "data"),

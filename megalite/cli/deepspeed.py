@@ -5,7 +5,6 @@ There is no DeepSpeed here; its settings that have an equal must say what the fl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from megalite.cli.findings import Findings
 from megalite.config import Config
 from megalite.config.rules.layout import replicas
+from megalite.parsing import parse_json
 
 _READ = {
     "bf16",
@@ -41,7 +41,7 @@ def check_file(
         findings: gets the conflicts, and a notice of the settings that have no equal here.
     """
     try:
-        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+        settings = parse_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         findings.problems.append(f"--deepspeed_config {path} cannot be read: {reason}")

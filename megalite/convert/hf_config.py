@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megalite.config import ModelConfig
+from megalite.cli.fields import config_fields
+from megalite.config import Config, ModelConfig
+from megalite.config.ranges import range_problems
 from megalite.errors import UserError
 
 HFConfig = Mapping[str, Any]
@@ -32,7 +34,24 @@ def config_of(hf: HFConfig) -> ModelConfig:
     kind = hf.get("model_type")
     if kind not in READERS:
         raise UserError(f"model_type {kind!r} cannot be converted: {', '.join(READERS)} can")
-    return ModelConfig(**READERS[kind](hf))
+    model = ModelConfig(**READERS[kind](hf))
+    _check_numbers(model)
+    return model
+
+
+def _check_numbers(model: ModelConfig) -> None:
+    """Refuse values that are no numbers, or out of their field's range.
+
+    Raises:
+        UserError: naming the first one.
+    """
+    for field in config_fields():
+        if field.group == "model" and field.kind.item in (int, float):
+            value, kinds = getattr(model, field.name), (int,) if field.kind.item is int else (int, float)
+            if not (isinstance(value, kinds) or (value is None and field.kind.is_optional)):
+                raise UserError(f"transformers' config gives {field.name} as {value!r}, which is no number")
+    if problem := next(range_problems(Config(model=model)), None):
+        raise UserError(f"transformers' config cannot be converted: {problem.text}")
 
 
 def _gpt2(hf: HFConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from megalite.convert.settings import Settings
 from megalite.convert.tokenizer_files import tokenizer_in
 from megalite.errors import UserError
 from megalite.folders import read_regular
+from megalite.parsing import parse_json
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -104,6 +104,11 @@ class HFSource:
         if "quantization_config" in self._files.config:
             raise UserError(f"{folder} holds quantized weights: convert the model before its quantization")
         model = _model_of(folder, self._files.config)
+        if model.num_layers > len(self._files.files):  # before a list of all layers is made
+            raise UserError(
+                f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
+                "layers: is it another model's?"
+            )
         self._names = self._full_names(family_of(model).prefix)
         base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
@@ -164,10 +169,10 @@ def _some(names: list[str]) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(file, _MAX_JSON_BYTES, follow=True))
+        found = parse_json(read_regular(file, _MAX_JSON_BYTES, follow=True))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UserError(f"{file} is damaged: it is no JSON") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is damaged: it is no JSON object")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import glob
 import gzip
-import json
 import lzma
 import os
 import zlib
@@ -18,6 +17,7 @@ from megalite.data._json_reader import json_texts
 from megalite.data.parquet_reader import read_rows
 from megalite.data.zstandard_reader import open_zstandard
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_DOCUMENTS = ("file", "line", "paragraph")
@@ -184,8 +184,8 @@ def parse_record(record: Record, json_keys: Sequence[str]) -> list[bytes]:
 
 def _parse_json(data: bytes, keys: Sequence[str]) -> list[bytes]:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data)
+    except ValueError as error:
         raise RecordError(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RecordError("not a JSON object; each line must be one")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megalite.data.fast_bpe import EncodeArrays, fast_engine, reference_engine
 from megalite.data.id_array import IdArray
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 
 _EOD_NAMES = (
     "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eot_id|>", "[EOS]",
@@ -70,7 +71,8 @@ class HuggingFaceTokenizer:
         return self._eod
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        with self._failures_explained():
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -80,7 +82,25 @@ class HuggingFaceTokenizer:
     def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
         if self._engine is None:
             self._engine = fast_engine(self._library) or reference_engine(self._library)
-        return self._engine(texts)
+        with self._failures_explained():
+            return self._engine(texts)
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """Name the tokenizer where it fails on a text.
+
+        The library stops a regular expression that backtracks for too long, by a panic of Rust's, which is no
+        Exception in Python.
+        """
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
+            raise UserError(
+                f"the tokenizer {self._source} fails on a text ({_first_line(error)}): repair its regular "
+                "expressions, or give another tokenizer"
+            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._library.decode(list(ids), skip_special_tokens=False)
@@ -163,7 +183,7 @@ def _eos_token_beside(path: Path) -> str | None:
     if not config_path.is_file():
         return None
     try:
-        config = json.loads(config_path.read_bytes())
+        config = parse_json(config_path.read_bytes())
         token = config.get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"cannot read {config_path}: {_first_line(error)}") from None
@@ -179,5 +199,5 @@ def _require_file(path: Path) -> None:
         raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]

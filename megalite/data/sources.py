@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from megalite.config.flags import flag_of
 from megalite.data.blend import parse_data_path
 from megalite.data.splits import SPLIT_NAMES, parse_split
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _per_split_words(path: str) -> tuple[list[str], list[str], list[str]]:
     flag = "--per-split-data-args-path"
     form = f'{flag} {path} must be a JSON object {{"train": [words], "valid": [words], "test": [words]}}'
     try:
-        found = json.loads(_read(path, flag))
+        found = parse_json(_read(path, flag))
     except ValueError as error:
         raise UserError(f"{form}: {error}") from None
     if not isinstance(found, dict):

@@ -14,6 +14,7 @@ from megalite.data.fast_bpe import SAMPLE
 from megalite.data.storage import open_new, read_small
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 
 _NUM_PROBES = 2000
 
@@ -94,7 +95,7 @@ def read_tokenizer_digest(prefix: str) -> str | None:
     """
     path = _digest_name(prefix)
     try:
-        record = json.loads(read_small(path))
+        record = parse_json(read_small(path))
         digest = record["digest"]
     except FileNotFoundError:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.errors import UserError
 from megalite.generation.generator import Prompt
 from megalite.log import log
+from megalite.parsing import parse_json
 
 STANDARD_INPUT = "-"
 DEFAULT_NEW_TOKENS = 128
@@ -29,7 +29,8 @@ def read_prompts(prompt: str | None, prompt_file: str | None) -> list[str]:
         UserError: the file cannot be read, or holds no prompt.
     """
     if prompt is not None:
-        return [_standard_input().removesuffix("\n") if prompt == STANDARD_INPUT else prompt]
+        text = _standard_input().removesuffix("\n") if prompt == STANDARD_INPUT else prompt
+        return [_encodable(text, "--prompt")]
     assert prompt_file is not None
     text = _standard_input() if prompt_file == STANDARD_INPUT else _read(prompt_file)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -58,13 +59,26 @@ def _read(path: str) -> str:
 
 def _from_json(line: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         record = None
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str):
         raise UserError(f'{where} is no object with a text as its "prompt"')
-    return prompt
+    return _encodable(prompt, where)
+
+
+def _encodable(text: str, where: str) -> str:
+    """Return the text; refuse one with lone surrogates, which stand for bytes that are not UTF-8.
+
+    Raises:
+        UserError: it has some.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} is not UTF-8 at character {error.start + 1}: give UTF-8 text") from None
+    return text
 
 
 def prompts_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How a metrics file spells the floats that JSON has no numbers for."""
 _MAX_ITERATION = 2**53
 """Above it floats leave out whole numbers."""
+_SMALLEST, _LARGEST = 1e-100, 1e100
+"""Figures below are read as 0, and above as infinite: ratios of the others stay within a float's range."""
 _COUNTED = {"num_iterations", "train_iters", "consumed_samples", "consumed_tokens", "start_time", "wall_time"}
 """Figures that place a line among the others: one that is not finite is as good as none."""
 
@@ -147,7 +149,7 @@ def _goes_back(last: Row, row: Row) -> bool:
 def _row(line: str) -> Row | None:
     """None where the line is no whole record."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):
@@ -172,5 +174,9 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             told = float(number)
         except OverflowError:  # of a whole number; a float of that size has been read as infinite
             told = math.inf if number > 0 else -math.inf
+        if abs(told) < _SMALLEST:
+            told = 0.0
+        elif abs(told) > _LARGEST:
+            told = math.copysign(math.inf, told)
         if math.isfinite(told) or key not in _COUNTED:
             yield key, told

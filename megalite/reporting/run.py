@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.manifest import CONFIG, RUN
 from megalite.errors import UserError
 from megalite.folders import read_regular
+from megalite.parsing import parse_json
 from megalite.reporting.events import EVENTS, config_in, read_events
 from megalite.reporting.history import History, read_history
 from megalite.reporting.trace import is_pipeline_trace
@@ -129,7 +129,7 @@ def _is_metrics(file: Path) -> bool:
         return False
     try:
         with file.open("rb") as lines:
-            record = json.loads(lines.readline(1 << 16))
+            record = parse_json(lines.readline(1 << 16))
     except (OSError, ValueError):
         return False
     return isinstance(record, dict) and ("lm_loss" in record or "validation" in record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,8 @@ def _add_sitting(spent: dict[str, float], sitting: Sitting, rows: Sequence[Row],
 
 
 def _seconds(row: Row | None) -> float:
-    return 0.0 if row is None else row.values.get("iteration_time_ms", 0.0) / 1e3
+    seconds = 0.0 if row is None else row.values.get("iteration_time_ms", 0.0) / 1e3
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def tables(run: Run) -> Iterator[Table]:

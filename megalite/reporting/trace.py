@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import json
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 from megalite.reporting.ticks import Axis, labels
 
 _MAX_BOXES = 4000
@@ -89,7 +90,7 @@ def read_trace(file: Path) -> Trace:
     """
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        content = json.loads(raw)
+        content = parse_json(raw)
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"trace {file} cannot be read: {error}") from None
     about = content if isinstance(content, dict) else {}
@@ -157,6 +158,8 @@ def _boxes(events: Sequence[Mapping[str, Any]], lanes: Mapping[tuple[str, str], 
         while around and around[-1] <= start:
             around.pop()
         end = start + float(event.get("dur", 0))
+        if not abs(start) + abs(end) < math.inf:
+            raise ValueError("a time is not finite")
         name = str(event.get("name", ""))
         yield Box(lane, start, end, name, str(event.get("cat") or next(iter(name.split()), "")), len(around))
         around.append(end)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
+from megalite.parsing import parse_json
 from megalite.tuning.trial import Trial
 
 FILE = "results.json"
@@ -57,7 +58,7 @@ class Results:
 
     def _read(self) -> None:
         try:
-            record = json.loads(self._file.read_text(encoding="utf-8"))
+            record = parse_json(self._file.read_text(encoding="utf-8"))
             about, trials = dict(record["about"]), record["trials"]
             found = {each.pop("layout"): Trial(**each) for each in trials}
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite.data.storage import open_new
+from megalite.parsing import parse_json
 
 _BLOCK = 1 << 20
 
@@ -65,7 +66,7 @@ def read_report(prefix: str) -> dict[str, Any] | None:
     """The report beside a dataset; None if there is none."""
     try:
         with open(f"{prefix}.json", encoding="utf-8") as stream:
-            report: dict[str, Any] = json.load(stream)
+            report: dict[str, Any] = parse_json(stream.read())
     except (OSError, ValueError):
         return None
     return report

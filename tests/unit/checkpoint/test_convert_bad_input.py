@@ -42,6 +42,10 @@ def write_index(folder, weight_map):
 MISTAKES = {
     "model_type 'opt' cannot be converted": lambda f: change_config(f, model_type="opt"),
     "config.json is damaged: KeyError": lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+    "--num-attention-heads 0 is out of range": lambda f: change_config(f, n_head=0),
+    "gives num_layers as 'two', which is no number": lambda f: change_config(f, n_layer="two"),
+    "gives hidden_size as 2.5, which is no number": lambda f: change_config(f, n_embd=2.5),
+    "and config.json says 20000 layers": lambda f: change_config(f, n_layer=20000),
     "config.json is damaged: it is no JSON": lambda f: (f / "config.json").write_text("{"),
     "holds quantized weights": lambda f: change_config(f, quantization_config={"bits": 4}),
     r"embedding.word.weight is \[300, 24\], and \[300, 28\] by the config": lambda f: change_config(

@@ -204,6 +204,20 @@ def test_unreadable_files_are_one_line(tmp_path: Path, content: bytes) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_an_expression_that_backtracks_without_end_is_one_line(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("ab") == [0, 1]
+    text = "a" * 30 + "b"
+    with pytest.raises(UserError, match=r"tokenizer.json fails on a text \(.*retry-limit"):
+        tokenizer.encode(text)
+    with pytest.raises(UserError, match="fails on a text"):
+        tokenizer.encode_batch([text])
+
+
 def test_types_are_those_of_the_contract() -> None:
     assert {"byte", "GPT2BPETokenizer", "HuggingFaceTokenizer", "PretrainedFromHF", "NullTokenizer"} < set(
         TOKENIZER_TYPES

@@ -29,6 +29,7 @@ def test_files_of_prompts(tmp_path):
         ("binary.txt", b"\xff\xfe", "is not UTF-8"),
         ("bad.jsonl", b'{"prompt": "a"}\nno json\n', "line 2 is no object"),
         ("other.jsonl", b'{"text": "a"}\n', "line 1 is no object"),
+        ("half.jsonl", b'{"prompt": "a\\udcff"}\n', "line 1 is not UTF-8 at character 2"),
         ("gone.txt", None, "cannot be read: No such file"),
     ],
 )
@@ -37,6 +38,12 @@ def test_bad_files(name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_prompts(None, str(tmp_path / name))
+
+
+def test_bytes_of_a_command_line_that_are_not_utf_8():
+    """Python gives them as lone surrogates."""
+    with pytest.raises(UserError, match="--prompt is not UTF-8 at character 3"):
+        read_prompts("ab\udcff", None)
 
 
 def new_tokens(model, length, asked):

@@ -77,6 +77,16 @@ def test_tensorboards_files_where_there_is_no_other(tmp_path: Path, monkeypatch:
     assert run.config == "model:\n  num_layers: 4"
 
 
+@pytest.mark.parametrize("others", [1e-320, 5e-324, 0.0, 1.0, 1e308])
+def test_figures_at_the_ends_of_a_floats_range_are_drawn(tmp_path: Path, others: float) -> None:
+    rows = [iteration(number, 0.0, 1.0) for number in range(1, 9)]
+    for row in rows:
+        row |= {"iteration_time_ms": 1e-320, "tokens_per_second": others, "wall_time": 1e-320}
+    rows[4] |= {"iteration_time_ms": others, "lm_loss": others, "grad_norm": 1e-320}
+    write_metrics(tmp_path / "metrics.jsonl", rows)
+    assert "Iteration time" in page([open_run(tmp_path)])
+
+
 def test_an_evaluation_alone_is_no_run(tmp_path: Path) -> None:
     write_metrics(tmp_path / "m.jsonl", [evaluation(1, 0.0, 1.0, 3.0)])
     with pytest.raises(UserError, match="holds no iteration's figures"):

@@ -19,6 +19,14 @@ def _event(lane: int, name: str, kind: str, start: float, length: float) -> dict
     return {"ph": "X", "name": name, "cat": kind, "pid": 0, "tid": lane, "ts": start, "dur": length}
 
 
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "1e308"])
+def test_times_that_are_not_finite_are_a_mistake(tmp_path: Path, time: str) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text(f'[{{"ph": "X", "ts": {time}, "dur": {time}}}, {{"ph": "X", "ts": 0, "dur": 1}}]')
+    with pytest.raises(UserError, match="not in Chrome's trace format"):
+        read_trace(file)
+
+
 def test_own_traces_are_read(tmp_path: Path) -> None:
     """What training writes, with waits inside of its actions."""
     spans = [
