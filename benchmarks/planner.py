@@ -35,7 +35,14 @@ class Comparison:
 
     @property
     def memory_error(self) -> float | None:
-        return None if self.run.memory_gb is None else self.plan.memory_bytes / 1e9 / self.run.memory_gb - 1
+        return None if self.run.memory_gb is None else self.memory_gb / self.run.memory_gb - 1
+
+    @property
+    def memory_gb(self) -> float:
+        """Return the plan's memory in 10^9 bytes; of tensors alone where the source counts those alone."""
+        if self.run.is_theoretical:
+            return max(memory.total - memory.residual for memory in self.plan.memories) / 1e9
+        return self.plan.memory_bytes / 1e9
 
     @property
     def parameter_error(self) -> float:
@@ -84,7 +91,7 @@ def _line(each: Comparison) -> str:
     told = " ".join(
         f"{name} {value / time.seconds:.0%}" for name, value in parts.items() if value > time.seconds / 50
     )
-    memory = f"{_number(each.run.memory_gb, 7)}{each.plan.memory_bytes / 1e9:7.1f}{_share(each.memory_error)}"
+    memory = f"{_number(each.run.memory_gb, 7)}{each.memory_gb:7.1f}{_share(each.memory_error)}"
     seconds = f"{_number(each.run.seconds)}{time.seconds:9.2f}{_share(each.time_error)}"
     return f"{each.run.name:32}{seconds}{memory}  {told}"
 

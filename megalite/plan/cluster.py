@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from megalite.plan.gpu import Gpu
 
-HOP_SECONDS = 6e-6
-"""Latency of one step of a ring, over either link."""
-START_SECONDS = 20e-6
-"""A collective's own time, before its first byte."""
-
 
 @dataclass(frozen=True)
 class Cluster:

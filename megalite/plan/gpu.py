@@ -27,7 +27,8 @@ class Gpu:
         product_share: of `tflops`, that a large product of matrices gets while a run has warmed the GPU up.
         attention_share: of `tflops`, that the fused attention product gets.
         memory_share: of `memory_gbps`, that a pass over a large tensor gets.
-        link_share: of both links, that a collective of long messages gets.
+        link_share: of both links, that a collective of long messages gets: 235 of 300 GB/s between 8 A100
+            and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md).
         residual_gb: of a process, that no tensor holds: the driver's context, the workspaces of libraries,
             the buffers of communicators.
     """
@@ -42,7 +43,7 @@ class Gpu:
     product_share: float
     attention_share: float
     memory_share: float = 0.80
-    link_share: float = 0.65
+    link_share: float = 0.8
     residual_gb: float = 2.2
 
     @property
@@ -51,9 +52,9 @@ class Gpu:
         return (self.memory_gib - 0.6) * _GIB
 
 
-_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.25)
-_A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, product_share=0.76, attention_share=0.45)
-_H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, product_share=0.74, attention_share=0.35)
+_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.31)
+_A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, product_share=0.76, attention_share=0.56)
+_H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, product_share=0.74, attention_share=0.33)
 
 GPUS: Mapping[str, Gpu] = {
     "v100-16": replace(_V100, memory_gib=16),
@@ -65,7 +66,7 @@ GPUS: Mapping[str, Gpu] = {
     "h800-80": replace(_H100, node_gbps=200),
     "h100-96-500w": replace(_H100, memory_gib=96, memory_gbps=2400, product_share=0.50),
     "h200": replace(_H100, memory_gib=141, memory_gbps=4800),
-    "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, product_share=0.70, attention_share=0.35),
+    "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, product_share=0.70, attention_share=0.33),
 }
 """By the name that ``--gpu`` takes."""
 ALIASES: Mapping[str, str] = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}

@@ -26,8 +26,6 @@ KERNELS = 30
 """Of a layer's forward; its backward has as many again and half."""
 LAUNCH_SECONDS = 7e-6
 """Of the processor, for each kernel: it runs ahead of the GPU, and only what is faster waits for it."""
-HIDDEN_SHARE = 0.5
-"""Of the tensor-parallel communication in backward, under the weight's gradient."""
 
 
 def passes_seconds(job: Job, num_bytes: float) -> float:
@@ -44,7 +42,7 @@ def layer_passes(job: Job) -> Passes:
     talk = job.program.tp_share * _tp_seconds(job)
     forward = Work(products, forward_attention, memory, tp=talk)
     backward_input = Work(
-        products, backward_attention, BACKWARD_PASSES * memory, tp=talk * (1 - HIDDEN_SHARE)
+        products, backward_attention, BACKWARD_PASSES * memory, tp=talk * (1 - job.program.tp_hidden_share)
     )
     return Passes(
         _at_least(forward, KERNELS),
@@ -89,7 +87,10 @@ def _weight_products(job: Job) -> float:
 
 
 def _accumulation(job: Job) -> float:
-    """A gradient is read, and added to its sum in fp32."""
+    """A gradient is read, and added to its sum in fp32, unless the product that makes it does that."""
+    is_fused = job.program.fused_accumulation and job.config.parallel.gradient_accumulation_fusion
+    if is_fused and job.zero_stage != 3:
+        return 0.0
     return passes_seconds(job, (job.element_bytes + 8) * layer_parameters_of_rank(job))
 
 

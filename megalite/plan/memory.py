@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from megalite.plan.job import Job
 from megalite.plan.parameters import layer_parameters_of_rank, rank_parameters, table_parameters
 from megalite.plan.pipeline import peaks_in_flight
+from megalite.plan.sharing import gradient_bytes
 
 FRAGMENTS = 0.06
 """Of what tensors hold: memory that the allocator cannot give out again."""
@@ -52,7 +53,8 @@ def _rank_memory(job: Job, rank: int, peak: int) -> Memory:
     weights, gradients, optimizer = _state(job, rank)
     activations = _activations(job, rank, peak)
     logits = _logits(job) if job.stages.num_stages - 1 in job.stages.stages_of(rank) else 0.0
-    workspace = max(0.0, _workspace(job) - logits) + job.program.buffer_bytes  # never both at one time
+    workspace = max(0.0, _workspace(job) - logits)  # never both at one time
+    workspace += min(job.program.buffer_bytes, 3 * gradient_bytes(job) * rank_parameters(job, rank))
     held = weights + gradients + optimizer + activations + logits + workspace
     residual = job.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held
     return Memory(weights, gradients, optimizer, activations, logits, workspace, residual)
@@ -134,7 +136,7 @@ def _activations(job: Job, rank: int, peak: int) -> float:
 def _logits(job: Job) -> float:
     """Their columns of this rank, which become their gradient; other programs have a copy in fp32."""
     columns = job.config.model.padded_vocab_size(job.tp) // job.tp
-    copy = max(4, job.element_bytes) if job.program.copies_logits else 0
+    copy = job.program.logit_copy_bytes
     return job.tokens * columns * (job.element_bytes + copy) / job.config.recompute.cross_entropy_chunks
 
 

@@ -77,9 +77,9 @@ def _stage(job: Job, layer: Passes, num_layers: int, is_first: bool, is_last: bo
     if is_last:
         passes += head_passes(job)
     message = _message(job)
-    gather_forward, gather_backward = gathering(job, num_layers, passes)
-    forward = passes.forward + message + gather_forward
     again = stage_recomputation(job, layer, num_layers)
+    gather_forward, gather_backward = gathering(job, num_layers, passes.forward, passes.backward + again)
+    forward = passes.forward + message + gather_forward
     backward_input = passes.backward_input + again + message + gather_backward
     if SCHEDULES[job.config.parallel.schedule].splits_backward:
         return {
@@ -93,8 +93,11 @@ def _stage(job: Job, layer: Passes, num_layers: int, is_first: bool, is_last: bo
 def _message(job: Job) -> Work:
     """The hidden states, or their gradient, to a neighbour."""
     group = Group(job.cluster, job.pp, job.tp * job.num_sharing)
-    num_bytes = job.tokens * job.config.model.hidden_size * job.element_bytes / job.slices
-    return Work(pp=group.message_seconds(num_bytes))
+    num_bytes = job.tokens * job.config.model.hidden_size * job.element_bytes
+    if job.pp > 1 and job.program.splits_messages and job.slices == 1:
+        gathered = Group(job.cluster, job.tp, 1).gather_seconds(num_bytes)
+        return Work(tp=gathered, pp=group.message_seconds(num_bytes / job.tp))
+    return Work(pp=group.message_seconds(num_bytes / job.slices))
 
 
 def makespan(job: Job, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from megalite.plan.gpu import Gpu
@@ -9,8 +10,8 @@ from megalite.plan.gpu import Gpu
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of the output that a streaming multiprocessor makes at a time, and the share of the best
 rate that it has at it: a small tile reads its inputs again more often."""
-RAMP = 160
-"""Of the summed dimension: steps that filling and draining a tile's pipeline cost."""
+FILL_SECONDS = 0.8e-6
+"""Until a tile's first operands are there: the latency of a GPU's memory."""
 ALIGNED, WHOLE_LINES = 8, 64
 """Elements of a row that 16 bytes and that a cache line of 128 bytes hold."""
 UNALIGNED_RATE, BROKEN_LINE_RATE = 0.20, 0.80
@@ -27,13 +28,21 @@ def product_seconds(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, element_by
     full one; of several tile sizes the library takes the one that is done first. Not faster than memory.
     """
     full = gpu.tflops * 1e12 * gpu.product_share * alignment_rate(n, k) * dtype_rate(element_bytes)
-    best = min(
-        -(-(-(-m // rows) * -(-n // columns) * batch) // gpu.num_sms) * rows * columns / share
-        for rows, columns, share in TILES
-    )
-    computing = 2 * best * gpu.num_sms * (k + RAMP) / full
+    candidates = []
+    for rows, columns, share in TILES:
+        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / gpu.num_sms)
+        multiplying = 2 * rows * columns * k * gpu.num_sms / (full * share)
+        candidates.append(waves * (multiplying + _edge_seconds(gpu, rows * columns * element_bytes)))
     moved = element_bytes * batch * (m * k + k * n + m * n)
-    return max(computing, moved / (gpu.memory_gbps * 1e9 * gpu.memory_share)) + KERNEL_SECONDS
+    return max(min(candidates), moved / (gpu.memory_gbps * 1e9 * gpu.memory_share)) + KERNEL_SECONDS
+
+
+def _edge_seconds(gpu: Gpu, num_bytes: int) -> float:
+    """Return the seconds at a tile's start and end in which its multiprocessor multiplies nothing.
+
+    It waits for the first operands, and writes the tile's `num_bytes` at its share of the memory's bandwidth.
+    """
+    return FILL_SECONDS + num_bytes * gpu.num_sms / (gpu.memory_gbps * 1e9 * gpu.memory_share)
 
 
 def alignment_rate(*row_lengths: int) -> float:

@@ -16,7 +16,7 @@ from megalite.plan.job import Job
 from megalite.plan.layout import with_even_stages
 from megalite.plan.program import PROGRAMS, Program, in_dtype
 
-OTHER_NETWORKS = {"BigScience": 6.25, "DeepSpeed": 1.6}
+OTHER_NETWORKS = {"BigScience": 3.16, "DeepSpeed": 1.6}
 """Gigabytes a second and GPU of sources whose nodes are not the usual ones: Jean Zay's have four adapters of
 100 Gb/s, the 16 V100s of the autotuner's table one of them for eight GPUs."""
 _MODERN = PROGRAMS["plain-torch"]
@@ -24,13 +24,14 @@ PROGRAM_OF: Mapping[str, Program] = {
     "Megatron-LM README Sep": PROGRAMS["megatron-2021"],
     "Megatron-LM README H100": PROGRAMS["megatron-core"],
     "Narayanan": PROGRAMS["megatron-2021"],
-    "Korthikanti": PROGRAMS["megatron-2021"],
+    "Korthikanti": replace(PROGRAMS["megatron-2021"], tp_hidden_share=0.5, fused_accumulation=True),
     "Megatron-Turing": PROGRAMS["megatron-2021"],
     "BigScience": PROGRAMS["megatron-deepspeed"],
     "seed 000": replace(PROGRAMS["megatron-deepspeed"], fused_passes=False, buffer_bytes=1e9),
     "NVIDIA DGX": PROGRAMS["megatron-core"],
+    "karpathy": replace(_MODERN, cudnn_attention=True, fused_passes=True),
     "Llama-3": PROGRAMS["megatron-core"],
-    "nanotron": replace(_MODERN, keeps_gathered=True),
+    "nanotron": replace(_MODERN, keeps_gathered=True, copies_slices=True),
 }
 """By how a source's name begins; others run one of the time of fused attention."""
 POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
@@ -46,6 +47,7 @@ class Published:
     Attributes:
         seconds: of an iteration; None where none was published.
         memory_gb: of its largest rank.
+        is_theoretical: the memory was worked out, of tensors alone; otherwise it was measured.
         ran_out_of_memory: it did not run.
     """
 
@@ -55,6 +57,7 @@ class Published:
     parameters_b: float
     seconds: float | None
     memory_gb: float | None
+    is_theoretical: bool
     ran_out_of_memory: bool
 
 
@@ -73,6 +76,7 @@ def _published(row: Mapping[str, str]) -> Published:
         float(row["params_b_calc"]),
         _number(row["iter_time_s"]),
         _number(row["mem_gb"]),
+        "theoretical" in row["mem_kind"],
         not row["iter_time_s"] and "(OOM" in row["notes"],
     )
 
@@ -85,13 +89,16 @@ def job_of(row: Mapping[str, str]) -> Job:
     """The line's model, layout and cluster."""
     gpu = find_gpu(row["gpu"])
     cp = int(row["cp"] or 1)
-    network = next((gbps for word, gbps in OTHER_NETWORKS.items() if word in row["source"]), gpu.network_gbps)
+    usual = next((gbps for word, gbps in OTHER_NETWORKS.items() if word in row["source"]), gpu.network_gbps)
+    network = _number(row.get("network_gbps", "")) or usual
     cluster = Cluster(gpu, int(row["n_gpus"]), int(row["gpus_per_node"]), gpu.node_gbps, network)
     return Job(_config(row), cluster, program_of(row), cp)
 
 
 def program_of(row: Mapping[str, str]) -> Program:
     """The source's."""
+    if row["zero"] == "3" and row["source"].startswith("Narayanan"):  # its baseline: DeepSpeed, early in 2021
+        return in_dtype(PROGRAMS["deepspeed-2021"], row["dtype"])
     found = (program for source, program in PROGRAM_OF.items() if row["source"].startswith(source))
     return in_dtype(next(found, _MODERN), row["dtype"])
 

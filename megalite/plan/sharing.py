@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from megalite.plan.communication import Group
 from megalite.plan.job import Job
+from megalite.plan.layer import LAUNCH_SECONDS
 from megalite.plan.parameters import layer_parameters_of_rank, rank_parameters, table_parameters
-from megalite.plan.work import Passes, Work
+from megalite.plan.work import Work
 
 USUAL_BUCKET = 40_000_000
 """Elements of a gradient bucket of a large model."""
 CONTENTION = 0.25
 """Seconds of computing that a second of communication under it costs: they share the GPU."""
+TENSORS = 6
+"""Parameters of a layer of a Llama: four matrices and two norms."""
 MOMENT_BYTES = 36
 """Of a parameter, that an update takes to or from memory: gradient, main weight, moments, weight, norm."""
 
 
 def replicas_of(job: Job) -> Group:
     """A rank and those that hold the same weights."""
-    return Group(job.cluster, job.num_sharing, job.tp)
+    return Group(job.cluster, job.num_sharing, job.tp, job.program.one_adapter)
 
 
 def gradient_bytes(job: Job) -> int:
@@ -29,20 +32,29 @@ def gradient_bytes(job: Job) -> int:
     return 2 if given in ("bf16", "fp16") else 8 if config.model.params_dtype == "fp64" else 4
 
 
-def gathering(job: Job, num_layers: int, passes: Passes) -> tuple[Work, Work]:
-    """With ZeRO stage 3, what a forward and a backward wait for weights and gradients; else nothing."""
+def gathering(job: Job, num_layers: int, forward: Work, backward: Work) -> tuple[Work, Work]:
+    """Return what a forward and a backward wait for weights and gradients with ZeRO stage 3.
+
+    Args:
+        num_layers: of the stage.
+        forward: what runs meanwhile.
+        backward: the same, with the forward that recomputation repeats.
+    """
     if job.zero_stage != 3:
         return Work(), Work()
     group, layer = replicas_of(job), layer_parameters_of_rank(job)
     rest = rank_parameters(job, 0) - num_layers * layer  # there is one stage
 
     def seconds(element: int) -> float:
-        return num_layers * group.gather_seconds(layer * element) + group.gather_seconds(rest * element)
+        return num_layers * group.gather_seconds(layer * element)
 
+    # Nothing runs yet under the first gathering of a forward, and nothing any more under the last sum.
+    first = group.gather_seconds(rest * job.element_bytes)
+    last = group.gather_seconds(rest * gradient_bytes(job))
     weights, gradients = seconds(job.element_bytes), seconds(gradient_bytes(job))
     return (
-        Work(dp=hidden_under(passes.forward.seconds, weights)),
-        Work(dp=hidden_under(passes.backward.seconds, weights + gradients)),
+        Work(dp=first + hidden_under(forward.seconds, weights)),
+        Work(dp=last + hidden_under(backward.seconds, first + weights + gradients)),
     )
 
 
@@ -57,21 +69,32 @@ def exchange_seconds(job: Job, backward_seconds: float) -> Work:
     group, zero = replicas_of(job), job.zero_stage
     buckets = count / (job.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
     gradients, weights = count * gradient_bytes(job), count * job.element_bytes
-    tied = _tied_seconds(job)
+    tied, rounds = _tied_seconds(job), job.num_microbatches if zero == 2 else 1
     if zero == 3 or job.num_sharing == 1:
         return Work(dp=tied)
     if zero == 0:
         reduced, gathered = group.reduce_seconds(gradients, buckets), 0.0
     else:
-        rounds = job.num_microbatches if zero == 2 else 1
         reduced = rounds * group.gather_seconds(gradients, buckets)
         gathered = group.gather_seconds(weights, buckets)
         backward_seconds *= rounds
     if job.config.parallel.overlap_grad_reduce:
-        reduced = hidden_under(backward_seconds, reduced)
+        last = reduced / rounds / buckets  # nothing runs any more under the last bucket
+        reduced = last + hidden_under(backward_seconds, reduced - last)
     if job.config.parallel.overlap_param_gather:
         gathered = hidden_under(backward_seconds / 2, gathered)
-    return Work(dp=reduced + gathered + tied)
+    return Work(dp=reduced + gathered + tied, launch=_slicing_seconds(job))
+
+
+def _slicing_seconds(job: Job) -> float:
+    """Return the host's seconds to copy gathered weights into parameters, a slice for each replica.
+
+    A slice takes a view and a copy of the host's time. The GPU has nothing to do meanwhile.
+    """
+    if not job.program.copies_slices or job.zero_stage != 1 or job.num_sharing == 1:
+        return 0.0
+    layers = sum(job.layers[stage] for stage in job.stages.stages_of(0))
+    return TENSORS * layers * job.num_sharing * 2 * LAUNCH_SECONDS
 
 
 def _tied_seconds(job: Job) -> float:
