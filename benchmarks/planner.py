@@ -2,6 +2,7 @@
 """How far the planner is from published runs: time of an iteration, memory of a rank, parameters.
 
 python benchmarks/planner.py [--cases FILE.csv]
+python benchmarks/planner.py --cases benchmarks/planner_held_out_cases.csv
 
 Each line's GPU, layout, recomputation and program (how attention is computed, what gradients are kept in)
 are as published; everything else is one model of the hardware. A micro-batch that was not published is 4.
@@ -20,6 +21,8 @@ from megalite.plan.estimate import Plan
 from megalite.plan.published import Published, read_published
 
 CASES = Path(__file__).parent / "planner_cases.csv"
+HELD_OUT_CASES = CASES.with_name("planner_held_out_cases.csv")
+"""Runs on which no constant was chosen."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from megalite.plan.job import Job
 from megalite.plan.parameters import layer_parameters_of_rank, rank_parameters, table_parameters
 from megalite.plan.pipeline import peaks_in_flight
-from megalite.plan.sharing import gradient_bytes
 
 FRAGMENTS = 0.06
 """Of what tensors hold: memory that the allocator cannot give out again."""
@@ -54,10 +53,17 @@ def _rank_memory(job: Job, rank: int, peak: int) -> Memory:
     activations = _activations(job, rank, peak)
     logits = _logits(job) if job.stages.num_stages - 1 in job.stages.stages_of(rank) else 0.0
     workspace = max(0.0, _workspace(job) - logits)  # never both at one time
-    workspace += min(job.program.buffer_bytes, 3 * gradient_bytes(job) * rank_parameters(job, rank))
+    workspace += _buffers(job, rank)
     held = weights + gradients + optimizer + activations + logits + workspace
     residual = job.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held
     return Memory(weights, gradients, optimizer, activations, logits, workspace, residual)
+
+
+def _buffers(job: Job, rank: int) -> float:
+    """Return the bytes that communication has for itself."""
+    program, count = job.program, rank_parameters(job, rank)
+    buckets = min(program.buffer_bytes, 3 * job.element_bytes * count)
+    return buckets + (min(program.sum_buffer_bytes, 4 * count) if job.num_sharing > 1 else 0.0)
 
 
 def _state(job: Job, rank: int) -> tuple[float, float, float]:

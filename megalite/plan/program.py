@@ -28,8 +28,9 @@ class Program:
         keeps_gate: SwiGLU keeps its gate's output beside both of its halves.
         logit_copy_bytes: bytes for each logit that the loss holds beside the 16-bit logits at its peak:
             4 for a copy in fp32, 8 for a copy and its softmax.
-        buffer_bytes: the largest buffers for communication, three buckets. A bucket is never larger than
-            the rank's gradients. DeepSpeed's have 5e8 elements.
+        buffer_bytes: the largest buffers for communication, three buckets of gradients. A bucket is never
+            larger than the rank's gradients. DeepSpeed's have 5e8 elements.
+        sum_buffer_bytes: the largest bucket of fp32 sums, flattened for the time that replicas add them up.
         splits_messages: each tensor-parallel rank sends its part of the hidden states to the next stage,
             which gathers them inside its node (Narayanan et al. 2021, section 4.1).
         one_adapter: collectives over nodes get the rate of one network adapter of each node.
@@ -50,6 +51,7 @@ class Program:
     keeps_gate: bool = False
     logit_copy_bytes: int = 0
     buffer_bytes: float = 0.0
+    sum_buffer_bytes: float = 0.0
     splits_messages: bool = False
     one_adapter: bool = False
     copies_slices: bool = False
@@ -100,5 +102,5 @@ def program_named(name: str, model: ModelConfig) -> Program:
 def in_dtype(program: Program, params_dtype: str) -> Program:
     """DeepSpeed keeps and sends fp32 sums beside gradients in bf16, but not beside those in fp16."""
     if program.shared_copy_bytes and params_dtype == "bf16":
-        return replace(program, gradient_bytes=6, shared_copy_bytes=0, buffer_bytes=2 * program.buffer_bytes)
+        return replace(program, gradient_bytes=6, shared_copy_bytes=0, sum_buffer_bytes=2e9)
     return program

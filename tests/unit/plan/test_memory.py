@@ -11,6 +11,7 @@ from megalite.config import ModelConfig, RecomputeConfig
 from megalite.model.stage import GPTStage
 from megalite.plan.memory import _stage_elements, rank_memories
 from megalite.plan.parameters import rank_parameters
+from megalite.plan.program import PROGRAMS, Program, in_dtype
 from megalite.topology import Topology
 from tests.live_bytes import LiveBytes
 from tests.unit.plan.test_parameters import job_of
@@ -106,3 +107,25 @@ def test_the_first_stage_holds_the_most_microbatches() -> None:
     activations = [memory.activations for memory in memories]
     assert activations == [pytest.approx(activations[-1] * in_flight) for in_flight in (4, 3, 2, 1)]
     assert [memory.logits > 0 for memory in memories] == [False, False, False, True]
+
+
+def test_the_loss_holds_copies_of_the_logits() -> None:
+    job = job_of(replace(GPT, params_dtype="bf16"), 1, 1)
+    logits = []
+    for size in (0, 4, 8):
+        program = Program(fused_attention=False, logit_copy_bytes=size)
+        logits.append(rank_memories(replace(job, program=program))[0].logits)
+    assert logits == [pytest.approx(logits[0] * factor) for factor in (1, 3, 5)]
+
+
+@pytest.mark.parametrize(("dtype", "dp", "expected"), [("fp16", 2, 6), ("bf16", 2, 10), ("bf16", 1, 6)])
+def test_buckets_are_no_larger_than_the_gradients(dtype: str, dp: int, expected: int) -> None:
+    """DeepSpeed has three buckets, and with weights in bf16 one more of fp32 sums that replicas add up."""
+    program = in_dtype(PROGRAMS["megatron-deepspeed"], dtype)
+    job = job_of(replace(GPT, params_dtype=dtype), 1, 1)
+    job = replace(job, cluster=replace(job.cluster, world_size=dp))
+    no_buffers = replace(program, buffer_bytes=0.0, sum_buffer_bytes=0.0)
+    with_buffers, without = (
+        rank_memories(replace(job, program=each))[0].workspace for each in (program, no_buffers)
+    )
+    assert with_buffers - without == pytest.approx(expected * rank_parameters(job, 0))

@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.plan.attention import attention_seconds
 from megalite.plan.cluster import Cluster
-from megalite.plan.communication import Group
+from megalite.plan.communication import PROTOCOLS, Group
 from megalite.plan.gpu import GPUS
 from megalite.plan.iteration import time_iteration
 from megalite.plan.job import Job
+from megalite.plan.layer import layer_passes
 from megalite.plan.pipeline import _stages, least_seconds, makespan
 from megalite.plan.products import alignment_rate, product_seconds
 from megalite.plan.program import Program
+from megalite.plan.sharing import TENSORS, exchange_seconds, gathering
+from megalite.plan.work import Work
 
 GPU = GPUS["a100-80"]
 CLUSTER = Cluster(GPU, 64, 8, 300.0, 25.0)
@@ -100,3 +104,129 @@ def test_parts_and_bubble_make_up_the_iteration() -> None:
     time = time_iteration(job_of(pipeline_model_parallel_size=4, tensor_model_parallel_size=2))
     assert time.work.seconds + time.waiting == pytest.approx(time.seconds)
     assert 0 < time.bubble_fraction < 1
+
+
+H100 = GPUS["h100-80"]
+H100_CLUSTER = Cluster(H100, 512, 8, H100.node_gbps, H100.network_gbps)
+
+
+def _bus_gbps(seconds: float, num_bytes: float, size: int, turns: int = 1) -> float:
+    """Return the bus bandwidth as nccl-tests counts it."""
+    return turns * num_bytes * (size - 1) / size / seconds / 1e9
+
+
+@pytest.mark.parametrize(
+    ("group", "measured"),
+    [
+        (Group(CLUSTER, 8, 1), 235),  # 8 A100, and 8 H200 in a ring: stas00/ml-engineering, network/README.md
+        (Group(H100_CLUSTER, 8, 1), 366),
+        (Group(H100_CLUSTER, 256, 1), 340),  # NVIDIA/nccl#1218
+    ],
+)
+def test_all_reduce_has_the_measured_bandwidth(group: Group, measured: float) -> None:
+    planned = _bus_gbps(group.reduce_seconds(2**32), 2**32, group.size, turns=2)
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_small_messages_take_the_protocol_of_least_latency() -> None:
+    """The expected seconds are the formula of NCCL's src/graph/tuning.cc, by hand."""
+    group = Group(H100_CLUSTER, 512, 1)
+    assert (group.num_nodes, group.ranks_per_node) == (64, 8)
+    low = 6.6e-6 + 448 * 1.0e-6 + 63 * 2.7e-6
+    assert group.gather_seconds(1.0) == pytest.approx(low, rel=1e-3)
+    simple = PROTOCOLS[-1]
+    latency = 8.4e-6 + 448 * 3.4e-6 + 63 * 14e-6
+    rate = 8 * 50e9 * H100.link_share * simple.bandwidth
+    assert group.gather_seconds(1e11) == pytest.approx(latency + 1e11 * 511 / 512 / rate, rel=1e-3)
+    assert group.reduce_seconds(1.0) < group.gather_seconds(1.0)  # a tree is not as deep as a ring is long
+    assert group.gather_seconds(1e8, 10) > group.gather_seconds(1e8)
+
+
+def test_a_ring_over_one_adapter_has_its_rate() -> None:
+    whole, one = Group(CLUSTER, 64, 1), Group(CLUSTER, 64, 1, one_adapter=True)
+    assert whole.bytes_per_second == 8 * one.bytes_per_second
+    assert Group(CLUSTER, 8, 1, one_adapter=True).bytes_per_second == Group(CLUSTER, 8, 1).bytes_per_second
+
+
+def test_messages_between_stages_are_split_over_tp() -> None:
+    whole = job_of(tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
+    split = replace(whole, program=replace(whole.program, splits_messages=True))
+    assert time_iteration(split).work.pp < time_iteration(whole).work.pp / 4
+    assert time_iteration(split).work.tp > time_iteration(whole).work.tp  # they are gathered again
+    one = job_of(tensor_model_parallel_size=8)
+    assert time_iteration(replace(one, program=split.program)).seconds == time_iteration(one).seconds
+
+
+@pytest.mark.parametrize(("length", "measured"), [(2048, 298), (4096, 319), (8192, 333)])
+def test_fused_attention_has_the_measured_rate(length: int, measured: float) -> None:
+    """FlashAttention-2's forward on an H100, causal, heads of 128: Shah et al. 2024, figure 5."""
+    job = job_of(H100_CLUSTER)
+    config = replace(job.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
+    forward, backward = attention_seconds(replace(job, config=config))
+    operations = 4 * MODEL.num_attention_heads * length**2 * MODEL.head_dim / 2
+    assert operations / forward / 1e12 == pytest.approx(measured, rel=0.15)
+    assert backward == 2.5 * forward
+
+
+def test_cudnn_is_faster_on_hopper_alone() -> None:
+    for cluster, gain in ((CLUSTER, 1.0), (H100_CLUSTER, 1.6)):
+        job = job_of(cluster)
+        cudnn = replace(job, program=Program(fused_attention=True, cudnn_attention=True))
+        assert attention_seconds(job)[0] == pytest.approx(gain * attention_seconds(cudnn)[0])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shape", "measured"),
+    [("a100-80", (1024, 10240, 5120), 271.2), ("h100-80", (2048, 2048, 13312), 794.5)],
+)
+def test_no_product_is_faster_than_the_best_that_was_measured(gpu: str, shape, measured: float) -> None:
+    """Of products alone, on a cool GPU: stas00/ml-engineering, compute/accelerator/README.md."""
+    m, n, k = shape
+    planned = 2 * m * n * k / product_seconds(GPUS[gpu], m, n, k) / 1e12
+    assert 0.75 * measured < planned < measured
+
+
+def test_a_short_sum_costs_a_fast_gpu_more() -> None:
+    def share(gpu: str) -> float:
+        seconds = product_seconds(GPUS[gpu], 16384, 6144, 1536)
+        return 2 * 16384 * 6144 * 1536 / seconds / 1e12 / GPUS[gpu].tflops / GPUS[gpu].product_share
+
+    assert share("h100-80") < share("a100-80") < share("v100-32") + 0.05 < 1.05
+
+
+def test_sums_of_gradients_hide_under_the_product_that_makes_them() -> None:
+    job = job_of()
+    fused = replace(job, program=replace(job.program, fused_accumulation=True))
+    assert layer_passes(fused).backward_weight.passes == 0 < layer_passes(job).backward_weight.passes
+    config = job_of(gradient_accumulation_fusion=False).config
+    assert layer_passes(replace(fused, config=config)).backward_weight.passes > 0
+
+
+def test_old_programs_wait_for_all_of_tp_in_backward() -> None:
+    job = job_of(tensor_model_parallel_size=8)
+    old = replace(job, program=replace(job.program, tp_hidden_share=0.0))
+    assert layer_passes(old).backward_input.tp == 2 * layer_passes(job).backward_input.tp
+
+
+def test_slices_for_every_replica_cost_the_host() -> None:
+    job = job_of(zero_stage=1)
+    slices = replace(job, program=replace(job.program, copies_slices=True))
+    assert exchange_seconds(job, 1.0).launch == 0
+    expected = TENSORS * MODEL.num_layers * 64 * 14e-6
+    assert exchange_seconds(slices, 1.0).launch == pytest.approx(expected)
+
+
+def test_the_last_bucket_is_never_hidden() -> None:
+    job = job_of()
+    one = replace(job, config=job_of(ddp_bucket_size=10**12).config)
+    assert exchange_seconds(one, 1e9).dp > exchange_seconds(job, 1e9).dp > 0
+
+
+def test_recomputation_hides_the_gathering_of_weights() -> None:
+    job = job_of(zero_stage=3)
+    forward, short, long = (Work(products=seconds) for seconds in (0.02, 0.02, 0.04))
+    _, waiting = gathering(job, 16, forward, short)
+    _, hidden = gathering(job, 16, forward, long)
+    assert hidden.dp < waiting.dp
+    first, _ = gathering(job, 16, Work(products=1e6), long)
+    assert first.dp > 0
