@@ -126,7 +126,10 @@ class Group:
         hops = (self.ranks_per_node - 1) * protocol.tree_node_hop
         hops += math.floor(math.log2(self.num_nodes)) * protocol.tree_network_hop
         rate = self.bytes_per_second * protocol.bandwidth * TREE_BANDWIDTH
-        return num_calls * (protocol.start + 2 * hops) + 2 * num_bytes / rate
+        # NCCL has two trees. Of two nodes each is a leaf of one tree and the root of the other, so that it
+        # sends half of the bytes up and half down; of more nodes, one sends to two others.
+        passed = num_bytes * (1 if self.num_nodes == 2 else 2)
+        return num_calls * (protocol.start + 2 * hops) + passed / rate
 
     def message_seconds(self, num_bytes: float) -> float:
         """Return the seconds of a message to the next rank of the group, by the protocol Simple."""

@@ -16,9 +16,15 @@ from megalite.plan.job import Job
 from megalite.plan.layout import with_even_stages
 from megalite.plan.program import PROGRAMS, Program, in_dtype
 
-OTHER_NETWORKS = {"BigScience": 3.16, "DeepSpeed": 1.6}
-"""Gigabytes a second and GPU of sources whose nodes are not the usual ones: Jean Zay's have four adapters of
-100 Gb/s, the 16 V100s of the autotuner's table one of them for eight GPUs."""
+OTHER_NETWORKS = {"BigScience": 1.58, "DeepSpeed": 1.6}
+"""Gigabytes a second and GPU of sources whose nodes are not the usual ones.
+
+Jean Zay's nodes have four adapters of 100 Gb/s, which do not reach that: an all-reduce over four of the A100
+nodes got 40.5 Gb/s (bigscience-workshop/bigscience, experiments/bandwidth/README.md, early in 2022). If that
+is what a node has, its GPUs have 0.63 GB/s each; if it is what one adapter has, 2.53 GB/s. This is their
+geometric mean, over `link_share`. The nodes were mended on 25 February 2022, amid the published runs.
+
+The 16 V100s of the autotuner's table have one adapter of 100 Gb/s for eight GPUs."""
 _MODERN = PROGRAMS["plain-torch"]
 PROGRAM_OF: Mapping[str, Program] = {
     "Megatron-LM README Sep": PROGRAMS["megatron-2021"],
@@ -100,7 +106,12 @@ def program_of(row: Mapping[str, str]) -> Program:
     if row["zero"] == "3" and row["source"].startswith("Narayanan"):  # its baseline: DeepSpeed, early in 2021
         return in_dtype(PROGRAMS["deepspeed-2021"], row["dtype"])
     found = (program for source, program in PROGRAM_OF.items() if row["source"].startswith(source))
-    return in_dtype(next(found, _MODERN), row["dtype"])
+    program = next(found, _MODERN)
+    if (
+        row["zero"] == "0" and "autotuning" in row["source"]
+    ):  # torch's AMP: gradients in fp32
+        program = replace(program, gradient_bytes=4, shared_copy_bytes=0)
+    return in_dtype(program, row["dtype"])
 
 
 def _config(row: Mapping[str, str]) -> Config:

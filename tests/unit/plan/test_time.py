@@ -142,6 +142,12 @@ def test_small_messages_take_the_protocol_of_least_latency() -> None:
     assert group.gather_seconds(1e8, 10) > group.gather_seconds(1e8)
 
 
+def test_two_nodes_sum_over_trees_at_twice_a_ring_s_rate() -> None:
+    """Each byte goes once each way between them; a ring over more nodes sends it twice."""
+    two, four = (Group(H100_CLUSTER, size, 1).reduce_seconds(1e10) for size in (16, 32))
+    assert 1.7 * two < four < 2.0 * two
+
+
 def test_a_ring_over_one_adapter_has_its_rate() -> None:
     whole, one = Group(CLUSTER, 64, 1), Group(CLUSTER, 64, 1, one_adapter=True)
     assert whole.bytes_per_second == 8 * one.bytes_per_second
