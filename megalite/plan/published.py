@@ -107,9 +107,7 @@ def program_of(row: Mapping[str, str]) -> Program:
         return in_dtype(PROGRAMS["deepspeed-2021"], row["dtype"])
     found = (program for source, program in PROGRAM_OF.items() if row["source"].startswith(source))
     program = next(found, _MODERN)
-    if (
-        row["zero"] == "0" and "autotuning" in row["source"]
-    ):  # torch's AMP: gradients in fp32
+    if row["zero"] == "0" and "autotuning" in row["source"]:  # torch's AMP: gradients in fp32
         program = replace(program, gradient_bytes=4, shared_copy_bytes=0)
     return in_dtype(program, row["dtype"])
 
