@@ -33,7 +33,7 @@ PROGRAM_OF: Mapping[str, Program] = {
     "Korthikanti": replace(PROGRAMS["megatron-2021"], tp_hidden_share=0.5, fused_accumulation=True),
     "Megatron-Turing": PROGRAMS["megatron-2021"],
     "BigScience": PROGRAMS["megatron-deepspeed"],
-    "seed 000": replace(PROGRAMS["megatron-deepspeed"], fused_passes=False, buffer_bytes=1e9),
+    "Azure ML guide": replace(PROGRAMS["megatron-deepspeed"], fused_passes=False, buffer_bytes=1e9),
     "NVIDIA DGX": PROGRAMS["megatron-core"],
     "karpathy": replace(_MODERN, cudnn_attention=True, fused_passes=True),
     "Llama-3": PROGRAMS["megatron-core"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import fields
 from statistics import median
@@ -11,6 +12,7 @@ import pytest
 from benchmarks import planner_flags
 from benchmarks.planner import CASES, HELD_OUT_CASES, Comparison, compare, errors, lines, wrong_verdicts
 from megalite.plan.gpu import Gpu
+from megalite.plan.published import OTHER_NETWORKS, PROGRAM_OF
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,14 @@ def test_planned_by_their_flags_alone() -> None:
 
 def test_a_kind_of_gpu_has_a_dozen_constants() -> None:
     assert len(fields(Gpu)) <= 12
+
+
+def test_every_source_that_has_a_program_of_its_own_is_in_the_table() -> None:
+    """A source that was renamed in the table alone would be planned as another program, without a word."""
+    with CASES.open(newline="", encoding="utf-8") as file:
+        sources = {row["source"] for row in csv.DictReader(file)}
+    assert all(any(source.startswith(name) for source in sources) for name in PROGRAM_OF)
+    assert all(any(name in source for source in sources) for name in OTHER_NETWORKS)
 
 
 def test_the_table_names_every_run(comparisons: list[Comparison]) -> None:
