@@ -11,7 +11,7 @@ F, B, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def zb_h1(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
-    """ZB-H1 (Qi et al. 2023, section 3): 1F1B whose weights' gradients come `rank` microbatches late.
+    """ZB-H1 (Qi et al. 2023, section 2.1): 1F1B whose weights' gradients come `rank` microbatches late.
 
     The later a rank's forward begins, the sooner it is done with its backward: putting `rank` of its weights'
     gradients off lets the last backwards come together at rank 0. Its bubble is (p - 1)(F + B - W), a third
@@ -31,7 +31,9 @@ def zb_h1(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
 
 
 def zb_v(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
-    """ZB-V (Qi et al. 2023, section 6): two chunks a rank along a V, no bubble where F, B and W are as long.
+    """Return ZB-V: two chunks a rank along a V, no bubble where F, B and W are as long.
+
+    It is V-ZB of "Pipeline Parallelism with Controllable Memory" (Qi et al. 2024).
 
     Both ends of the pipeline are on rank 0, so that a microbatch's loss is known where its first forward ran,
     and every rank keeps the same: 2p microbatches of a half of its layers, no more than 1F1B's first rank.

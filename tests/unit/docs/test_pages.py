@@ -58,6 +58,18 @@ def test_names_are_in_the_files_beside_them(page: Path) -> None:
                 assert re.search(rf"\b{part}\b", code), f"{path} has no {name}"
 
 
+def test_functions_that_the_guides_name_exist() -> None:
+    """CONTRIBUTING and the linter's settings name functions by hand; one that is gone misleads whoever follows."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megalite").rglob("*.py"))
+    spans = re.findall(r"`([^`]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    named = {name for span in spans for name in re.findall(r"\b([A-Za-z_]+)\(", span)} - {"launch", "p"}
+    assert {"flags", "new_parameter"} <= named
+    assert [name for name in sorted(named) if not re.search(rf"(def |class |import .*){name}\b", code)] == []
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for module in re.findall(r"\"(megalite\.[a-z_.]+)\.[a-z_]+\"", settings):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+
+
 def test_the_tour_has_a_name_at_each_stop() -> None:
     stops = PLACE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert len(stops) >= 30
