@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Runs the planner's best layouts for some iterations on this machine, and says which is the fastest.
+r"""Runs the planner's best layouts for some iterations on this machine, and says which is the fastest.
 
 python tools/autotune.py --gpu h100 --world-size 8 --preset gpt-1.3b --global-batch-size 256 --mock-data
-python tools/autotune.py --calibrate --world-size 2 --preset gpt-tiny --global-batch-size 8 --mock-data
+python tools/autotune.py --calibrate --world-size 2 --preset gpt-tiny --vocab-size 256 \
+    --global-batch-size 8 --mock-data
 
 Takes the flags of the run, all that pretrain_gpt.py knows, and those of tools/plan.py that tell of the
 cluster. What of the layout is given stays, the rest is tried: sizes of tp and pp, schedule, micro-batch,

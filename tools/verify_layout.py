@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--worst", type=positive_int, default=1, help="parameters shown of each (default 1)")
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
-    config, notices = parse(rest)
+    config, notices = parse(rest, unneeded=("train_iters", "mock_data"))
     for notice in notices:
         log.warning(notice)
     if not config.training.is_counted_in_samples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _OVERRIDE = "--override-flags"
 _PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP)
 
 
-def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
+def parse(argv: Sequence[str], unneeded: Collection[str] = ()) -> tuple[Config, list[str]]:
     """Reads a command line: flags over the YAML file of --config over the model of --preset.
 
     The config that comes back is not yet checked, since that wants the number of ranks:
@@ -39,6 +39,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
 
     Args:
         argv: the arguments, without the program's name.
+        unneeded: fields that the caller does without. A mistake elsewhere must not demand them as well.
 
     Returns:
         The config, and remarks to log once: what was accepted but has no effect, and why.
@@ -57,7 +58,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
     config = _config(given, findings)
     _apply_legacy_rules(given, config, findings)
     if findings.problems:
-        of_config = problems_of(config, _world_size(), findings.doubted)
+        of_config = problems_of(config, _world_size(), findings.doubted.union(unneeded))
         raise ConfigError([one_line(problem) for problem in (*findings.problems, *of_config)])
     if any(flag.flag == "--print-config" for flag in given):
         _print_and_exit(to_yaml(config))

@@ -15,6 +15,8 @@ from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 
 _WHOLE_MODEL = ("--num-layers", "--preset", "--config")
+_UNNEEDED = ("train_iters", "mock_data", "tokenizer_type")
+"""A conversion has no length and no data, and the vocabulary's size comes from the source."""
 _PRECISION = ("--params-dtype", "--bf16", "--fp16")
 
 
@@ -49,13 +51,13 @@ class Settings:
             nothing: dict[str, Any] = dict.fromkeys(TOKENIZER_FIELDS)
             base = replace(base, data=replace(base.data, **nothing))
         if self.describe_model:
-            config, _ = parse(self.flags)
+            config, _ = parse(self.flags, _UNNEEDED)
             base = Config()
         else:
             with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
                 file.write(to_yaml(base))
                 file.flush()
-                config, _ = parse(["--config", file.name, *self.flags])
+                config, _ = parse(["--config", file.name, *self.flags], _UNNEEDED)
         if not self._has(("--config",)):
             _refuse_idle(config, base)
         return config

@@ -71,6 +71,8 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
     request = read_request(words)
     if request.is_json:
         raise UserError("--json is for tools/plan.py: leave it out")
+    if any(word.partition("=")[0] == "--top" for word in rest):
+        raise UserError("--top is for tools/plan.py: leave it out, the job takes the fastest layout")
     config, _ = parse(request.words)
     if config.dry_run.dry_run:
         raise UserError("--dry-run is one process, and no job: leave it out, and run pretrain_gpt.py by hand")

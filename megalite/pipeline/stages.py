@@ -10,9 +10,9 @@ class StageMap:
     """The way of a microbatch through the ranks, which passes each of them once a chunk.
 
     Attributes:
-        turns: it comes back over the ranks in reverse, as a V (ZB-V, Qi et al. 2024): the last of a rank's chunks
-            and the first of the next are neighbours on one rank. Otherwise it starts at rank 0 again, as
-            interleaved stages do (Narayanan et al. 2021).
+        turns: it comes back over the ranks in reverse, as a V (ZB-V, Qi et al. 2024): the last of a rank's
+            chunks and the first of the next are neighbours on one rank. Otherwise it starts at rank 0 again,
+            as interleaved stages do (Narayanan et al. 2021).
     """
 
     num_ranks: int

@@ -45,6 +45,7 @@ def _object(request: Request, plan: Plan) -> dict[str, Any]:
     return {
         **as_object(plan, request.costs),
         "assumed": list(request.assumed),
+        "notices": list(request.notices),
         "command": start_command(request, plan.job.config),
     }
 

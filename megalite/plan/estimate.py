@@ -13,6 +13,9 @@ from megalite.plan.memory import Memory, rank_memories
 from megalite.plan.parameters import total_parameters
 
 _GB = 1e9
+TIGHT_SHARE = 0.94
+"""Share of a GPU's memory from which on a plan that fits may still run out of memory: the planned memory of
+published runs is 6% off in the median."""
 _DAY = 86400.0
 
 
@@ -55,6 +58,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.memory_bytes <= self.job.cluster.gpu.memory_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with less memory to spare than a plan is usually off by."""
+        return self.fits and self.memory_bytes > TIGHT_SHARE * self.job.cluster.gpu.memory_bytes
 
     @cached_property
     def time(self) -> IterationTime:
@@ -116,6 +124,7 @@ def as_object(plan: Plan, costs: Costs) -> dict[str, Any]:
         "bubble_fraction": plan.time.bubble_fraction,
         "seconds_by_kind": {**asdict(plan.time.work), "bubble": plan.time.waiting},
         "fits": plan.fits,
+        "tight": plan.is_tight,
         **run_costs(plan, costs),
     }
 

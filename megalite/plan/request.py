@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
 
 from megalite.cli import parse
 from megalite.cli.fields import fields_by_flag
@@ -27,6 +27,11 @@ python tools/plan.py --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 -
 python tools/plan.py --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
 
 Takes the flags of the run, all that pretrain_gpt.py knows (its --help lists them), and these:"""
+
+DEFAULT_TOP = 10
+"""Rows of a search's table."""
+_UNNEEDED = ("train_iters", "mock_data", "tokenizer_type")
+"""A plan can do without a length and data, and checks by itself that it knows the vocabulary's size."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,13 @@ def read_request(arguments: Sequence[str]) -> Request:
         UserError: with all mistakes.
     """
     own, rest = _parser().parse_known_args(arguments)
-    config, notices = parse(rest)
+    config, notices = parse(rest, _UNNEEDED)
     if config.training.fp8_format is not None:
         raise UserError(
             f"--fp8-format {config.training.fp8_format} cannot be planned: what its products gain, and its "
             "rounding costs, was not measured; leave it out for the plan of bf16"
         )
+    notices += _unused_options(own, config)
     given = _fields_given(rest)
     config, assumed = _completed(config, own, rest, given)
     return Request(
@@ -90,7 +96,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         frozenset(given) | changed_fields(config),
         assumed,
         tuple(notices),
-        own.top if own.search else None,
+        (own.top or DEFAULT_TOP) if own.search else None,
         own.json,
         own.context_parallel_size,
         own.padded_vocab_size,
@@ -131,13 +137,34 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--watts", type=positive_number, help="of a GPU and its part of the node: tells the energy"
     )
-    parser.add_argument("--price-per-gpu-hour", type=positive_number, help="tells the price")
+    parser.add_argument(
+        "--price-per-gpu-hour", type=positive_number, help="tells the price, in the same currency"
+    )
     parser.add_argument("--search", action="store_true", help="try every layout; what is given stays")
     parser.add_argument(
-        "--top", type=positive_int, default=10, help="rows of the search's table (default 10)"
+        "--top", type=positive_int, help=f"rows of the search's table (default {DEFAULT_TOP})"
     )
     parser.add_argument("--json", action="store_true", help="print one object")
     return parser
+
+
+def _unused_options(own: argparse.Namespace, config: Config) -> list[str]:
+    """Return one line for each option that changes nothing beside the others that are given."""
+    training, lines = config.training, list[str]()
+    lengths = {"--train-iters": training.train_iters, "--train-samples": training.train_samples}
+    given = [f"{flag} {value}" for flag, value in lengths.items() if value is not None]
+    if own.train_tokens is not None and given:
+        lines.append(f"{given[0]} has no effect on the plan: --train-tokens is the length of the run")
+    elif own.train_tokens is None and not given:
+        costs = {"--watts": own.watts, "--price-per-gpu-hour": own.price_per_gpu_hour}
+        lines += [
+            f"{flag} {value:g} has no effect: the run has no length, pass --train-tokens or --train-iters"
+            for flag, value in costs.items()
+            if value is not None
+        ]
+    if own.top is not None and not own.search:
+        lines.append(f"--top {own.top} has no effect without --search")
+    return lines
 
 
 def _fields_given(words: Sequence[str]) -> set[str]:
@@ -221,7 +248,7 @@ def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
 
 def _changed(gpu: Gpu, words: Sequence[str]) -> Gpu:
     """With the figures of --gpu-set."""
-    kinds = {field.name: type(getattr(gpu, field.name)) for field in fields(gpu)}
+    kinds = {name: kind for name, kind in get_type_hints(Gpu).items() if kind in (int, float)}
     for word in words:
         name, _, text = word.partition("=")
         if name not in kinds:

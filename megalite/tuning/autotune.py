@@ -38,11 +38,14 @@ def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM
     length = _length(own)
     if request.is_json:
         raise UserError("--json is for tools/plan.py: leave it out")
+    _check_costs(request)
     if request.config.dry_run.dry_run:
         raise UserError("--dry-run computes nothing that could be timed: leave it out")
     _check_machine(request)
     _check_length(request, length)
     plans = _candidates(request, own.top)
+    if not torch.cuda.is_available():
+        _check_host_memory(plans)
     results = Results(own.folder, _about(request, length))
     yield f"{len(plans)} layouts of {request.cluster.world_size} ranks, {length.iterations} iterations each"
     if not torch.cuda.is_available() and "--calibrate" not in rest:
@@ -82,6 +85,17 @@ def _length(own: argparse.Namespace) -> Length:
     return Length(own.iterations, own.warmup_iterations, own.timeout)
 
 
+def _check_costs(request: Request) -> None:
+    """Refuse flags of the whole run's cost: the table has no column for it."""
+    costs = {
+        "--train-tokens": request.costs.train_tokens,
+        "--watts": request.costs.watts,
+        "--price-per-gpu-hour": request.costs.price,
+    }
+    if given := [flag for flag, value in costs.items() if value is not None]:
+        raise UserError(f"{', '.join(given)}: costs of a run are for tools/plan.py, leave this out")
+
+
 def _check_machine(request: Request) -> None:
     """A trial runs here: the whole world must have a place."""
     ranks = request.cluster.world_size
@@ -98,6 +112,23 @@ def _check_machine(request: Request) -> None:
         raise UserError(
             f"--world-size {ranks} is more than the {gpus} GPUs of this machine, on which the trials run: "
             "give at most that, with the --global-batch-size that is left of yours for one node"
+        )
+
+
+def _check_host_memory(plans: Sequence[Plan]) -> None:
+    """Refuse trials that this machine's memory, shared by all ranks, holds none of."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # What a process takes beside tensors is planned for a GPU, and less here.
+    ranks = [plan.job.cluster.world_size / len(plan.memories) for plan in plans]
+    needed = min(
+        count * sum(memory.total - memory.residual for memory in plan.memories)
+        for plan, count in zip(plans, ranks, strict=True)
+    )
+    if needed > available:
+        raise UserError(
+            f"the {len(plans)} layouts take at least {needed / _GB:.1f} GB over all ranks, and this machine, "
+            f"which has no GPU, has {available / _GB:.1f} GB: start this where the GPUs are, or give "
+            "--calibrate to plan for this machine"
         )
 
 

@@ -172,3 +172,9 @@ def test_damage_is_found_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match=rf"{file.name} has other contents"):
         Conversion(tmp_path / "ours", tmp_path / "back").run()
     assert not (tmp_path / "back").exists()
+
+
+def test_a_typo_does_not_demand_data_and_a_length(gpt2, tmp_path):
+    with pytest.raises(UserError) as caught:
+        main(["--load", str(gpt2), "--save", str(tmp_path / "ours"), "--preset", "gpt-tinyy"])
+    assert len(str(caught.value).splitlines()) == 1

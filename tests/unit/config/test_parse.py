@@ -304,3 +304,13 @@ def test_numbers_come_through_exactly(lr: float, num_layers: int) -> None:
     config, _ = parse(["--lr", repr(lr), "--num-layers", str(num_layers)])
     assert config.optimizer == OptimizerConfig(lr=lr)
     assert config.model == ModelConfig(num_layers=num_layers)
+
+
+def test_a_mistake_does_not_demand_what_the_caller_can_do_without() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--preset", "gpt-tinyy"], unneeded=("train_iters", "mock_data"))
+    (problem,) = caught.value.problems
+    assert "nearest is gpt-tiny" in problem
+    with pytest.raises(ConfigError) as caught:
+        parse(["--preset", "gpt-tinyy"])
+    assert len(caught.value.problems) == 3

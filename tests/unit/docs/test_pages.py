@@ -59,7 +59,7 @@ def test_names_are_in_the_files_beside_them(page: Path) -> None:
 
 
 def test_functions_that_the_guides_name_exist() -> None:
-    """CONTRIBUTING and the linter's settings name functions by hand; one that is gone misleads whoever follows."""
+    """CONTRIBUTING and the linter's settings name functions by hand, which may be gone by now."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megalite").rglob("*.py"))
     spans = re.findall(r"`([^`]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     named = {name for span in spans for name in re.findall(r"\b([A-Za-z_]+)\(", span)} - {"launch", "p"}

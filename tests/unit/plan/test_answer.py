@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -179,7 +180,7 @@ def test_a_layout_that_does_not_fit_has_no_command() -> None:
 
 
 def test_the_text_says_the_same() -> None:
-    text = lines(f"{SMALL} --tp 2 --pp 2 --train-tokens 1e9 --watts 500 --price-per-gpu-hour 2")
+    text = lines(f"{SMALL} --tp 2 --pp 2 --train-tokens 1e12 --watts 500 --price-per-gpu-hour 2")
     for word in (
         "billion parameters",
         "first stage",
@@ -217,3 +218,86 @@ def test_a_model_with_rotary_positions_is_planned_without_attention_dropout() ->
     (told,) = plan(f"{line} --position-embedding-type rope")["assumed"]
     assert told.startswith("--attention-dropout 0, as models with rotary positions are trained")
     assert plan(f"{line} --position-embedding-type rope --attention-dropout 0.1")["assumed"] == []
+
+
+COSTS = "--train-tokens 15e12 --watts 600 --price-per-gpu-hour 1.5"
+
+
+def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
+    layouts = plan(f"{SMALL} --search --top 2 {COSTS}")["layouts"]
+    table = lines(f"{SMALL} --search --top 2 {COSTS}").splitlines()
+    (header,) = [line for line in table if "s/iteration" in line]
+    assert header.split()[5:9] == ["days", "GPU", "hours", "MWh"] and "price" in header
+    rows = table[table.index(header) + 1 :][:2]
+    for row, layout in zip(rows, layouts, strict=True):
+        days, hours, _, price = (float(word.replace(",", "")) for word in row.split()[5:9])
+        told = (layout["days"], layout["gpu_hours"], layout["price"])
+        assert (days, hours, price) == pytest.approx(told, rel=1e-3)
+    assert "of 15 trillion tokens; price in the currency of --price-per-gpu-hour 1.5" in "\n".join(table)
+    assert "days" not in lines(f"{SMALL} --search --top 2")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        ("15e12", "15 trillion tokens"),
+        ("300e9", "300 billion tokens"),
+        ("2.5e6", "2.5 million tokens"),
+        ("4096", "4,096 tokens"),
+    ],
+)
+def test_no_number_is_told_in_exponents(tokens: str, told: str) -> None:
+    text = lines(f"{SMALL} --tp 2 --train-tokens {tokens} --watts 600 --price-per-gpu-hour 1.5")
+    assert f"whole run      {told}: " in text
+    assert not re.search(r"\de[+-]\d", text)
+    (price,) = [line for line in text.splitlines() if line.startswith("price")]
+    assert price.endswith(" in the currency of --price-per-gpu-hour 1.5")
+    assert float(price.split()[1].replace(",", "")) > 0
+
+
+def test_a_tiny_model_has_parameters() -> None:
+    text = lines("--preset gpt-tiny --padded-vocab-size 300 --gpu h100 --world-size 1 --global-batch-size 8")
+    assert text.startswith("223,360 parameters on 1 GPU: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--price-per-gpu-hour 2", "--price-per-gpu-hour 2 has no effect: the run has no length"),
+        ("--watts 600", "--watts 600 has no effect: the run has no length"),
+        ("--train-tokens 1e9 --train-iters 5", "--train-iters 5 has no effect on the plan: --train-tokens"),
+        ("--top 3", "--top 3 has no effect without --search"),
+    ],
+)
+def test_an_option_without_effect_is_named(words: str, told: str) -> None:
+    assert f"note: {told}" in lines(f"{SMALL} --tp 2 {words}")
+    assert any(notice.startswith(told) for notice in plan(f"{SMALL} --tp 2 {words}")["notices"])
+
+
+DRIVER_GIB = 0.6
+"""That a GPU's memory loses to its driver."""
+
+
+def test_a_layout_that_nearly_fills_the_memory_is_marked() -> None:
+    full = f"{SMALL} --tp 2 --micro-batch-size 4"
+    needed = plan(full)["memory_gb"] * 1e9 / 2**30
+    tight, ample = (f"{full} --gpu-set memory_gib={needed / share + DRIVER_GIB}" for share in (0.98, 0.9))
+    assert (plan(tight)["fits"], plan(tight)["tight"]) == (True, True)
+    assert (plan(ample)["fits"], plan(ample)["tight"]) == (True, False)
+    assert "warning: this layout takes 98% of a GPU's memory" in lines(tight)
+    assert "warning" not in lines(ample)
+    given = "--pp 1 --zero-stage 0 --sequence-parallel --recompute-granularity selective --search --top 1"
+    kept = f"{full} --recompute-modules layernorm {given}"
+    needed = plan(kept)["layouts"][0]["memory_gb"] * 1e9 / 2**30
+    text = lines(f"{kept} --gpu-set memory_gib={needed / 0.98 + DRIVER_GIB}")
+    assert f"{needed * 2**30 / 1e9:7.1f}! " in text
+    assert "! more than 94% of a GPU's" in text
+    assert "\nwarning: this layout takes 98% of a GPU's memory" in text
+
+
+@pytest.mark.parametrize("words", ["--preset gpt-tinyy", "--num-layer 3", "--tp two"])
+def test_a_typo_does_not_demand_what_a_plan_needs_not(words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_request([*SMALL.split(), *words.split()])
+    assert len(str(caught.value).splitlines()) == 1
+    assert words.split()[0] in str(caught.value)
