@@ -15,6 +15,7 @@ from megalite.config.data import TOKENIZER_FIELDS
 from megalite.dryrun.corpora import corpora_of
 from megalite.dryrun.counts import count_iteration
 from megalite.dryrun.meta import meta_tensors
+from megalite.dryrun.repetition import Repetition, repetition_of
 from megalite.dryrun.report import as_object, report_lines
 from megalite.dryrun.result import DryRun
 from megalite.errors import UserError
@@ -59,7 +60,8 @@ def dry_run_of(config: Config, world_size: int, rank: int) -> DryRun:
         corpora = corpora_of(config, topology.dp.size)
         alone = _without_files(config)
         with meta_tensors():
-            counts = count_iteration(alone, topology, build_data(alone, topology, Timers()))
+            data = build_data(alone, topology, Timers())
+            counts = count_iteration(alone, topology, data, _repetition(alone, topology))
         axes = (topology.pp, topology.dp, topology.tp)
         return DryRun(
             config,
@@ -72,6 +74,17 @@ def dry_run_of(config: Config, world_size: int, rank: int) -> DryRun:
             _learning_rates(config, topology.dp.size),
             time.monotonic() - start,
         )
+
+
+def _repetition(config: Config, topology: Topology) -> Repetition | None:
+    """Look for microbatches of the first iteration that need not be run."""
+    dp = topology.dp.size
+    number = config.batch_size(dp)(0) // (config.training.micro_batch_size * dp)
+    found = repetition_of(config, topology.pp, number)
+    if found is not None:
+        text = "running %d of %d microbatches: this rank does the same for the others"
+        log.info(text, found.num_microbatches, number)
+    return found
 
 
 def _smallest_world(config: Config) -> int:

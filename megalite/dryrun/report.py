@@ -74,7 +74,7 @@ def in_words(actions: Sequence[Action]) -> str:
     told, place = [], 0
     while place < len(runs):
         pair, times = runs[place : place + 2], 1
-        while len(pair) == 2 and runs[place + 2 * times :][:2] == pair:
+        while len(pair) == 2 and runs[place + 2 * times : place + 2 * times + 2] == pair:
             times += 1
         if times > 1:
             told.append(f"{times} x ({', '.join(map(_run, pair))})")

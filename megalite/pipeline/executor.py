@@ -98,6 +98,10 @@ class Pipeline(Generic[M]):
         self._exchange.finish()
         return [work.losses[microbatch] for microbatch in sorted(work.losses)]
 
+    def num_actions(self, num_microbatches: int) -> int:
+        """Return how many actions this rank runs in a training step."""
+        return len(self._schedule.train(self._pp.rank, self.stages, num_microbatches))
+
     def _steps_of(self, order: Order, num_microbatches: int) -> list[Step]:
         key = order, num_microbatches
         if key not in self._steps:
