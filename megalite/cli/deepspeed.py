@@ -5,7 +5,7 @@ There is no DeepSpeed here; its settings that have an equal must say what the fl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,27 @@ from megalite.config import Config
 from megalite.config.rules.layout import replicas
 from megalite.parsing import parse_json
 
-_READ = {
-    "bf16",
-    "fp16",
-    "zero_optimization",
+_COMPARED = {
     "communication_data_type",
     "gradient_clipping",
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 }
+"""Settings that are compared with flags, besides those of the sections."""
+_SECTIONS: Mapping[str, Collection[str]] = {
+    "bf16": ("enabled",),
+    "bfloat16": ("enabled",),
+    "fp16": ("enabled",),
+    "zero_optimization": ("stage", "offload_optimizer", "offload_param", "cpu_offload"),
+}
+"""Sections of which some settings are compared; those of the loss scale in fp16 are `_loss_scale_keys`."""
+_OFFLOADED = {
+    "offload_optimizer": "the optimizer's state",
+    "offload_param": "weights",
+    "cpu_offload": "the optimizer's state",
+}
+"""Settings of ZeRO that move something out of the GPU's memory, `cpu_offload` in DeepSpeed's older files."""
 
 
 def check_file(
@@ -55,6 +66,7 @@ def check_file(
         *_precision(settings, config.model.params_dtype),
         *_loss_scaling(settings, config),
         *_zero(settings, config.parallel.zero_stage),
+        *_offload(settings),
         *_communication(settings, config.parallel.grad_communication_dtype),
         *_same(settings, "gradient_clipping", "--clip-grad", config.optimizer.clip_grad),
         *_same(
@@ -64,20 +76,55 @@ def check_file(
         *_accumulation(settings, config, world_size),
     ]
     findings.problems += [f"{path}: {conflict}" for conflict in conflicts]
-    if unread := sorted(set(settings) - _READ):
+    if unread := sorted(_unread(settings, config)):
         findings.notices.append(f"{path}: {', '.join(unread)} without effect: there is no DeepSpeed here")
 
 
 def _precision(settings: Mapping[str, Any], dtype: str) -> Iterator[str]:
-    for name in ("bf16", "fp16"):
-        section = settings.get(name, {})
+    for key in ("bf16", "bfloat16", "fp16"):  # the second one is the older name of the first
+        name = "fp16" if key == "fp16" else "bf16"
+        if key not in settings and (key == "bfloat16" or "bfloat16" in settings):
+            continue
+        section = settings.get(key, {})
         enabled = section.get("enabled", False) if isinstance(section, dict) else section
         if enabled == "auto" or bool(enabled) == (dtype == name):
             continue
         if dtype == name:
-            yield f"{name}.enabled is not true, but --{name} is given: make them agree"
+            yield f"{key}.enabled is not true, but --{name} is given: make them agree"
         else:
-            yield f"{name}.enabled is true, but --params-dtype is {dtype}: give --{name}, or set it to false"
+            yield f"{key}.enabled is true, but --params-dtype is {dtype}: give --{name}, or set it to false"
+
+
+def _unread(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield every setting that nothing here compares with a flag, one in a section by `section.name`."""
+    for key, value in settings.items():
+        if key in _SECTIONS and isinstance(value, dict):
+            compared = {*_SECTIONS[key], *(_loss_scale_keys(config) if key == "fp16" else ())}
+            yield from (f"{key}.{name}" for name in value if name not in compared)
+        elif key not in _SECTIONS and key not in _COMPARED:
+            yield key
+
+
+def _loss_scale_keys(config: Config) -> Collection[str]:
+    """Return the settings of the section of fp16 that `_loss_scaling` compares."""
+    if config.model.params_dtype != "fp16":
+        return ()
+    if config.optimizer.loss_scale is not None:
+        return ("loss_scale",)
+    return ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+
+def _offload(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Find what DeepSpeed would keep in the host's memory or on a disk, and nothing here does."""
+    section = settings.get("zero_optimization", {})
+    for name, what in _OFFLOADED.items() if isinstance(section, dict) else ():
+        value = section.get(name)
+        device = value.get("device", "none") if isinstance(value, dict) else "cpu" if value else "none"
+        if device not in ("none", None):
+            yield (
+                f"zero_optimization.{name} moves {what} to {device}, which megalite does not: remove it; "
+                "--zero-stage 1 to 3 share them out among data-parallel ranks"
+            )
 
 
 def _loss_scaling(settings: Mapping[str, Any], config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 
 from megalite.cli import parse
 from megalite.config import check_config
+from megalite.errors import ConfigError
 from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE
 
 
@@ -202,6 +203,83 @@ def test_a_deepspeed_file_that_disagrees_names_both(
     found = problems(f"--micro-batch-size 2 --global-batch-size 16 --deepspeed_config {path} {line}")
     (conflict,) = (problem for problem in found if str(path) in problem)
     assert all(words in conflict for words in told), conflict
+
+
+ALL_OF_DEEPSPEED = {
+    **BLOOM_DEEPSPEED,
+    "gradient_accumulation_steps": 8,
+    "communication_data_type": "fp32",
+    "bf16": {"enabled": True, "immediate_grad_update": True},
+    "fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2, "auto_cast": False},
+    "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 5e8},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "activation_checkpointing": {"cpu_checkpointing": True},
+}
+
+
+def test_no_setting_of_a_deepspeed_file_is_passed_over_in_silence(tmp_path: Path) -> None:
+    """Each is compared, as a change of it shows, or named."""
+    path = tmp_path / "ds.json"
+    line = f"--micro-batch-size 2 --global-batch-size 16 --bf16 --dp 1 --deepspeed_config {path}"
+    path.write_text(json.dumps(ALL_OF_DEEPSPEED))
+    _, notices = parse(shlex.split(line))
+    (notice,) = [each for each in notices if str(path) in each]
+    named = notice.removeprefix(f"{path}: ").partition(" without effect")[0].split(", ")
+    settings = {
+        f"{key}.{name}" if isinstance(value, dict) and key in ("bf16", "fp16", "zero_optimization") else key
+        for key, value in ALL_OF_DEEPSPEED.items()
+        for name in (value if isinstance(value, dict) else [""])
+    }
+    compared = {
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "communication_data_type",
+        "bf16.enabled",
+        "fp16.enabled",
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer",
+    }
+    assert set(named) == settings - compared
+    changes = {
+        "zero_optimization.offload_optimizer": {"device": "nvme"},
+        "fp16.enabled": True,
+        "bf16.enabled": False,
+    }
+    for setting in compared:
+        key, _, name = setting.partition(".")
+        value = changes.get(setting, 7)
+        changed = {**ALL_OF_DEEPSPEED[key], name: value} if name else value  # type: ignore[dict-item]
+        path.write_text(json.dumps({**ALL_OF_DEEPSPEED, key: changed}))
+        with pytest.raises(ConfigError) as caught:
+            parse(shlex.split(line))
+        assert any(setting in problem for problem in caught.value.problems), setting
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer moves the optimizer's state to cpu"),
+        ({"offload_param": {"device": "nvme"}}, "offload_param moves weights to nvme"),
+        ({"cpu_offload": True}, "cpu_offload moves the optimizer's state to cpu"),
+    ],
+)
+def test_a_deepspeed_file_that_offloads_is_refused(
+    section: dict, told: str, problems, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 0, **section}}))
+    (problem,) = [each for each in problems(f"--deepspeed_config {path}") if str(path) in each]
+    assert told in problem
+
+
+def test_the_older_name_of_bf16_is_compared_too(problems, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bfloat16": {"enabled": True}}))
+    (problem,) = [each for each in problems(f"--deepspeed_config {path}") if str(path) in each]
+    assert "bfloat16.enabled is true, but --params-dtype is fp32" in problem
+    parse(shlex.split(f"--bf16 --deepspeed_config {path}"))
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
