@@ -17,10 +17,9 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megalite.cli import run_main
-from megalite.cli.tool import ToolParser
+from megalite.cli.tool import ToolParser, local_path
 from megalite.convert.convert import Conversion
 from megalite.convert.settings import Settings
 from megalite.convert.source import KINDS
@@ -34,8 +33,8 @@ def main(arguments: Sequence[str]) -> None:
     """Reads the tool's own flags, leaves the rest to the config, and converts."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="FOLDER", help="what to convert")
-    add("--save", type=Path, required=True, metavar="FOLDER", help="what to make: a new folder")
+    add("--load", type=local_path, required=True, metavar="FOLDER", help="what to convert")
+    add("--save", type=local_path, required=True, metavar="FOLDER", help="what to make: a new folder")
     add("--from", dest="source", choices=sorted(KINDS), help="what --load holds; by default found out")
     add("--to", dest="target", choices=sorted(TARGETS), help="by default hf from megalite, else megalite")
     add("--load-iteration", type=int, metavar="N", help="of the run; by default its latest")

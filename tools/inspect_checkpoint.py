@@ -17,10 +17,9 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megalite.cli import run_main
-from megalite.cli.tool import ToolParser
+from megalite.cli.tool import ToolParser, local_path
 from megalite.errors import UserError
 from megalite.inspection import difference
 from megalite.inspection.inspect import inspect, lines_of
@@ -31,12 +30,12 @@ def main(arguments: Sequence[str]) -> None:
     """Reads the flags, prints what they ask for, and exits by the verdict."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="what to look at")
+    add("folder", type=local_path, metavar="FOLDER", help="what to look at")
     add("--load-iteration", type=int, metavar="N", help="of a run's folder; by default its latest")
     add("--verify", action="store_true", help="read every byte and compare it with SHA256SUMS")
     add("--norms", action="store_true", help="norm, extremes, NaN and infinities of each tensor")
     add("--json", action="store_true", help="print one JSON object")
-    add("--diff", type=Path, metavar="OTHER", help="say in what it differs from this folder's")
+    add("--diff", type=local_path, metavar="OTHER", help="say in what it differs from this folder's")
     flags = parser.parse_args(arguments)
     sys.exit(0 if (_difference(flags) if flags.diff else _report(flags)) else 1)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli import run_main
-from megalite.cli.tool import ToolParser
+from megalite.cli.tool import ToolParser, local_path
 from megalite.errors import UserError
 from megalite.reporting.page import MAX_RUNS, page
 from megalite.reporting.panels import X_NAMES
@@ -26,24 +26,24 @@ def main(arguments: Sequence[str]) -> None:
     """Reads the flags, writes the page and says where."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="folder or metrics file")
+    add("runs", type=local_path, nargs="+", metavar="RUN", help="folder or metrics file")
     add(
         "--output",
         "-o",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="by default report.html in the run's folder, or here for several",
     )
     add("--x", choices=tuple(X_NAMES), default="iteration", help="what the curves are drawn over")
     add(
         "--trace",
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="pipeline trace of the first run, if not the one in its folder",
     )
     add(
         "--log",
-        type=Path,
+        type=local_path,
         nargs="+",
         default=[],
         metavar="FILE",

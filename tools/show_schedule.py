@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megalite.cli import run_main
-from megalite.cli.tool import ToolParser, positive_int
+from megalite.cli.tool import ToolParser, local_path, positive_int
 from megalite.errors import UserError
 from megalite.pipeline.draw import draw
 from megalite.pipeline.picture import save_picture
@@ -26,8 +25,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--stages", type=positive_int, default=4, help="pipeline ranks")
     parser.add_argument("--microbatches", type=positive_int, default=8, help="microbatches of a step")
     parser.add_argument("--chunks", type=positive_int, help="of the interleaved schedule, on each rank; or 2")
-    parser.add_argument("--png", type=Path, help="draw it into this file too, in colours")
-    parser.add_argument("--svg", type=Path, help="the same as an SVG file, which needs no package to write")
+    parser.add_argument("--png", type=local_path, help="draw it into this file too, in colours")
+    parser.add_argument(
+        "--svg", type=local_path, help="the same as an SVG file, which needs no package to write"
+    )
     flags = parser.parse_args(arguments)
     what = flags.schedule, flags.stages, flags.microbatches, _num_chunks(flags.schedule, flags.chunks)
     print(draw(*what))

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megalite.cli import run_main
-from megalite.cli.tool import ToolParser
+from megalite.cli.tool import ToolParser, local_path
 from megalite.data.train_tokenizer import TRAINERS, read_texts, write_tokenizer
 
 
@@ -29,7 +28,13 @@ def main(arguments: Sequence[str]) -> None:
         metavar="PATH",
         help="files, globs or folders, as preprocessing's",
     )
-    add("--output", type=Path, required=True, metavar="FILE", help="the tokenizer.json or .model to write")
+    add(
+        "--output",
+        type=local_path,
+        required=True,
+        metavar="FILE",
+        help="the tokenizer.json or .model to write",
+    )
     add("--type", choices=tuple(TRAINERS), default="bpe", help="of the tokenizer (%(default)s)")
     add("--vocab-size", type=int, default=2048, metavar="N", help="tokens in all, special ones too (2048)")
     add("--json-key", default="text", metavar="KEY", help="of a document's text (text)")

@@ -123,7 +123,7 @@ def _offload(settings: Mapping[str, Any]) -> Iterator[str]:
         if device not in ("none", None):
             yield (
                 f"zero_optimization.{name} moves {what} to {device}, which megalite does not: remove it; "
-                "--zero-stage 1 to 3 share them out among data-parallel ranks"
+                "--zero-stage 1 to 3 shards it over data-parallel ranks"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.cli.fields import normalised
@@ -79,6 +80,15 @@ def whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(text)
+
+
+def local_path(text: str) -> Path:
+    """Return a flag's folder or file of this machine, as an argument parser's type: no URL."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL: give a path of this machine or of a mounted file system"
+        )
+    return Path(text)
 
 
 def positive_number(text: str) -> float:

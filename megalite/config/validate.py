@@ -52,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     precision.zero_stage,
     precision.fp8,
     run.required,
+    run.local_paths,
     run.skipped_iterations,
     run.hang_timeout,
     run.pipeline_trace,

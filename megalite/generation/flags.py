@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.cli.tool import ToolParser, positive_int
+from megalite.cli.tool import ToolParser, local_path, positive_int
 from megalite.config import DataConfig, ParallelConfig
 from megalite.data.tokenizer import TOKENIZER_TYPES
 from megalite.model.stage import DTYPES
@@ -34,7 +34,7 @@ class ModelFlags:
     def add_to(parser: ToolParser) -> None:
         """Declares the flags."""
         model = parser.add_argument_group("the model")
-        model.add_argument("--load", required=True, type=Path, help="folder that a run saved to")
+        model.add_argument("--load", required=True, type=local_path, help="folder that a run saved to")
         model.add_argument(
             "--load-iteration", type=positive_int, help="which of its checkpoints (default the latest)"
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli import parse
-from megalite.cli.tool import ToolParser, positive_int
+from megalite.cli.tool import ToolParser, local_path, positive_int
 from megalite.config import Config
 from megalite.errors import UserError
 from megalite.launching.job import (
@@ -147,6 +147,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
         metavar="LINE",
         help="lines of shell before all else: modules, variables",
     )
-    add("--output", "-o", type=Path, metavar="FILE", help="by default the job's name with .sbatch")
+    add("--output", "-o", type=local_path, metavar="FILE", help="by default the job's name with .sbatch")
     add("--force", action="store_true", help="replace the file if it is there")
     return parser

@@ -12,7 +12,7 @@ import torch
 
 import megalite
 from megalite.cli import parse
-from megalite.cli.tool import ToolParser, positive_int, positive_number, whole_number
+from megalite.cli.tool import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.errors import UserError
 from megalite.plan.answer import nothing_fits
 from megalite.plan.estimate import Plan
@@ -196,7 +196,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     add(
         "--folder",
-        type=Path,
+        type=local_path,
         default=Path("runs/autotune"),
         help="for results and logs; a tuning that was ended goes on from it (default runs/autotune)",
     )

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megalite.config.config import Config
 from megalite.config.data import split_weights
+from megalite.config.flags import flag_of
 from megalite.config.problem import Problem
 from megalite.config.training import iteration_range
+
+LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
+    "checkpoint": ("save", "load", "non_persistent_local_ckpt_dir"),
+    "data": (
+        "data_args_path",
+        "per_split_data_args_path",
+        "train_weighted_split_paths_path",
+        "valid_weighted_split_paths_path",
+        "test_weighted_split_paths_path",
+        "data_cache_path",
+        "tokenizer_model",
+        "vocab_file",
+        "merge_file",
+        "tokenizer_name_or_path",
+    ),
+    "logging": (
+        "tensorboard_dir",
+        "wandb_save_dir",
+        "metrics_file",
+        "trace_pipeline_path",
+        "memory_snapshot_path",
+    ),
+    "training": ("kill_switch_path",),
+    "dry_run": ("dry_run_json",),
+}
+"""Fields that name a folder or a file of this machine or of a file system that it mounts, by their group."""
+
+
+def local_paths(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """No URL stands where a path is needed: it would name a folder such as `s3:` in the working directory."""
+    for group, names in LOCAL_PATHS.items():
+        for name in names:
+            path = getattr(getattr(config, group), name)
+            if path is not None and "://" in path:
+                yield Problem(
+                    (name,),
+                    f"{flag_of(name)} {path} is a URL: give a path of this machine or of a mounted file "
+                    "system; corpora alone may be in object storage",
+                )
 
 
 def required(config: Config, world_size: int | None) -> Iterator[Problem]:

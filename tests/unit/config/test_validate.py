@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from dataclasses import fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -12,7 +14,10 @@ import pytest
 from megalite.cli import parse
 from megalite.cli.fields import config_fields, fields_by_flag
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, check_config
+from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES
+from megalite.config.rules.run import LOCAL_PATHS
+from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
@@ -376,3 +381,38 @@ def test_positions_that_restart_change_no_distances() -> None:
         *(True, True),
         *(False, False),
     ]
+
+
+@pytest.mark.parametrize("name", [name for names in LOCAL_PATHS.values() for name in names])
+def test_a_url_is_refused_where_a_path_is_needed(name: str) -> None:
+    """It would make a folder named `s3:` in the working directory."""
+    flag = flag_of(name)
+    config, _ = parse([flag, "s3://bucket/run"])
+    (problem,) = [each for each in problems_of(config, 1) if "is a URL" in each]
+    assert problem.startswith(f"{flag} s3://bucket/run is a URL: give a path of this machine")
+    config, _ = parse([flag, "bucket:/run"])
+    assert not any("is a URL" in each for each in problems_of(config, 1))
+
+
+def test_every_field_that_names_a_path_is_looked_at() -> None:
+    listed = {name for names in LOCAL_PATHS.values() for name in names}
+    texts = {field.name for field in config_fields() if field.kind.item is str and not field.kind.is_many}
+    words = ("_path", "_dir", "_file", "_json", "save", "load")
+    assert {name for name in texts if name.endswith(words)} <= listed
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("convert_checkpoint", "--load here --save s3://bucket/model"),
+        ("train_tokenizer", "--input here --output gs://bucket/tokenizer.json"),
+        ("show_schedule", "--svg file:///tmp/a.svg"),
+        ("autotune", "--folder s3://bucket/tuning"),
+        ("make_sbatch", "--nodes 1 --time 1:00:00 --output s3://bucket/job.sbatch"),
+    ],
+)
+def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is a URL: give a path of this machine"):
+        importlib.import_module(f"tools.{tool}").main(words.split())
+    assert not list(tmp_path.iterdir())
