@@ -53,9 +53,8 @@ class Conversion:
         source = KINDS[kind].open(self.load, self.iteration, self.settings)
         if target == "hf":
             family_of(source.config.model)
-        order = Order(
-            source.config, source.progress, parameters_of(source.config.model), self.max_bytes, self.save
-        )
+        specs = parameters_of(source.config.model)
+        order = Order(source.config, source.progress, specs, self.max_bytes, self.save, source.hugging_face)
         log.info(
             "%s (%s): %d tensors, %s in %s",
             *(self.load, KINDS[kind].title, len(order.specs)),

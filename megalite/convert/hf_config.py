@@ -8,9 +8,16 @@ from typing import Any
 from megalite.cli.fields import config_fields
 from megalite.config import Config, ModelConfig
 from megalite.config.ranges import range_problems
+from megalite.convert.settings import Settings
 from megalite.errors import UserError
 
 HFConfig = Mapping[str, Any]
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT = ("model_type", "activation_function", *TOKEN_IDS, "pretraining_tp", "slow_but_exact")
+"""What megalite's config has no field for: a conversion records it, so that the way back gives it again."""
+RECORDED = "hugging_face"
+"""The name under which a checkpoint's run.json has them."""
 
 ACTIVATIONS = {
     "gelu_new": "gelu",
@@ -52,6 +59,34 @@ def _check_numbers(model: ModelConfig) -> None:
                 raise UserError(f"transformers' config gives {field.name} as {value!r}, which is no number")
     if problem := next(range_problems(Config(model=model)), None):
         raise UserError(f"transformers' config cannot be converted: {problem.text}")
+
+
+def recorded_of(hf: Any, settings: Settings) -> dict[str, Any] | None:
+    """Return those of `KEPT` that are there, to be written again; None where there are no such settings.
+
+    Args:
+        hf: ``config.json``, or what an earlier conversion has recorded of one.
+        settings: another tokenizer that they name has token ids of its own.
+    """
+    if not isinstance(hf, Mapping) or settings.change_tokenizer:
+        return None
+    return {name: hf[name] for name in KEPT if name in hf}
+
+
+def rounding_note(hf: HFConfig) -> str | None:
+    """Return what a model computes in another order of sums than here; None where it is the same.
+
+    BLOOM's `slow_but_exact` and the Llama of older versions of transformers sum the products of
+    `pretraining_tp` slices one after another, as the tensor-parallel ranks of its pretraining did.
+    """
+    slices, kind = hf.get("pretraining_tp") or 1, hf.get("model_type")
+    if slices == 1 or (kind == "bloom" and not hf.get("slow_but_exact", False)):
+        return None
+    exact = "slow_but_exact with " if kind == "bloom" else ""
+    return (
+        f"{exact}pretraining_tp {slices}: transformers adds up {slices} slices of each product, megalite "
+        "computes it whole; results are equal but for rounding"
+    )
 
 
 def _gpt2(hf: HFConfig) -> dict[str, Any]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalite.checkpoint.manifest import dtype_name
 from megalite.config import ModelConfig
 from megalite.convert.hf import family_of
-from megalite.convert.hf_config import ACTIVATIONS
+from megalite.convert.hf_config import ACTIVATIONS, KEPT, TOKEN_IDS
 from megalite.model.stage import DTYPES
 
 
-def hf_config_of(config: ModelConfig, eod: int | None = None) -> dict[str, Any]:
+def hf_config_of(
+    config: ModelConfig, eod: int | None = None, recorded: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The config of a model in transformers' words.
 
     Args:
         eod: id of the token that ends a document.
+        recorded: those of `KEPT` that the model's own config.json had, if it came from one.
 
     Raises:
         UserError: transformers has no such model.
     """
     family = family_of(config)
-    return {
+    written = {
         **WRITERS[family.model_type](config),
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
@@ -32,6 +35,13 @@ def hf_config_of(config: ModelConfig, eod: int | None = None) -> dict[str, Any]:
         "eos_token_id": eod,
         "torch_dtype": dtype_name(DTYPES[config.params_dtype]),
     }
+    if recorded is None or recorded.get("model_type") != family.model_type:
+        return written
+    kept = {name: value for name, value in recorded.items() if name in KEPT}
+    if ACTIVATIONS.get(kept.get("activation_function", "")) != config.activation:
+        kept.pop("activation_function", None)  # another one was chosen since, or there is none
+    # A token that config.json does not name has transformers' default, which null would change.
+    return {name: value for name, value in written.items() if name not in TOKEN_IDS} | kept
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Any]:

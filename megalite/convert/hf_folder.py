@@ -15,13 +15,14 @@ from megalite.checkpoint.progress import Progress
 from megalite.config import Config, ModelConfig
 from megalite.convert.foreign_files import open_weights
 from megalite.convert.hf import all_entries, end_entries, family_of
-from megalite.convert.hf_config import config_of
+from megalite.convert.hf_config import config_of, recorded_of, rounding_note
 from megalite.convert.hf_families import VOCABULARY
 from megalite.convert.precision import precision_of
 from megalite.convert.settings import Settings
 from megalite.convert.tokenizer_files import tokenizer_in
 from megalite.errors import UserError
 from megalite.folders import read_regular
+from megalite.log import log
 from megalite.parsing import parse_json
 
 CONFIG_FILE = "config.json"
@@ -109,6 +110,9 @@ class HFSource:
                 f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
                 "layers: is it another model's?"
             )
+        self.hugging_face = recorded_of(self._files.config, settings)
+        if (note := rounding_note(self._files.config)) is not None:
+            log.warning("%s: %s", folder / CONFIG_FILE, note)
         self._names = self._full_names(family_of(model).prefix)
         base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))

@@ -48,6 +48,7 @@ class MegatronSource:
     """
 
     what = "Megatron"
+    hugging_face = None
 
     def __init__(self, found: Found, settings: Settings) -> None:
         self._found = found

@@ -31,6 +31,11 @@ class Settings:
         """Whether they say a model, rather than change some of one."""
         return self._has(_WHOLE_MODEL)
 
+    @property
+    def change_tokenizer(self) -> bool:
+        """Whether they name another tokenizer than the source's."""
+        return self._has([flag_of(name) for name in TOKENIZER_FIELDS])
+
     def applied(self, base: Config) -> Config:
         """The config of a source with the flags over it.
 
@@ -47,7 +52,7 @@ class Settings:
         return replace(config, model=model)
 
     def _parsed(self, base: Config) -> Config:
-        if self._has([flag_of(name) for name in TOKENIZER_FIELDS]):
+        if self.change_tokenizer:
             nothing: dict[str, Any] = dict.fromkeys(TOKENIZER_FIELDS)
             base = replace(base, data=replace(base.data, **nothing))
         if self.describe_model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifes
 from megalite.checkpoint.progress import Progress
 from megalite.cli import parse
 from megalite.config import Config
+from megalite.convert.hf_config import RECORDED, recorded_of
 from megalite.convert.hf_folder import CONFIG_FILE, HFSource
 from megalite.convert.megatron_deepspeed import find_in_deepspeed, is_deepspeed
 from megalite.convert.megatron_folder import find_in_megatron, is_megatron
@@ -32,6 +33,8 @@ class Source(Protocol):
     Attributes:
         config: of the model and its tokenizer, in the precision that it is to have.
         progress: how far its training had come, where that is known.
+        hugging_face: settings of a Hugging Face config.json that the config has no field for; None where the
+            model did not come from one.
     """
 
     @property
@@ -39,6 +42,9 @@ class Source(Protocol):
 
     @property
     def progress(self) -> Progress: ...
+
+    @property
+    def hugging_face(self) -> Mapping[str, Any] | None: ...
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What the parameter is stored in."""
@@ -68,6 +74,7 @@ class MegaliteSource:
         self.config = settings.applied(base)
         self.progress = Progress.from_record(manifest.description["progress"])
         is_same = self.config.model.params_dtype == base.model.params_dtype
+        self.hugging_face = recorded_of(manifest.description.get(RECORDED), settings)
         names = parameters_of(self.config.model)
         check_weights(manifest, names.keys(), self.config.model.num_layers)
         self._names = {name: _stored_name(manifest, name, is_same) for name in names}

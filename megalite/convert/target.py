@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megalite.checkpoint.save import sync_folder
 from megalite.checkpoint.tensor_writer import Piece, write_file
 from megalite.config import Config, to_yaml
 from megalite.convert.hf import all_entries
+from megalite.convert.hf_config import RECORDED
 from megalite.convert.hf_config_writer import hf_config_of
 from megalite.convert.hf_folder import CONFIG_FILE, WEIGHT_FILES
 from megalite.convert.stream_writer import Announced, ShardedWriter
@@ -45,6 +46,7 @@ class Order:
         specs: every parameter of the model.
         max_bytes: of one file of weights, where the form leaves that free.
         final: what the folder will be called once it is whole.
+        hugging_face: as the source has it.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Order:
     specs: Mapping[str, ParameterSpec]
     max_bytes: int
     final: Path
+    hugging_face: Mapping[str, Any] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +89,7 @@ def write_hf(folder: Path, order: Order, parameters: Parameters) -> None:
     if len(writer.files) > 1:
         _write_json(folder / f"{WEIGHT_FILES[0]}.index.json", _index(writer, order.num_bytes))
     copy_files(usable_files(data), folder)
-    config = hf_config_of(model, end_of_document(data, model.vocab_size))
+    config = hf_config_of(model, end_of_document(data, model.vocab_size), order.hugging_face)
     _write_json(folder / CONFIG_FILE, config)
 
 
@@ -198,6 +201,7 @@ def _description(order: Order, *, has_tokenizer: bool) -> dict[str, object]:
         "model": dataclasses.asdict(config.model),
         "run": run,
         "tokenizer": digest,
+        RECORDED: order.hugging_face,
     }
 
 

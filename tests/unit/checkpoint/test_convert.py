@@ -254,3 +254,70 @@ def test_nothing_is_left_of_a_conversion_that_fails(tmp_path):
     with pytest.raises(UserError, match=r"layers.2.mlp.down.weight is \[3, 3\]"):
         convert(folder, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def change(folder, **values):
+    """Changes settings of a folder's config.json; those that are ... are taken out."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("gpt2", {"bos_token_id": 7, "eos_token_id": 11, "activation_function": "gelu_fast"}),
+        ("gpt2", {"bos_token_id": ..., "eos_token_id": ..., "activation_function": "gelu_pytorch_tanh"}),
+        ("gpt2", {"bos_token_id": None, "eos_token_id": 3, "activation_function": "gelu_new"}),
+        ("bloom", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3, "pretraining_tp": 4}),
+        ("llama", {"bos_token_id": 5, "eos_token_id": [8, 9]}),
+    ],
+)
+def test_what_our_config_has_no_field_for_comes_back(kind, values, tmp_path):
+    change(save(build(kind), tmp_path / "hf"), **values)
+    convert(tmp_path / "hf", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back")
+    convert(tmp_path / "hf", tmp_path / "direct", target="hf")
+    for folder in ("back", "direct"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert {name: config.get(name, ...) for name in values} == values
+
+
+def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp_path):
+    change(save(build("gpt2"), tmp_path / "hf"), activation_function="gelu_fast", eos_token_id=11)
+    convert(tmp_path / "hf", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "relu", "--activation", "relu")
+    config = json.loads((tmp_path / "relu" / "config.json").read_text())
+    assert (config["activation_function"], config["eos_token_id"]) == ("relu", 11)
+    convert(tmp_path / "ours", tmp_path / "bytes", "--tokenizer-type", "byte")
+    config = json.loads((tmp_path / "bytes" / "config.json").read_text())
+    assert config["eos_token_id"] == 256
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu"])
+def test_an_activation_computes_what_transformers_computes(name):
+    from transformers.activations import ACT2FN
+
+    from megalite.convert.hf_config import ACTIVATIONS as NAMES
+    from megalite.model.mlp import ACTIVATIONS
+
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    torch.testing.assert_close(ACTIVATIONS[NAMES[name]](x, None), ACT2FN[name](x), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_said"),
+    [
+        ({"slow_but_exact": True, "pretraining_tp": 4}, True),
+        ({"slow_but_exact": True, "pretraining_tp": 1}, False),
+        ({"slow_but_exact": False, "pretraining_tp": 4}, False),
+    ],
+)
+def test_another_order_of_sums_is_said(values, is_said, tmp_path, caplog):
+    change(save(build("bloom"), tmp_path / "hf"), **values)
+    convert(tmp_path / "hf", tmp_path / "ours")
+    said = [record.message for record in caplog.records if "pretraining_tp 4" in record.message]
+    assert len(said) == is_said
+    assert not said or "slow_but_exact with pretraining_tp 4: transformers adds up 4 slices" in said[0]
+    config = json.loads((convert(tmp_path / "ours", tmp_path / "back") / "config.json").read_text())
+    assert {name: config.get(name) for name in values} == values
