@@ -11,6 +11,12 @@ LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "W
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 
 
+MAX_LOSS_SCALE = 2.0**64
+"""Largest factor on the loss. Gradients that are zero for long let a dynamic factor double until it is
+infinite, and an infinite one makes NaN of every later gradient and never comes down. Above this one, fp16
+would hold nothing but gradients below 2**-48."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with decoupled weight decay; biases and norms are not decayed."""
@@ -66,7 +72,7 @@ class OptimizerConfig:
     min_loss_scale: float = 1.0
     """With fp16, the smallest that the factor becomes."""
     loss_scale_window: int = 1000
-    """With fp16, iterations in a row without overflow after which the factor doubles."""
+    """With fp16, iterations in a row without overflow after which the factor doubles, up to 2**64."""
     hysteresis: int = 2
     """With fp16, overflows from which on each one halves the factor; counted anew where it doubles."""
     clip_grad: float = 1.0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
+from megalite.config.optimizer import MAX_LOSS_SCALE
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -25,7 +26,9 @@ class LossScaler:
     @property
     def scale(self) -> float:
         """What the loss of the next backward pass is multiplied by."""
-        return self._scale.item()
+        return min(
+            self._scale.item(), MAX_LOSS_SCALE
+        )  # a checkpoint of an older version may have a larger one
 
     @property
     def can_go_down(self) -> bool:
@@ -44,7 +47,8 @@ class DynamicLossScaler(LossScaler):
     """Halves the scale on overflows and doubles it after a long time without one; Megatron's rule.
 
     `hysteresis` overflows bring it down, and each further one again, until the scale has next grown: that
-    alone forgives the overflows before.
+    alone forgives the overflows before. Unlike Megatron's, the scale stops at `MAX_LOSS_SCALE`; torch's
+    `GradScaler` stops at the largest finite number.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -58,6 +62,7 @@ class DynamicLossScaler(LossScaler):
         return self.scale > self.config.min_loss_scale
 
     def update(self, overflowed: bool) -> None:
+        self._scale.clamp_(max=MAX_LOSS_SCALE)
         if overflowed:
             self._num_good.zero_()
             self._patience -= 1
@@ -68,7 +73,7 @@ class DynamicLossScaler(LossScaler):
         if self._num_good.item() == self.config.loss_scale_window:
             self._num_good.zero_()
             self._patience.fill_(self.config.hysteresis)
-            self._scale.mul_(GROWTH)
+            self._scale.mul_(GROWTH).clamp_(max=MAX_LOSS_SCALE)
 
     def state(self) -> dict[str, Tensor]:
         return {"scale": self._scale, "num_good": self._num_good, "patience": self._patience}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
+from megalite.config.flags import flag_of
+from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.problem import Problem
 
 
 def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """A dynamic loss scale starts above its minimum."""
+    """A dynamic loss scale starts above its minimum, and no scale is above the largest."""
     optimizer = config.optimizer
     if optimizer.min_loss_scale > optimizer.initial_loss_scale:
         yield Problem(
@@ -17,6 +19,13 @@ def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--min-loss-scale {optimizer.min_loss_scale} is above --initial-loss-scale "
             f"{optimizer.initial_loss_scale}: change one",
         )
+    for name in ("loss_scale", "initial_loss_scale"):
+        scale = getattr(optimizer, name)
+        if scale is not None and scale > MAX_LOSS_SCALE:
+            yield Problem(
+                (name,),
+                f"{flag_of(name)} {scale:g} is above 2**64, the largest that is used: give a smaller one",
+            )
 
 
 def gradient_messages(config: Config, world_size: int | None) -> Iterator[Problem]:

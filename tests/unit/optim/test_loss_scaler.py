@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.cli import parse
 from megalite.config import OptimizerConfig
+from megalite.config.optimizer import MAX_LOSS_SCALE
+from megalite.config.validate import problems_of
 from megalite.optim.loss_scaler import LossScaler, build_loss_scaler, scale_gradient
 
 
@@ -39,12 +44,12 @@ def test_an_overflow_is_the_scales_doing_until_it_cannot_go_down():
 def test_as_megatron_moves_it(outcomes, window, hysteresis):
     module = pytest.importorskip("megatron.core.optimizer.grad_scaler")
     config = OptimizerConfig(
-        initial_loss_scale=2.0**10, min_loss_scale=4.0, loss_scale_window=window, hysteresis=hysteresis
+        initial_loss_scale=8.0, min_loss_scale=4.0, loss_scale_window=window, hysteresis=hysteresis
     )
     with pytest.MonkeyPatch.context() as patch:  # Megatron's is made on a GPU
         make = torch.tensor
         patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
-        theirs = module.DynamicGradScaler(2.0**10, 4.0, 2.0, 0.5, window, hysteresis)
+        theirs = module.DynamicGradScaler(8.0, 4.0, 2.0, 0.5, window, hysteresis)
     expected = []
     for overflowed in outcomes:
         theirs.update(overflowed)
@@ -63,6 +68,35 @@ def test_a_resumed_scaler_goes_on_where_it_was():
         for name, tensor in second.state().items():
             tensor.copy_(first.state()[name])
         assert course(second, outcomes[middle:]) == scales[middle:]
+
+
+def test_the_scale_stops_before_it_is_infinite():
+    """Gradients that are zero for long, of frozen weights for instance, never overflow."""
+    config = OptimizerConfig(initial_loss_scale=2.0**60, loss_scale_window=1, hysteresis=1)
+    scaler = build_loss_scaler(config, torch.float16)
+    scales = course(scaler, [False] * 200)
+    assert scales[:5] == [2.0**61, 2.0**62, 2.0**63, 2.0**64, 2.0**64]
+    assert set(scales[4:]) == {MAX_LOSS_SCALE}
+    assert course(scaler, [True, False]) == [2.0**63, 2.0**64]
+
+
+@pytest.mark.parametrize("saved", [math.inf, 2.0**100])
+def test_a_scale_that_an_older_version_saved_comes_down(saved):
+    config = OptimizerConfig(hysteresis=1)
+    scaler = build_loss_scaler(config, torch.float16)
+    scaler.state()["scale"].fill_(saved)
+    assert scaler.scale == MAX_LOSS_SCALE
+    assert course(scaler, [True, False]) == [2.0**63, 2.0**63]
+    scaler.state()["scale"].fill_(2.0**20)
+    assert scaler.scale == 2.0**20
+
+
+@pytest.mark.parametrize("flag", ["--loss-scale", "--initial-loss-scale"])
+def test_a_scale_above_the_largest_is_refused(flag):
+    config, _ = parse(["--fp16", flag, str(2.0**65)])
+    assert any(f"{flag} 3.68935e+19 is above 2**64" in problem for problem in problems_of(config, 1))
+    config, _ = parse(["--fp16", flag, str(2.0**64)])
+    assert not any(flag in problem for problem in problems_of(config, 1))
 
 
 def test_constant_scales():
