@@ -54,11 +54,16 @@ class Coverage:
             unseen = left_out**plan.num_epochs
         return cls(prefix, num_tokens, num_samples, num_samples * seq_length / num_tokens, unseen)
 
+    @property
+    def epochs_text(self) -> str:
+        """The epochs with three digits, and never with an exponent."""
+        return f"{self.epochs:,.0f}" if self.epochs >= 100 else f"{self.epochs:.3g}"
+
     def line(self) -> str:
         """A sentence for the log."""
         text = (
             f"training takes {self.num_samples:,.0f} samples of {self.prefix}: "
-            f"{self.epochs:.3g} epochs of its {self.num_tokens:,} tokens"
+            f"{self.epochs_text} epochs of its {self.num_tokens:,} tokens"
         )
         if self.unseen >= 0.0005:
             share = 1 if self.unseen == 1 else min(self.unseen, 0.9999)

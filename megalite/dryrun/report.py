@@ -100,7 +100,7 @@ def _data_lines(found: DryRun) -> Iterator[str]:
         coverage = part.coverage
         yield (
             f"{part.split}: {coverage.num_samples:,.0f} samples of {coverage.prefix}, "
-            f"{coverage.epochs:.3g} epochs of its {coverage.num_tokens:,} tokens; "
+            f"{coverage.epochs_text} epochs of its {coverage.num_tokens:,} tokens; "
             f"its order takes {part.index_bytes:,} bytes"
         )
     if corpora.parts:

@@ -41,7 +41,7 @@ def plan_lines(request: Request, plan: Plan) -> Iterator[str]:
     parts = ", ".join(f"{name} {value * share:.0f}%" for name, value in works.items() if value * share >= 0.5)
     yield f"iteration      {time.seconds:.3f} s: {parts}"
     yield f"tokens/s       {plan.tokens_per_second:,.0f}"
-    yield f"TFLOP/s a GPU  {plan.tflops_per_gpu:.4g}, MFU {plan.mfu:.1%} ({CONVENTION})"
+    yield f"TFLOP/s a GPU  {_plain(plan.tflops_per_gpu)}, MFU {plan.mfu:.1%} ({CONVENTION})"
     yield f"bubble         {time.bubble_fraction:.1%} of the average rank's time"
     yield from _cost_lines(request, plan)
     yield ""
@@ -145,7 +145,7 @@ def search_lines(request: Request, best: Sequence[Plan], found: Findings) -> Ite
     )
     for plan, cost in zip(best, costs, strict=True):
         yield (
-            f"{plan.time.seconds:12.3f}{plan.tflops_per_gpu:9.4g}{plan.mfu:7.1%}"
+            f"{plan.time.seconds:12.3f}{_plain(plan.tflops_per_gpu):>9}{plan.mfu:7.1%}"
             f"{plan.memory_bytes / _GB:7.1f}{'!' if plan.is_tight else ' '}{plan.time.bubble_fraction:8.1%}"
             f"{''.join(f'{_plain(cost[key]):>12}' for _, key in columns)}"
             f"  --dp {plan.job.dp} {' '.join(layout_flags(plan.job.config))}"

@@ -162,10 +162,11 @@ def _saves(run: Run) -> Iterator[tuple[str, ...]]:
             and row.wall_time is not None
             and row.wall_time <= checkpoint.finished
         ]
+        size = _size(checkpoint) / 1e9
         yield (
             str(checkpoint.iteration),
             when(checkpoint.finished),
-            f"{_size(checkpoint) / 1e9:.3g}",
+            f"{size:,.0f}" if size >= 100 else f"{size:.3g}",
             f"{checkpoint.finished - max(ends):.1f}" if ends else "",
         )
 

@@ -162,6 +162,11 @@ def test_coverage_of_each_corpus_is_logged(write_dataset: Any, logged: pytest.Lo
     ]
 
 
+def test_many_epochs_are_told_without_an_exponent() -> None:
+    assert ": 1,500 epochs of its 1,000 tokens" in Coverage("a", 1000, 10.0, 1500.0, 0.0).line()
+    assert ": 2.34 epochs" in Coverage("a", 1000, 10.0, 2.34, 0.0).line()
+
+
 def test_a_corpus_that_is_seen_is_not_said_to_be_unseen() -> None:
     assert "99.99% of which" in Coverage.of("a", 10**9, 8, 5, 5).line()
     assert "100% of which" in Coverage.of("a", 10**9, 8, 0, 5).line()
