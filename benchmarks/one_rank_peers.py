@@ -23,7 +23,6 @@ from megalite.config import Config, ModelConfig
 from megalite.convert.hf import to_hf
 from megalite.convert.hf_config_writer import hf_config_of
 from megalite.data.sampler import microbatch_samples
-from megalite.parallel.deferred import WeightGradients
 from megalite.topology import Topology
 from megalite.train.chunks import build_chunks, named_parameters
 from megalite.train.prepare import build_data
@@ -130,7 +129,7 @@ def _autocast(loss: LossOf, config: Config, topology: Topology) -> LossOf:
 
 def initial_weights(config: Config, topology: Topology) -> dict[str, Tensor]:
     """All of megalite's weights by name, in fp32: they depend on the seed alone."""
-    chunks = build_chunks(config, topology, WeightGradients(False))
+    chunks = build_chunks(config, topology)
     return {name: weight.detach().float() for name, weight in named_parameters(chunks)}
 
 

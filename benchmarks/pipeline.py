@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import run_ranks
-from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedule import SCHEDULES
 from megalite.topology import Topology
@@ -44,17 +44,17 @@ class Sleep(torch.autograd.Function):
     """Takes its time forward and backward, the weight's part apart where the schedule has it so."""
 
     @staticmethod
-    def forward(ctx, hidden, seconds, queue, weight, busy):
-        ctx.rest = seconds, queue, weight, busy
+    def forward(ctx, hidden, seconds, store, weight, busy):
+        ctx.rest = seconds, store, weight, busy
         doze(seconds, busy)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        seconds, queue, weight, busy = ctx.rest
+        seconds, store, weight, busy = ctx.rest
         doze(seconds, busy)
-        if queue.are_deferred:
-            queue.add(weight, lambda: doze(seconds, busy))
+        if store is not None:
+            store.put(weight, lambda: doze(seconds, busy))
         else:
             doze(seconds, busy)
         return gradient, None, None, None, None
@@ -71,25 +71,27 @@ def doze(seconds: float, busy: list[float]) -> Tensor:
 class Sleeper:
     """A stage that only takes time."""
 
-    def __init__(self, is_last: bool, seconds: float, queue: WeightGradients, busy: list[float]) -> None:
-        self.is_last, self.seconds, self.queue, self.busy = is_last, seconds, queue, busy
+    def __init__(
+        self, is_last: bool, seconds: float, store: WeightGradientStore | None, busy: list[float]
+    ) -> None:
+        self.is_last, self.seconds, self.store, self.busy = is_last, seconds, store, busy
         self.weight = nn.Parameter(torch.zeros(()))
 
     def __call__(self, microbatch: Tensor, hidden: Tensor | None) -> Tensor:
         x = microbatch.clone().requires_grad_() if hidden is None else hidden
-        x = Sleep.apply(x, self.seconds, self.queue, self.weight, self.busy)
+        x = Sleep.apply(x, self.seconds, self.store, self.weight, self.busy)
         return x.sum() if self.is_last else x
 
 
 def waiting(topology: Topology, schedule: str, num_microbatches: int) -> float:
     """Seconds of waiting for each second of work, over all ranks, in the best of three steps."""
     stages = SCHEDULES[schedule].stage_map(topology.pp.size, CHUNKS)
-    queue = WeightGradients(SCHEDULES[schedule].splits_backward)
+    store = WeightGradientStore() if SCHEDULES[schedule].splits_backward else None
     busy: list[float] = []
     seconds = FORWARD_MS / 1000 / stages.num_chunks
     own = stages.stages_of(topology.pp.rank)
-    chunks = [Sleeper(stage == stages.num_stages - 1, seconds, queue, busy) for stage in own]
-    pipeline = Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float32, topology.device, queue)
+    chunks = [Sleeper(stage == stages.num_stages - 1, seconds, store, busy) for stage in own]
+    pipeline = Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float32, topology.device, store)
     ratios = []
     for _ in range(3):
         busy.clear()

@@ -19,7 +19,6 @@ from megalite.generation.text_loss import LossMeter, TextLoss
 from megalite.generation.trained import Trained, end_of_document, load_model
 from megalite.generation.windows import windows
 from megalite.model.attention_core import SdpaCore
-from megalite.parallel.deferred import WeightGradients
 from megalite.topology import Topology
 from megalite.train.evaluation import Evaluator
 from megalite.train.prepare import build_data, document_ends
@@ -166,7 +165,7 @@ def evaluate_split(
         raise UserError(f"the run's data leave nothing to its {split} split: give --data-path")
     stage = load_model(trained, topology)
     tokens = BatchTokens(0)
-    pipeline = build_pipeline([stage], config, topology, tokens, WeightGradients())
+    pipeline = build_pipeline([stage], config, topology, tokens)
     evaluator = Evaluator([stage], pipeline, config, topology, tokens, datasets.ends)
     first = evaluator.first_sample(split, trained.iteration)
     for name, dataset in datasets.evaluated(split):

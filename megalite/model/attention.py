@@ -14,7 +14,7 @@ from megalite.config import ModelConfig
 from megalite.model.attention_core import Core
 from megalite.model.positions import Places
 from megalite.parallel.collectives import gather_from
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.parallel.recompute import compute, recompute
 from megalite.parallel.rng import Dropout
 from megalite.parallel.shard import Placement

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.errors import UserError
 from megalite.model.layer import TransformerLayer
 from megalite.model.stage import GPTStage
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
 
@@ -39,9 +39,9 @@ def _try(x: Tensor) -> Tensor:
 def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
     """Makes each layer's forward one that is compiled at its first calls, for training and evaluation.
 
-    Hooks of a layer stay outside of the graph, as those that gather its weights (ZeRO stage 3). A product
-    that talks to other ranks, or puts its weight's gradient off, is called between graphs and not traced: in
-    backward it starts collectives that run under other work, which a graph of torch.compile does not.
+    Hooks of a layer stay outside of the graph, as those that gather its weights (ZeRO stage 3). A linear
+    layer that communicates, or stores its weight's gradient for later, is called between graphs: its
+    backward overlaps collectives with GEMMs, which a graph of torch.compile does not.
 
     Args:
         stage: whose layers.
@@ -50,15 +50,15 @@ def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
     stage.core.prepare(stage.config.seq_length)
     for layer in stage.layers.values():
         assert isinstance(layer, TransformerLayer)
-        if layer.place.tp.size > 1 or layer.place.weight_gradients.are_deferred:
-            _leave_products_out(layer)
+        if layer.place.tp.size > 1 or layer.place.weight_gradient_store is not None:
+            _skip_linear_layers(layer)
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)  # type: ignore[method-assign]
 
 
-def _leave_products_out(layer: TransformerLayer) -> None:
+def _skip_linear_layers(layer: TransformerLayer) -> None:
     for module in layer.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            module.product = torch.compiler.disable(module.product)
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     layer.attention.split = torch.compiler.disable(layer.attention.split)
 
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.model.norm import build_norm
-from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.rng import Dropout
 from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+from megalite.parallel.vocab_embedding import VocabParallelEmbedding
 
 
 class PositionTable(nn.Module):

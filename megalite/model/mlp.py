@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.parallel.recompute import compute_between, recompute_between
 from megalite.parallel.shard import Placement
 

@@ -19,12 +19,12 @@ from megalite.model.documents import Documents
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.layer import TransformerLayer
 from megalite.model.norm import build_norm
-from megalite.parallel.deferred import WeightGradients
-from megalite.parallel.linear import column_product
+from megalite.parallel.linear import LinearContext, column_linear
 from megalite.parallel.loss import losses_in_chunks, vocab_parallel_cross_entropy
 from megalite.parallel.recompute import RecomputedLayers
 from megalite.parallel.rng import initialize
 from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.topology import Topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -62,7 +62,8 @@ class GPTStage(nn.Module):
         is_first: bool | None = None,
         is_last: bool | None = None,
         word: nn.Module | None = None,
-        weight_gradients: WeightGradients | None = None,
+        weight_gradient_store: WeightGradientStore | None = None,
+        fuses_weight_gradients: bool = False,
         sequence_parallel: bool = False,
         recompute: RecomputeConfig | None = None,
         has_weights: bool = True,
@@ -77,7 +78,8 @@ class GPTStage(nn.Module):
             is_first: whether it is the model's first stage; by default, whether its rank is the first.
             is_last: the same of the last one.
             word: for a tied model's last stage, the word table of a first stage on the same rank.
-            weight_gradients: takes those that the schedule computes apart; by default there are none.
+            weight_gradient_store: takes weight gradients if the schedule computes them later.
+            fuses_weight_gradients: linear layers add theirs to `weight.main_grad`.
             sequence_parallel: hidden states, from this stage to the next too, are ``[s/t, b, h]``.
             recompute: what backward computes again; by default nothing.
             has_weights: else parameters have no memory and no initial weights.
@@ -90,7 +92,8 @@ class GPTStage(nn.Module):
             DTYPES[config.params_dtype],
             topology.device,
             sequence_parallel,
-            weight_gradients or WeightGradients(),
+            weight_gradient_store,
+            fuses_weight_gradients,
             has_weights,
             fp8_format,
         )
@@ -128,12 +131,12 @@ class GPTStage(nn.Module):
         self.output: nn.Module | None = OutputWeight(self.config, place) if untied else None
         self.in_chunks: Callable[[Tensor, Tensor], Tensor] | None = None
         if num_chunks > 1:
-            place = replace(place, weight_gradients=WeightGradients())
+            place = replace(place, weight_gradient_store=None, fuses_weight_gradients=False)
             num_slices = place.tp.size if place.sequence_parallel else 1
             self.in_chunks = partial(
                 losses_in_chunks, self._losses, num_chunks=num_chunks, num_slices=num_slices
             )
-        self.product = column_product(place)
+        self.output_context = LinearContext.of(replace(place, fp8_format=None))
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -203,7 +206,7 @@ class GPTStage(nn.Module):
         return self._losses(hidden, targets) if self.in_chunks is None else self.in_chunks(hidden, targets)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.product(hidden, self.output_weight, None)
+        logits = column_linear(hidden, self.output_weight, None, self.output_context)
         return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.tp)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -211,7 +214,7 @@ class GPTStage(nn.Module):
 
         Columns from `vocab_size` on are padding and mean nothing.
         """
-        return self.product(self.final_norm(hidden), self.output_weight, None)
+        return column_linear(self.final_norm(hidden), self.output_weight, None, self.output_context)
 
     @property
     def output_weight(self) -> nn.Parameter:

@@ -20,7 +20,6 @@ from megalite.optim.part import Part
 from megalite.optim.reducer import GradReducer
 from megalite.optim.update import ClippedUpdate
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.rng import fill_initial
 from megalite.parallel.shard import num_used
 from megalite.parallel.tied import TiedWeight, sum_over_edges
@@ -46,7 +45,7 @@ class Optimizer:
         topology: Topology,
         dtype: torch.dtype,
         units: Sequence[Unit] = (),
-        weight_gradients: WeightGradients | None = None,
+        fuses_weight_gradients: bool = False,
     ) -> None:
         """Moves the parameters into buckets and makes the gradients' buffers and the state.
 
@@ -58,7 +57,7 @@ class Optimizer:
             dtype: of the weights.
             units: the rank's modules in the order in which forward calls them; weights that are gathered
                 under forward are waited for there.
-            weight_gradients: of the linear layers, which may add theirs to the buffers themselves.
+            fuses_weight_gradients: linear layers add their weight gradients to the buffers themselves.
         """
         self.topology = topology
         self.tied = tied
@@ -66,8 +65,8 @@ class Optimizer:
         stage = parallel.zero_stage_among(topology.dp.size)
         self.gradients = self._make_gradients(list(named_parameters), parallel, stage)
         self.reducer = self._make_reducer(parallel)
-        self.weight_gradients = weight_gradients or WeightGradients()
-        self.sums = self.reducer.sums() if self.weight_gradients.are_fused else {}
+        if fuses_weight_gradients:
+            self.reducer.set_main_grads()
         self.states = [BucketState(each.bucket, each.owned) for each in self.gradients]
         self.adamw = AdamW(self.states, config, topology.device)
         self.scaler = build_loss_scaler(config, dtype)
@@ -96,7 +95,6 @@ class Optimizer:
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients and gets ready for that many backward passes."""
         self.reducer.begin(num_microbatches)
-        self.weight_gradients.sums = self.sums
 
     def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
         """Completes the gradients over all ranks.
@@ -107,7 +105,6 @@ class Optimizer:
         Returns:
             Their global norm, as if the scaler had not scaled the loss: an fp64 scalar on the device.
         """
-        self.weight_gradients.sums = {}
         with observed(self.observers, "all-grads-sync"):
             self.reducer.finish()
             if self.sums_over_tp:

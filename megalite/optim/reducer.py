@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.optim.flat import Slot
 from megalite.optim.gradients import Message, WholeGradients
-from megalite.parallel.deferred import GradientSum
+from megalite.parallel.weight_gradient_store import MainGrad
 from megalite.topology import Axis
 
 MAX_IN_FLIGHT = 2
@@ -54,16 +54,11 @@ class GradReducer:
             if each is last or dp.size > 1 or not each.has_views:
                 slot.parameter.register_post_accumulate_grad_hook(take)
 
-    def sums(self) -> dict[nn.Parameter, GradientSum]:
-        """Where each parameter's gradients add up, for products that add to them without autograd.
-
-        A parameter's hook fires all the same where autograd comes by with nothing to add; elsewhere `arrived`
-        does what the hook would.
-        """
-        return {
-            slot.parameter: GradientSum(partial(each.sum_of, slot), partial(take, slot.parameter))
-            for each, slot, take in self._takers()
-        }
+    def set_main_grads(self) -> None:
+        """Set `main_grad` on every parameter, for linear layers that add to the buffers without autograd."""
+        for each, slot, take in self._takers():
+            main_grad = MainGrad(partial(each.sum_of, slot), partial(take, slot.parameter))
+            slot.parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients; expects each parameter's from each of `num_microbatches` backward passes."""

@@ -95,6 +95,8 @@ class Pending(NamedTuple):
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sums the ranks' `x` in place."""
+    if axis.size == 1:
+        return Pending(x, None)
     return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis, "all-reduce")
 
 

@@ -11,7 +11,6 @@ The weight's gradient stays a product of 16 bits: it goes straight into the fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,36 +71,36 @@ def scaled_product(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, i
     )
 
 
-class Fp8Arithmetic:
-    """What a linear layer computes with: as `linear.Arithmetic`."""
+class Fp8Gemm:
+    """The GEMMs of a linear layer in 8 bits; see `linear.Gemm`."""
 
     def __init__(self, fp8_format: str, tp: Axis) -> None:
         """Takes a key of `GRADIENT_DTYPES`, and the axis that the layers' tensors are cut over."""
         self.gradient_dtype = GRADIENT_DTYPES[fp8_format]
         self.tp = tp
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``[s, b, i]`` and ``[o, i]`` -> ``[s, b, o]``."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``[s, b, in]`` and ``[out, in]`` -> ``x weight^T + bias``, ``[s, b, out]``."""
         rows, weight = x.detach().flatten(0, -2), weight.detach()
         of_x, of_weight = self._largest(rows, weight)
         factors = in_fp8(rows, E4M3, of_x), in_fp8(weight, E4M3, of_weight)
         y = scaled_product(*factors, None if bias is None else bias.detach(), x.dtype, is_fast=True)
         return _with_rows_of(x, y)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """``[s, b, o]`` and ``[o, i]`` -> what gives ``[s, b, i]``, once the ranks agree on the scales."""
+    def scales(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the largest magnitudes of both over the ranks of tp, ``[2]``."""
+        return self._largest(grad, weight)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """``[s, b, out]`` and ``[out, in]`` -> ``grad weight``, ``[s, b, in]``, by the result of `scales`."""
+        assert scales is not None
+        of_grad, of_weight = scales
         rows = grad.flatten(0, -2)
-        of_grad, of_weight = self._largest(rows, weight)
-
-        def product() -> Tensor:
-            factors = in_fp8(rows, self.gradient_dtype, of_grad), in_fp8(weight.t(), E4M3, of_weight)
-            y = scaled_product(*factors, None, grad.dtype, is_fast=False)
-            return _with_rows_of(grad, y)
-
-        return product
+        factors = in_fp8(rows, self.gradient_dtype, of_grad), in_fp8(weight.t(), E4M3, of_weight)
+        return _with_rows_of(grad, scaled_product(*factors, None, grad.dtype, is_fast=False))
 
     def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        """As `linear.Product`, for a graph of torch.compile."""
+        """As `forward`, differentiable by autograd and by torch.compile, for one rank."""
         y: Tensor = _Traced.apply(x, weight.flatten(0, -2), None if bias is None else bias.flatten(), self)
         return y
 
@@ -119,10 +118,10 @@ class _Traced(torch.autograd.Function):
     """The product without communication, and with no sum that gradients are to be added to."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Fp8Arithmetic) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Fp8Gemm) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products, ctx.has_bias = products, bias is not None
-        return products.output(x, weight, bias)
+        ctx.gemm, ctx.has_bias = gemm, bias is not None
+        return gemm.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -130,7 +129,7 @@ class _Traced(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         return (
-            ctx.products.input_gradient(grad, weight)(),
+            ctx.gemm.input_gradient(grad, weight, ctx.gemm.scales(grad, weight)),
             rows.t() @ x.flatten(0, -2),
             rows.sum(0) if ctx.has_bias else None,
             None,

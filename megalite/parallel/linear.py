@@ -1,23 +1,25 @@
-"""The product of a linear layer that is cut over the tensor-parallel axis, with its communication.
+"""Linear layers that are cut over the tensor-parallel axis.
 
-    layer    sequence parallel    before the product                 after it
-                                  forward       backward             forward           backward
-    column   no                   -             all-reduce           -                 -
-    column   yes                  all-gather    reduce-scatter       -                 -
-    row      no                   -             -                    all-reduce        -
-    row      yes                  -             -                    reduce-scatter    all-gather
+    layer    sequence parallel    before the GEMM                  after the GEMM
+                                  forward       backward           forward           backward
+    column   no                   -             all-reduce         -                 -
+    column   yes                  all-gather    reduce-scatter     -                 -
+    row      no                   -             -                  all-reduce        -
+    row      yes                  -             -                  reduce-scatter    all-gather
 
-(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.) In backward the input's gradient comes
-first, and its collective runs under the weight gradient's product. With sequence parallelism the slice of the
-input is saved and not the whole, which backward gathers again under the input gradient's product. Where
-somebody keeps sums of the weights' gradients, the product adds to them at once.
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.)
 
-Shapes: s sequence, b microbatch, t = tp.size; a layer's features are in and out, those of one rank i and o.
+The column layer's backward overlaps its collectives with its GEMMs. With sequence parallelism it saves the
+rank's slice of the input, and gathers the input again.
+
+Shapes: s sequence, b microbatch, t = tp.size; a layer's features are in and out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,210 +36,331 @@ from megalite.parallel.collectives import (
     start_gather,
     start_scatter_sum,
 )
-from megalite.parallel.deferred import WeightGradients
-from megalite.parallel.shard import Placement
+from megalite.parallel.fp8 import Fp8Gemm
+from megalite.parallel.shard import ParameterSpec, Placement, Shard, new_parameter
+from megalite.parallel.weight_gradient_store import WeightGradientStore, main_grad_of
 from megalite.topology import Axis
 
-Product = Callable[[Tensor, nn.Parameter, "nn.Parameter | None"], Tensor]
-"""x, weight ``[..., i]`` and bias -> ``x weight^T + bias``; all dims of the weight but its last are one."""
 
+class Gemm(Protocol):
+    """The GEMMs of a rank's own slice, in 16 bits and more (`PlainGemm`) or in 8 (`Fp8Gemm`)."""
 
-class Arithmetic(Protocol):
-    """What a rank's own product computes with; it sends no tensors of the layer's."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``[s, b, in]`` and ``[out, in]`` -> ``x weight^T + bias``, ``[s, b, out]``."""
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``[s, b, i]`` and ``[o, i]`` -> ``[s, b, o]``."""
+    def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+        """Agree over tp on the scales of `input_gradient`'s factors; None where it needs none."""
 
-    def input_gradient(self, grad: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """``[s, b, o]`` and ``[o, i]`` -> what gives ``[s, b, i]``, and sends nothing any more."""
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """``[s, b, out]`` and ``[out, in]`` -> ``grad weight``, ``[s, b, in]``."""
 
     def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        """The product and its gradients for a graph of torch.compile, on one rank."""
+        """As `forward`, differentiable by autograd and by torch.compile, for one rank."""
 
 
-class _Plain:
-    """Arithmetic in the tensors' own dtype."""
+class PlainGemm:
+    """GEMMs in the tensors' own dtype."""
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `Arithmetic`, the same bits whether or not the weight has a gradient.
-
-        For torch that decides whether s and b become one dim, and the two products round differently.
-        """
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``x weight^T + bias``."""
+        # torch picks its kernel by whether the weight requires grad, and the kernels round differently.
+        # A detached weight gives the same bits with and without gradients.
         return F.linear(x.contiguous(), weight.detach(), bias)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """As `Arithmetic`, likewise."""
-        return lambda: (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
+    def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+        """Return None: nothing is scaled."""
+        return None
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """Compute ``grad weight``."""
+        return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
 
     def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """Compute ``x weight^T + bias``."""
         return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
 
-PLAIN = _Plain()
-"""The arithmetic of every layer that has no other."""
+@dataclass(frozen=True)
+class LinearContext:
+    """What a linear layer's forward and backward need besides tensors.
 
-
-def column_product(place: Placement, arithmetic: Arithmetic = PLAIN) -> Product:
-    """The product with a weight that is cut by its output features.
-
-    It takes ``[s, b, in]`` (whole, or the rank's slice ``[s/t, b, in]`` under sequence parallelism) to
-    ``[s, b, o]``.
+    Attributes:
+        store: takes weight gradients for later; None to compute them in backward.
+        fuses_weight_gradient: add weight gradients to `weight.main_grad` if the weight has one.
     """
-    if place.tp.size == 1:
-        entry: _Entry = _Nothing()
-    else:
-        entry = (_GatheredSequence if place.sequence_parallel else _Copied)(place.tp)
-    return _local_product(entry, place, arithmetic)
+
+    tp: Axis
+    sequence_parallel: bool
+    gemm: Gemm
+    store: WeightGradientStore | None
+    fuses_weight_gradient: bool
+
+    @staticmethod
+    def of(place: Placement) -> LinearContext:
+        """Return the context of the layers at `place`."""
+        return LinearContext(
+            place.tp,
+            place.sequence_parallel and place.tp.size > 1,
+            PlainGemm() if place.fp8_format is None else Fp8Gemm(place.fp8_format, place.tp),
+            place.weight_gradient_store,
+            place.fuses_weight_gradients,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether autograd alone does all that the layer needs: no collective, no main_grad, no store."""
+        return self.tp.size == 1 and self.store is None and not self.fuses_weight_gradient
 
 
-def row_product(place: Placement, arithmetic: Arithmetic = PLAIN) -> Product:
-    """The product with a weight that is cut by its input features.
+def column_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
+) -> Tensor:
+    """Compute ``x weight^T + bias`` with a weight that is cut by its output features.
 
-    It takes ``[s, b, i]`` to ``[s, b, out]`` (whole, or ``[s/t, b, out]`` under sequence parallelism). The
-    bias is whole on every rank and added once, to the sum.
+    Args:
+        x: ``[s, b, in]``, the same on every rank; the rank's slice ``[s/t, b, in]`` if sequence parallel.
+        weight: ``[..., out/t, in]``; all dims but the last are output features.
+        bias: ``[..., out/t]``.
+
+    Returns:
+        ``[s, b, out/t]``.
     """
-    local = _local_product(_Nothing(), place, arithmetic)
-    if place.tp.size == 1:
-        return local
-
-    def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        y = local(x, weight, None)
-        y = scatter_sum(y, place.tp) if place.sequence_parallel else reduce_from(y, place.tp, in_place=True)
-        return y if bias is None else y.add_(bias)
-
-    return product
+    # torch.compile traces a layer at tp 1 only. Its graph cannot add to main_grad.
+    if context.is_plain or torch.compiler.is_compiling():
+        return context.gemm.traced(x, weight, bias)
+    return _apply(_ColumnLinear, x, weight, bias, context)
 
 
-class _Entry(Protocol):
-    """What a product's input meets: forward, again in backward, and its gradient."""
+def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
+    """Compute ``x weight^T + bias`` with a weight that is cut by its input features.
 
-    def enter(self, x: Tensor) -> Tensor: ...
+    Args:
+        x: ``[s, b, in/t]``, the rank's features.
+        weight: ``[out, in/t]``.
+        bias: ``[out]``, whole on every rank and added once, to the sum.
 
-    def enter_again(self, x: Tensor) -> Pending: ...
-
-    def leave(self, grad: Tensor) -> Pending: ...
-
-
-class _Nothing:
-    """One rank's own input."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def enter_again(self, x: Tensor) -> Pending:
-        return Pending(x, None)
-
-    def leave(self, grad: Tensor) -> Pending:
-        return Pending(grad, None)
-
-
-class _Copied(_Nothing):
-    """The same input on every rank."""
-
-    def __init__(self, tp: Axis) -> None:
-        self.tp = tp
-
-    def leave(self, grad: Tensor) -> Pending:
-        return start_all_reduce(grad, self.tp)
+    Returns:
+        ``[s, b, out]``, the same on every rank; the rank's slice ``[s/t, b, out]`` if sequence parallel.
+    """
+    tp = context.tp
+    if context.is_plain or torch.compiler.is_compiling():
+        return context.gemm.traced(x, weight, bias)
+    if tp.size == 1:
+        return _apply(_RowLinear, x, weight, bias, context)
+    y = _apply(_RowLinear, x, weight, None, context)
+    # The collective is no part of _RowLinear: recomputation stops at the last saved tensor, before it.
+    y = scatter_sum(y, tp) if context.sequence_parallel else reduce_from(y, tp, in_place=True)
+    return y if bias is None else y.add_(bias)
 
 
-class _GatheredSequence:
-    """A slice of the sequence on every rank, of which the product takes the whole."""
+class _Parameters(NamedTuple):
+    """The parameters, in a tuple: autograd would add an edge for a bare argument."""
 
-    def __init__(self, tp: Axis) -> None:
-        self.tp = tp
-
-    def enter(self, x: Tensor) -> Tensor:
-        return start_gather(x, self.tp).wait()
-
-    def enter_again(self, x: Tensor) -> Pending:
-        return start_gather(x, self.tp)
-
-    def leave(self, grad: Tensor) -> Pending:
-        return start_scatter_sum(grad, self.tp)
-
-
-class _Owner(NamedTuple):
-    """Whose gradients the backward pass makes, and what becomes of them."""
-
-    queue: WeightGradients
     weight: nn.Parameter
     bias: nn.Parameter | None
-    arithmetic: Arithmetic
 
 
-def _local_product(entry: _Entry, place: Placement, arithmetic: Arithmetic) -> Product:
-    """The product of this rank's features."""
-    queue = place.weight_gradients
-    if place.tp.size == 1 and not (queue.are_deferred or queue.are_fused):
-        return arithmetic.traced
+def _apply(
+    function: type[torch.autograd.Function],
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    context: LinearContext,
+) -> Tensor:
+    """Apply one of the Functions below with weight ``[out, in]`` and bias ``[out]``.
 
-    def product(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        if torch.compiler.is_compiling():  # only at tp 1; a graph has no place for another's sums
-            return arithmetic.traced(x, weight, bias)
-        flat = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        y: Tensor = _Product.apply(x, *flat, entry, _Owner(queue, weight, bias, arithmetic))
-        return y
-
-    def deferred(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        flat = weight.detach().flatten(0, -2), None if bias is None else bias.detach().flatten()
-        y: Tensor = _Product.apply(x, *flat, entry, _Owner(queue, weight, bias, arithmetic))
-        return y
-
-    return deferred if queue.are_deferred else product
+    They are detached if their gradients are stored for later: autograd must not run the hooks of parameters
+    in backward that have no gradient yet.
+    """
+    flat_weight, flat_bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if context.store is not None:
+        flat_weight, flat_bias = flat_weight.detach(), None if flat_bias is None else flat_bias.detach()
+    y: Tensor = function.apply(x, flat_weight, flat_bias, _Parameters(weight, bias), context)
+    return y
 
 
-class _Product(torch.autograd.Function):
+class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: _Entry, owner: _Owner
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parameters: _Parameters,
+        context: LinearContext,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.owner = entry, owner
-        return owner.arithmetic.output(entry.enter(x), weight, bias)
+        ctx.parameters, ctx.context = parameters, context
+        if context.sequence_parallel:
+            x = start_gather(x, context.tp).wait()  # [s/t, b, in] -> [s, b, in]
+        return context.gemm.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        entry: _Entry = ctx.entry
-        owner: _Owner = ctx.owner
-        input_gradient = owner.arithmetic.input_gradient(grad, weight) if needs_x else None
-        whole = entry.enter_again(x) if needs_weight else None
-        x_grad = None if input_gradient is None else entry.leave(input_gradient())
-        weight_grad = _weight_gradient(owner, grad, whole.wait()) if whole is not None else None
+        context: LinearContext = ctx.context
+        tp, gemm = context.tp, context.gemm
+
+        def start_whole_x() -> Pending:
+            return start_gather(x, tp) if context.sequence_parallel else Pending(x, None)
+
+        # The gather of x runs under the GEMM of x's gradient, the sum of x's gradient under the GEMM of the
+        # weight's.
+        scales = gemm.scales(grad, weight) if needs_x else None
+        whole_x = start_whole_x() if needs_weight else None
+        x_grad: Pending | None = None
+        if needs_x:
+            partial_sum = gemm.input_gradient(grad, weight, scales)  # [s, b, in]
+            if context.sequence_parallel:
+                x_grad = start_scatter_sum(partial_sum, tp)  # [s/t, b, in]
+            else:
+                x_grad = start_all_reduce(partial_sum, tp)
+        weight_grad = None
+        if whole_x is not None:
+            weight_grad = _weight_gradient(ctx.parameters.weight, grad, whole_x.wait(), context)
         bias_grad = _bias_gradient(grad) if needs_bias else None
-        if owner.queue.are_deferred:
-            _defer(owner, entry, x, grad)
+        if context.store is not None:
+            _store_gradients(ctx.parameters, grad, lambda: start_whole_x().wait(), context)
         return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None
 
 
-def _weight_gradient(owner: _Owner, grad: Tensor, x: Tensor) -> Tensor | None:
-    """``[s, b, o]`` and ``[s, b, i]`` -> ``[o, i]``, or nothing: it is in the weight's sum of gradients."""
+class _RowLinear(torch.autograd.Function):
+    """The GEMM alone: `row_linear` sums its result over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parameters: _Parameters,
+        context: LinearContext,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.context = parameters, context
+        return context.gemm.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        context: LinearContext = ctx.context
+        x_grad = None
+        if needs_x:
+            x_grad = context.gemm.input_gradient(grad, weight, context.gemm.scales(grad, weight))
+        weight_grad = _weight_gradient(ctx.parameters.weight, grad, x, context) if needs_weight else None
+        bias_grad = _bias_gradient(grad) if needs_bias else None
+        if context.store is not None:
+            _store_gradients(ctx.parameters, grad, lambda: x, context)
+        return x_grad, weight_grad, bias_grad, None, None
+
+
+def _weight_gradient(weight: nn.Parameter, grad: Tensor, x: Tensor, context: LinearContext) -> Tensor | None:
+    """``[s, b, out]`` and ``[s, b, in]`` -> ``[out, in]``, or None if it was added to `weight.main_grad`."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    kept = owner.queue.sums.get(owner.weight)
-    if kept is None:
+    main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
+    if main_grad is None:
         return grad.t() @ x
-    add_weight_gradient_(kept.tensor().flatten(0, -2), grad, x)
-    if owner.queue.are_deferred:
-        kept.arrived()
+    add_weight_gradient_(main_grad.buffer().flatten(0, -2), grad, x)
+    if context.store is not None:
+        main_grad.on_added()  # without a store autograd runs the weight's hooks, with no gradient
     return None
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
-    """``[s, b, o]`` -> ``[o]``."""
+    """``[s, b, out]`` -> ``[out]``."""
     return grad.flatten(0, -2).sum(0)
 
 
-def _defer(owner: _Owner, entry: _Entry, x: Tensor, grad: Tensor) -> None:
-    """Leaves both parameters' gradients for later; what waits is the input as saved: a slice if it is one."""
-    queue, weight, bias, _ = owner
+def _store_gradients(
+    parameters: _Parameters, grad: Tensor, whole_x: Callable[[], Tensor], context: LinearContext
+) -> None:
+    """Store the gradients of weight and bias for later; `whole_x` returns ``[s, b, in]``.
 
-    def of_weight() -> Tensor | None:
-        gradient = _weight_gradient(owner, grad, entry.enter_again(x).wait())
+    The store holds the input as it was saved: the rank's slice if sequence parallel.
+    """
+    weight, bias = parameters
+
+    def weight_gradient() -> Tensor | None:
+        gradient = _weight_gradient(weight, grad, whole_x(), context)
         return None if gradient is None else gradient.view(weight.shape)
 
-    queue.add(weight, of_weight)
+    assert context.store is not None
+    context.store.put(weight, weight_gradient)
     if bias is not None:
-        queue.add(bias, lambda: _bias_gradient(grad).view(bias.shape))
+        context.store.put(bias, lambda: _bias_gradient(grad).view(bias.shape))
+
+
+class ColumnParallelLinear(nn.Module):
+    """Compute y = x A^T + b with A cut by its output features: each rank computes its slice of y.
+
+    Args:
+        out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
+            same slice of each of SwiGLU's two halves.
+        adds_bias: False to leave `bias` to the kernel that follows.
+        std: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_shape: tuple[int, ...],
+        place: Placement,
+        *,
+        bias: bool,
+        std: float,
+        adds_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context = LinearContext.of(place)
+        shard = Shard("tp", len(out_shape) - 1)
+        weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
+        self.weight = new_parameter(weight, place)  # [..., out/t, in]
+        self.bias = (
+            new_parameter(ParameterSpec(out_shape, shard, decay=False), place) if bias else None
+        )  # [..., out/t]
+        self.adds_bias = adds_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, in]``, or ``[s/t, b, in]`` if sequence parallel -> ``[s, b, prod(out_shape)/t]``."""
+        return column_linear(x, self.weight, self.bias if self.adds_bias else None, self.context)
+
+
+class RowParallelLinear(nn.Module):
+    """Compute y = x A^T + b with A cut by its input features: the ranks' partial results are summed.
+
+    Args:
+        adds_bias: False to leave `bias` to the kernel that follows.
+        std: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        place: Placement,
+        *,
+        bias: bool,
+        std: float,
+        adds_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context = LinearContext.of(place)
+        weight = ParameterSpec((out_features, in_features), Shard("tp", 1), std=std)
+        self.weight = new_parameter(weight, place)  # [out, in/t]
+        self.bias = (
+            new_parameter(ParameterSpec((out_features,), decay=False), place) if bias else None
+        )  # [out], whole on every rank
+        self.adds_bias = adds_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, in/t]`` -> ``[s, b, out]``, or ``[s/t, b, out]`` if sequence parallel."""
+        return row_linear(x, self.weight, self.bias if self.adds_bias else None, self.context)
+
+
+def depth_scaled_std(std: float, num_layers: int) -> float:
+    """Return std / sqrt(2 L), the initial std of GEMMs that add to the residual (Radford et al. 2019)."""
+    return std / math.sqrt(2.0 * num_layers)

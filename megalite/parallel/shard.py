@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.topology import Axis, Topology
 
 
@@ -62,7 +62,8 @@ class Placement:
         sequence_parallel: hidden states are cut over tp by the sequence, ``[s/t, b, h]``, wherever no weight
             that is cut is at work (Korthikanti et al. 2022). A parameter that is whole on every rank then
             gets the gradient of its rank's positions alone, to be summed over tp.
-        weight_gradients: takes the linear layers' weight gradients where the schedule computes them apart.
+        weight_gradient_store: takes the linear layers' weight gradients if the schedule computes them later.
+        fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
         has_weights: parameters have memory; else they have a shape alone (device meta), and somebody else
             puts others in their places.
         fp8_format: of the linear layers' products; None where they are in `dtype`.
@@ -72,7 +73,8 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     sequence_parallel: bool = False
-    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    weight_gradient_store: WeightGradientStore | None = None
+    fuses_weight_gradients: bool = False
     has_weights: bool = True
     fp8_format: str | None = None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.observer import Observer
-from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.pipeline.action import Action
 from megalite.pipeline.exchange import Exchange
 from megalite.pipeline.messages import Batch, Step, plan_rank
@@ -39,7 +39,7 @@ class Pipeline(Generic[M]):
         hidden_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        weight_gradients: WeightGradients | None = None,
+        store: WeightGradientStore | None = None,
     ) -> None:
         """Builds the pipeline; nothing is sent yet.
 
@@ -50,8 +50,7 @@ class Pipeline(Generic[M]):
             hidden_shape: of one microbatch's hidden states between two stages.
             dtype: of the hidden states.
             device: where they are.
-            weight_gradients: where the chunks' layers leave what a schedule that splits the backward pass
-                computes apart.
+            store: takes the weight gradients of the chunks' layers, for a schedule that computes them later.
         """
         self._chunks = chunks
         self._pp = pp
@@ -60,7 +59,7 @@ class Pipeline(Generic[M]):
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
         self.observers: list[Observer[Action]] = []
         self._exchange = Exchange(pp, hidden_shape, dtype, device)
-        self._weight_gradients = weight_gradients or WeightGradients(self._schedule.splits_backward)
+        self._store = store or WeightGradientStore()
         self._steps: dict[tuple[Order, int], list[Step]] = {}
 
     def train_step(self, num_microbatches: int, load: Callable[[int], M]) -> list[Tensor]:
@@ -84,7 +83,7 @@ class Pipeline(Generic[M]):
         return self._run(self._schedule.evaluate, num_microbatches, load)
 
     def _run(self, order: Order, num_microbatches: int, load: Callable[[int], M]) -> list[Tensor]:
-        work = Work(self._chunks, self.stages, self._pp.rank, self._exchange, load, self._weight_gradients)
+        work = Work(self._chunks, self.stages, self._pp.rank, self._exchange, load, self._store)
         outgoing: Tensor | None = None
         for step in self._steps_of(order, num_microbatches):
             if isinstance(step, Batch):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.parallel.deferred import Product, WeightGradients, run_deferred
+from megalite.parallel.weight_gradient_store import WeightGradient, WeightGradientStore, run_stored
 from megalite.pipeline.action import Action, Kind
 from megalite.pipeline.exchange import Exchange
 from megalite.pipeline.stages import StageMap
@@ -58,7 +58,7 @@ class Work(Generic[M]):
         rank: int,
         exchange: Exchange,
         load: Callable[[int], M],
-        weight_gradients: WeightGradients,
+        store: WeightGradientStore,
     ) -> None:
         self.losses: dict[int, Tensor] = {}
         self._chunks = chunks
@@ -66,7 +66,7 @@ class Work(Generic[M]):
         self._rank = rank
         self._exchange = exchange
         self._load = load
-        self._weight_gradients = weight_gradients
+        self._store = store
         self._compute = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -75,7 +75,7 @@ class Work(Generic[M]):
         }
         self._microbatches: dict[int, M] = {}
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by microbatch and chunk, as the next
-        self._put_off: dict[tuple[int, int], list[Product]] = {}
+        self._stored: dict[tuple[int, int], list[WeightGradient]] = {}
         self._handed_over: dict[Action, Tensor] = {}  # by the action of this rank that reads it
 
     def __call__(self, action: Action) -> Tensor | None:
@@ -130,10 +130,10 @@ class Work(Generic[M]):
         return None if hidden is None else hidden.grad
 
     def _backward_input(self, action: Action) -> Tensor | None:
-        with self._weight_gradients.collected() as pending:
+        with self._store.collect() as stored:
             gradient = self._backward(action)
-        self._put_off[action.microbatch, action.chunk] = pending
+        self._stored[action.microbatch, action.chunk] = stored
         return gradient
 
     def _backward_weight(self, action: Action) -> None:
-        run_deferred(self._put_off.pop((action.microbatch, action.chunk)))
+        run_stored(self._stored.pop((action.microbatch, action.chunk)))

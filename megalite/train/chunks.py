@@ -12,14 +12,20 @@ from megalite.config.stages import layers_per_stage, num_chunks
 from megalite.model.backends import build_core
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.stage import GPTStage
-from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.fp8 import check_device
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.pipeline.partition import layers_of_stages
 from megalite.pipeline.schedule import SCHEDULES
 from megalite.topology import Topology
 
 
-def build_chunks(config: Config, topology: Topology, weight_gradients: WeightGradients) -> list[GPTStage]:
+def build_chunks(
+    config: Config,
+    topology: Topology,
+    store: WeightGradientStore | None = None,
+    *,
+    fuses_weight_gradients: bool = False,
+) -> list[GPTStage]:
     """Makes this rank's chunks with their initial weights, in the order in which a microbatch meets them.
 
     Where the weights are to be shared out there are none yet: the optimizer makes them.
@@ -27,7 +33,8 @@ def build_chunks(config: Config, topology: Topology, weight_gradients: WeightGra
     Args:
         config: of the run.
         topology: of the run.
-        weight_gradients: where the linear layers leave what the schedule computes apart.
+        store: takes the linear layers' weight gradients if the schedule computes them later.
+        fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
     """
     stages = SCHEDULES[config.parallel.schedule].stage_map(topology.pp.size, num_chunks(config))
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
@@ -45,7 +52,8 @@ def build_chunks(config: Config, topology: Topology, weight_gradients: WeightGra
             is_first=stage == 0,
             is_last=stage == stages.num_stages - 1,
             word=chunks[0].get_submodule("embedding.word") if holds_first else None,
-            weight_gradients=weight_gradients,
+            weight_gradient_store=store,
+            fuses_weight_gradients=fuses_weight_gradients,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=config.recompute,
             has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,

@@ -14,7 +14,6 @@ from megalite.optim.gather import Unit
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.part import Part
-from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.tied import TiedWeight
 from megalite.topology import Topology
 from megalite.train.chunks import named_parameters
@@ -54,19 +53,19 @@ class RunOptimizer(Protocol):
 
 
 def build_optimizer(
-    chunks: Sequence[GPTStage], config: Config, topology: Topology, weight_gradients: WeightGradients
+    chunks: Sequence[GPTStage], config: Config, topology: Topology, *, fuses_weight_gradients: bool = False
 ) -> RunOptimizer:
     """Takes over the chunks' weights; main weights in fp32 start as the model's before rounding.
 
     Args:
-        weight_gradients: of the chunks' linear layers.
+        fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
     """
     build = OPTIMIZERS[config.parallel.zero_stage_among(topology.dp.size)]
-    return build(chunks, config, topology, weight_gradients)
+    return build(chunks, config, topology, fuses_weight_gradients)
 
 
 def _with_whole_weights(
-    chunks: Sequence[GPTStage], config: Config, topology: Topology, weight_gradients: WeightGradients
+    chunks: Sequence[GPTStage], config: Config, topology: Topology, fuses_weight_gradients: bool
 ) -> RunOptimizer:
     optimizer = Optimizer(
         named_parameters(chunks),
@@ -76,14 +75,14 @@ def _with_whole_weights(
         topology,
         DTYPES[config.model.params_dtype],
         [Unit(module, uses) for chunk in chunks for module, uses in chunk.units()],
-        weight_gradients,
+        fuses_weight_gradients,
     )
     optimizer.initialize_main(config.training.seed)
     return optimizer
 
 
 def _with_shared_weights(
-    chunks: Sequence[GPTStage], config: Config, topology: Topology, _: WeightGradients
+    chunks: Sequence[GPTStage], config: Config, topology: Topology, _: bool
 ) -> RunOptimizer:
     from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch takes seconds to import DTensor
 
@@ -99,7 +98,7 @@ def _with_shared_weights(
     )
 
 
-OPTIMIZERS: dict[int, Callable[[Sequence[GPTStage], Config, Topology, WeightGradients], RunOptimizer]] = {
+OPTIMIZERS: dict[int, Callable[[Sequence[GPTStage], Config, Topology, bool], RunOptimizer]] = {
     0: _with_whole_weights,
     1: _with_whole_weights,
     2: _with_whole_weights,

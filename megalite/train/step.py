@@ -16,7 +16,7 @@ from megalite.model.documents import Documents
 from megalite.model.stage import DTYPES, GPTStage
 from megalite.optim.loss_scaler import scale_gradient
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.pipeline.executor import Pipeline
 from megalite.topology import Topology
 from megalite.train.batches import BatchLoader
@@ -93,7 +93,7 @@ def build_pipeline(
     config: Config,
     topology: Topology,
     batch_tokens: BatchTokens,
-    weight_gradients: WeightGradients,
+    store: WeightGradientStore | None = None,
 ) -> Pipeline[Microbatch]:
     """The executor for this rank's chunks."""
     model, parallel = config.model, config.parallel
@@ -105,7 +105,7 @@ def build_pipeline(
         hidden_shape=(num_positions, config.training.micro_batch_size, model.hidden_size),
         dtype=DTYPES[model.params_dtype],
         device=topology.device,
-        weight_gradients=weight_gradients,
+        store=store,
     )
 
 

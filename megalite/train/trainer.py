@@ -20,7 +20,7 @@ from megalite.data.build import DatasetSplits
 from megalite.data.gpt import Dataset
 from megalite.log import log
 from megalite.optim.part import Part
-from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.pipeline.schedule import SCHEDULES
 from megalite.topology import Topology
 from megalite.train.batches import BatchLoader
@@ -70,13 +70,11 @@ class Trainer:
         self.num_microbatches = config.num_microbatches(dp)
         self.batch_tokens = BatchTokens(self.global_batch_size * config.model.seq_length)
         with timers("model-and-optimizer-setup"):
-            weight_gradients = WeightGradients(
-                SCHEDULES[config.parallel.schedule].splits_backward,
-                fusion_of(config, topology).is_on,
-            )
-            self.chunks = build_chunks(config, topology, weight_gradients)
-            self.optimizer = build_optimizer(self.chunks, config, topology, weight_gradients)
-        self.pipeline = build_pipeline(self.chunks, config, topology, self.batch_tokens, weight_gradients)
+            store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
+            fuses = fusion_of(config, topology).is_on
+            self.chunks = build_chunks(config, topology, store, fuses_weight_gradients=fuses)
+            self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
+        self.pipeline = build_pipeline(self.chunks, config, topology, self.batch_tokens, store)
         if timers.level > 0:
             for observers in self.observer_lists():
                 observers.append(timers)

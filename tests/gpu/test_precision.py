@@ -12,7 +12,7 @@ from megalite.config import ModelConfig, ParallelConfig
 from megalite.errors import UserError
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.stage import GPTStage
-from megalite.parallel.fp8 import E4M3, GRADIENT_DTYPES, Fp8, Fp8Arithmetic, amax, check_device, in_fp8
+from megalite.parallel.fp8 import E4M3, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
 from megalite.topology import Launch, Topology
 
 pytestmark = [
@@ -51,16 +51,16 @@ def _skip_without_fp8(topology: Topology) -> None:
 def test_products_are_those_of_what_8_bits_mean(fp8_format: str, one_gpu: Topology) -> None:
     """Of 15 rows: of those no multiple of 16 is asked."""
     _skip_without_fp8(one_gpu)
-    arithmetic, device = Fp8Arithmetic(fp8_format, one_gpu.tp), one_gpu.device
+    gemm, device = Fp8Gemm(fp8_format, one_gpu.tp), one_gpu.device
     x, grad, weight = (
         torch.randn(*shape, device=device).bfloat16() for shape in ((5, 3, 64), (5, 3, 48), (48, 64))
     )
     gradient_dtype = GRADIENT_DTYPES[fp8_format]
     in_8_bits, of_weight = _meant(in_fp8(x.flatten(0, 1), E4M3, amax(x))), in_fp8(weight, E4M3, amax(weight))
     grads = _meant(in_fp8(grad.flatten(0, 1), gradient_dtype, amax(grad)))
-    y = arithmetic.output(x, weight, None).flatten(0, 1).double()
+    y = gemm.forward(x, weight, None).flatten(0, 1).double()
     torch.testing.assert_close(y, in_8_bits @ _meant(of_weight).t(), rtol=2.0**-7, atol=0.05)
-    x_grad = arithmetic.input_gradient(grad, weight)().flatten(0, 1).double()
+    x_grad = gemm.input_gradient(grad, weight, gemm.scales(grad, weight)).flatten(0, 1).double()
     torch.testing.assert_close(x_grad, grads @ _meant(of_weight), rtol=2.0**-7, atol=0.01)
 
 

@@ -18,7 +18,6 @@ from megalite.config import (
 from megalite.dryrun.counts import Counts, count_iteration
 from megalite.dryrun.dry_run import dry_run_of
 from megalite.local_ranks import run_ranks
-from megalite.parallel.deferred import WeightGradients
 from megalite.parallel.shard import spec_of
 from megalite.topology import Launch, Topology
 from megalite.train.chunks import build_chunks, named_parameters
@@ -69,7 +68,7 @@ def config_of(layout: Layout, dtype: str, model: dict[str, object], **parallel: 
 def real(topology: Topology, config: Config) -> tuple[Counts, dict[str, int]]:
     """A rank's counts, and the elements of all parameters that it has a part of, over all ranks."""
     counts = count_iteration(config, topology, build_data(config, topology, Timers()))
-    chunks = build_chunks(config, topology, WeightGradients())
+    chunks = build_chunks(config, topology)
     sizes = {}
     for name, parameter in named_parameters(chunks):
         cut = topology.tp.size if spec_of(parameter).shard else 1

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import run_ranks
-from megalite.parallel.deferred import WeightGradients, run_deferred
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.shard import Placement, gather_full, spec_of
+from megalite.parallel.weight_gradient_store import WeightGradientStore, run_stored
 from megalite.topology import Topology
 
 S, B, WIDTH, OUT = 8, 2, 64, 96
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
 FORMS = list(itertools.product((False, True), (False, True)))
-"""Whether sequence parallel, whether deferred."""
+"""Whether sequence parallel, whether the weight gradient is stored for later."""
 
 
 def _full(name: str, *shape: int) -> Tensor:
@@ -34,10 +34,12 @@ def _full(name: str, *shape: int) -> Tensor:
     return numbers.bfloat16()
 
 
-def _layer(topology: Topology, kind: str, sequence_parallel: bool, deferred: bool) -> dict[str, Tensor]:
+def _layer(topology: Topology, kind: str, sequence_parallel: bool, stored: bool) -> dict[str, Tensor]:
     tp = topology.tp
-    queue = WeightGradients(deferred)
-    place = Placement(tp, torch.bfloat16, topology.device, sequence_parallel, queue, fp8_format="hybrid")
+    store = WeightGradientStore()
+    place = Placement(
+        tp, torch.bfloat16, topology.device, sequence_parallel, store if stored else None, fp8_format="hybrid"
+    )
     layer = KINDS[kind](WIDTH, (OUT,) if kind == "column" else OUT, place, bias=False, std=1.0)  # type: ignore[arg-type]
     spec = spec_of(layer.weight)
     assert spec.shard is not None
@@ -56,10 +58,10 @@ def _layer(topology: Topology, kind: str, sequence_parallel: bool, deferred: boo
         return torch.cat(slices, dim)
 
     x = mine(_full("xx", S, B, WIDTH), x_dim).requires_grad_()
-    with queue.collected() as pending:
+    with store.collect() as gradients:
         y = layer(x)
         y.backward(mine(_full("ddd", S, B, OUT), y_dim))
-    run_deferred(pending)
+    run_stored(gradients)
     assert x.grad is not None and layer.weight.grad is not None
     gradient = gather_full(layer.weight.grad, spec, topology)
     return {"y": whole(y, y_dim), "dx": whole(x.grad, x_dim), "dw": gradient}

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from megalite.config import ParallelConfig
 from megalite.local_ranks import run_ranks
 from megalite.parallel.collectives import copy_to, gather_from, reduce_from
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.loss import vocab_parallel_cross_entropy
 from megalite.parallel.shard import Placement, gather_full, spec_of
+from megalite.parallel.vocab_embedding import VocabParallelEmbedding
 
 S, B, WIDTH, ROWS = 5, 3, 8, 24
 TOLERANCE = 1e-14

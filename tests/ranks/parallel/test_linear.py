@@ -1,4 +1,4 @@
-"""The linear product in each of its forms: whole or cut sequences, weight gradients at once or deferred."""
+"""Linear layers with whole and cut sequences, with weight gradients in backward, stored, and fused."""
 
 import itertools
 
@@ -9,14 +9,15 @@ import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import run_ranks
-from megalite.parallel.deferred import GradientSum, WeightGradients, run_deferred
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.shard import Placement, gather_full, spec_of
+from megalite.parallel.vocab_embedding import VocabParallelEmbedding
+from megalite.parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 
 S, B, WIDTH, OUT = 8, 3, 8, 12
 NUM_MICROBATCHES = 2
 FORMS = list(itertools.product((False, True), (False, True), (False, True)))
-"""Whether sequence parallel, whether deferred, whether the product adds to a sum of somebody's."""
+"""Whether sequence parallel, whether weight gradients are stored for later, whether added to main_grad."""
 
 
 def full(name, *shape):
@@ -67,10 +68,12 @@ def gradients_of(layer, topology, sequence_parallel):
     return found
 
 
-def linear(kind, topology, sequence_parallel, deferred, fused):
-    """Two microbatches through a layer, their weight gradients together or each after its backward."""
-    queue = WeightGradients(deferred, are_fused=fused)
-    place = Placement(topology.tp, torch.float64, topology.device, sequence_parallel, queue)
+def linear(kind, topology, sequence_parallel, stored, fused):
+    """Two microbatches through a layer, their weight gradients in backward or after it."""
+    store = WeightGradientStore()
+    place = Placement(
+        topology.tp, torch.float64, topology.device, sequence_parallel, store if stored else None, fused
+    )
     layer = kind(WIDTH, (2, OUT) if kind is ColumnParallelLinear else OUT, place, bias=True, std=1.0)
     fill(layer, topology)
     cut = Cut(topology, sequence_parallel)
@@ -79,7 +82,7 @@ def linear(kind, topology, sequence_parallel, deferred, fused):
     layer.weight.register_post_accumulate_grad_hook(lambda _: hooks.append("weight"))
     total = torch.zeros_like(layer.weight)
     if fused:
-        queue.sums = {layer.weight: GradientSum(lambda: total, lambda: hooks.append("weight"))}
+        layer.weight.main_grad = MainGrad(lambda: total, lambda: hooks.append("weight"))
 
     results = {}
     for number in range(NUM_MICROBATCHES):
@@ -87,10 +90,10 @@ def linear(kind, topology, sequence_parallel, deferred, fused):
         y = layer(x)
         halves = (2, OUT) if kind is ColumnParallelLinear else (OUT,)
         grad = cut.mine(full(f"dy{number}", S, B, *halves), y_dim).flatten(2)
-        with queue.collected() as pending:
+        with store.collect() as gradients:
             y.backward(grad)
-        assert len(hooks) == number + (not deferred)  # what is deferred, autograd knows nothing of
-        run_deferred(pending)
+        assert len(hooks) == number + (not stored)
+        run_stored(gradients)
         assert len(hooks) == number + 1
         y = y.unflatten(-1, (*halves[:-1], -1))
         results |= {f"y{number}": cut.whole(y, y_dim), f"dx{number}": cut.whole(x.grad, x_dim)}
@@ -158,8 +161,8 @@ def test_equals_dense(layer, form, results):
 
 
 @pytest.mark.parametrize("layer", ["column", "row"])
-def test_deferred_is_bitwise_the_same(layer, results):
+def test_stored_is_bitwise_the_same(layer, results):
     for result, cut, fused in itertools.product(results, (False, True), (False, True)):
-        at_once, deferred = (result[layer, (cut, later, fused)] for later in (False, True))
+        at_once, stored = (result[layer, (cut, later, fused)] for later in (False, True))
         for name, tensor in at_once.items():
-            assert torch.equal(deferred[name], tensor), name
+            assert torch.equal(stored[name], tensor), name

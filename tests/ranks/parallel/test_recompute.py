@@ -16,7 +16,7 @@ import torch
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig
 from megalite.local_ranks import run_ranks
 from megalite.model.stage import GPTStage
-from megalite.parallel.deferred import WeightGradients, run_deferred
+from megalite.parallel.weight_gradient_store import WeightGradientStore, run_stored
 from tests.live_bytes import LiveBytes
 
 S, B, H, HEADS = 32, 2, 64, 4
@@ -62,19 +62,19 @@ MODES = {
     "all parts": selective("core_attn", "mlp_act", "layernorm"),
     "mlp and norms": selective("mlp", "layernorm"),
 }
-DEFERRED = ("uniform", "all parts")
-"""Modes that are tried with deferred weight gradients too."""
+STORED = ("uniform", "all parts")
+"""Modes that are tried with stored weight gradients too."""
 SLACK = 0.02
 """Share of what is kept: the norms' statistics, 4 numbers a token and layer."""
 
 
-def build(topology, model, num_layers, sequence_parallel, recompute, weight_gradients=None):
+def build(topology, model, num_layers, sequence_parallel, recompute, store=None):
     return GPTStage(
         model,
         topology,
         range(num_layers),
         seed=3,
-        weight_gradients=weight_gradients,
+        weight_gradient_store=store,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
@@ -85,13 +85,13 @@ def batch():
     return ids[:, :-1], ids[:, 1:], torch.tensor([7, 2**35])
 
 
-def gradients(topology, model, sequence_parallel, recompute, deferred=False):
-    queue = WeightGradients(deferred)
-    stage = build(topology, model, NUM_LAYERS, sequence_parallel, recompute, queue)
+def gradients(topology, model, sequence_parallel, recompute, stored=False):
+    store = WeightGradientStore()
+    stage = build(topology, model, NUM_LAYERS, sequence_parallel, recompute, store if stored else None)
     loss = stage(*batch(), None)
-    with queue.collected() as pending:
+    with store.collect() as gradients:
         loss.backward()
-    run_deferred(pending)
+    run_stored(gradients)
     return {"loss": loss.detach(), **{name: p.grad for name, p in stage.named_parameters()}}
 
 
@@ -113,10 +113,10 @@ def on_ranks(topology):
     for sequence_parallel in (False, True):
         for name, model in MODELS.items():
             expected = gradients(topology, model, sequence_parallel, None)
-            for mode, deferred in [*((mode, False) for mode in MODES), *((mode, True) for mode in DEFERRED)]:
-                found = gradients(topology, model, sequence_parallel, MODES[mode], deferred)
+            for mode, stored in [*((mode, False) for mode in MODES), *((mode, True) for mode in STORED)]:
+                found = gradients(topology, model, sequence_parallel, MODES[mode], stored)
                 unequal = [key for key in expected if not found[key].equal(expected[key])]
-                same[sequence_parallel, name, mode, deferred] = unequal
+                same[sequence_parallel, name, mode, stored] = unequal
         for mode, recompute in [("nothing", None), *MODES.items()]:
             few, many = (
                 live_elements(topology, MODEL, num_layers, sequence_parallel, recompute)
@@ -134,7 +134,7 @@ def results(request):
 
 def test_gradients_are_bitwise_the_same(results):
     for same, _ in results:
-        assert len(same) == 2 * len(MODELS) * (len(MODES) + len(DEFERRED))
+        assert len(same) == 2 * len(MODELS) * (len(MODES) + len(STORED))
         assert not {case: names for case, names in same.items() if names}
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.local_ranks import RankError, run_ranks
-from megalite.parallel.deferred import WeightGradients
+from megalite.parallel.weight_gradient_store import WeightGradientStore
 from megalite.pipeline.action import Kind
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.messages import MAX_OPEN_BATCHES
@@ -21,36 +21,36 @@ NUM_MICROBATCHES = (1, 2, 5)
 
 
 class Product(torch.autograd.Function):
-    """x @ weight, whose weight gradient goes to the queue, as the model's linear layers have it."""
+    """x @ weight, whose weight gradient goes to the store, as the model's linear layers have it."""
 
     @staticmethod
-    def forward(ctx, x, weight, parameter, queue):
+    def forward(ctx, x, weight, parameter, store):
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.queue = parameter, queue
+        ctx.parameter, ctx.store = parameter, store
         return x @ weight
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
-        ctx.queue.add(ctx.parameter, lambda: x.t() @ gradient)
+        ctx.store.put(ctx.parameter, lambda: x.t() @ gradient)
         return gradient @ weight.t(), None, None, None
 
 
 class Link(nn.Module):
     """One stage of a chain of linear layers; the last one ends in a loss."""
 
-    def __init__(self, number, num_stages, queue=None):
+    def __init__(self, number, num_stages, store=None):
         super().__init__()
         self.is_last = number == num_stages - 1
-        self.queue = queue or WeightGradients()
+        self.store = store
         generator = torch.Generator().manual_seed(number)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
         self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
     def forward(self, microbatch, hidden):
         x = (microbatch if hidden is None else hidden) * self.scale
-        if self.queue.are_deferred:
-            product = Product.apply(x, self.weight.detach(), self.weight, self.queue)
+        if self.store is not None:
+            product = Product.apply(x, self.weight.detach(), self.weight, self.store)
         else:
             product = x @ self.weight
         x = torch.tanh(product) + x
@@ -78,16 +78,16 @@ def stage_map(schedule, num_ranks):
     return SCHEDULES[schedule].stage_map(num_ranks, 3)
 
 
-def pipeline_of(topology, schedule, chunks, queue=None):
-    return Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float64, topology.device, queue)
+def pipeline_of(topology, schedule, chunks, store=None):
+    return Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float64, topology.device, store)
 
 
 def build(topology, schedule, make=Link):
     """This rank's chunks of a chain, and the pipeline that runs them."""
     stages = stage_map(schedule, topology.pp.size)
-    queue = WeightGradients(SCHEDULES[schedule].splits_backward)
-    chunks = [make(stage, stages.num_stages, queue) for stage in stages.stages_of(topology.pp.rank)]
-    return chunks, pipeline_of(topology, schedule, chunks, queue)
+    store = WeightGradientStore() if SCHEDULES[schedule].splits_backward else None
+    chunks = [make(stage, stages.num_stages, store) for stage in stages.stages_of(topology.pp.rank)]
+    return chunks, pipeline_of(topology, schedule, chunks, store)
 
 
 def run_everything(topology):
@@ -128,8 +128,8 @@ def test_same_losses_and_gradients_as_one_rank(num_ranks):
 class Watched:
     """A stage that counts, at each forward, which hidden states live on: its outputs, the last's inputs."""
 
-    def __init__(self, number, num_stages, queue):
-        self.link = Link(number, num_stages, queue)
+    def __init__(self, number, num_stages, store):
+        self.link = Link(number, num_stages, store)
         self.seen = []
         self.most_alive = 0
 
@@ -173,8 +173,8 @@ class Holding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.link.queue.are_deferred:
-            ctx.link.queue.add(ctx.link.weight, lambda tracker=ctx.tracker, link=ctx.link: tracker.done(link))
+        if ctx.link.store is not None:
+            ctx.link.store.put(ctx.link.weight, lambda tracker=ctx.tracker, link=ctx.link: tracker.done(link))
         else:
             ctx.tracker.now -= 1
         return gradient, None, None
@@ -257,7 +257,7 @@ class Turning:
 def test_what_stays_on_a_rank_is_not_copied(one_rank):
     addresses = []
     chunks = [Turning(addresses, Link(stage, 2)) for stage in range(2)]
-    pipeline_of(one_rank, "zb-v", chunks, WeightGradients()).evaluate(1, load)
+    pipeline_of(one_rank, "zb-v", chunks, WeightGradientStore()).evaluate(1, load)
     given, taken, _ = addresses
     assert given == taken
 

@@ -17,9 +17,8 @@ from megalite.config import ModelConfig
 from megalite.errors import UserError
 from megalite.model.compiled import compile_layers
 from megalite.model.stage import GPTStage
-from megalite.parallel.deferred import WeightGradients
-from megalite.parallel.fp8 import E4M3, E5M2, Fp8, Fp8Arithmetic, amax, check_device, in_fp8
-from megalite.parallel.linear import column_product
+from megalite.parallel.fp8 import E4M3, E5M2, Fp8, Fp8Gemm, amax, check_device, in_fp8, scaled_product
+from megalite.parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, column_linear
 from megalite.parallel.shard import Placement
 from megalite.topology import Topology
 
@@ -50,6 +49,10 @@ def _place(topology: Topology, **options: object) -> Placement:
     return Placement(topology.tp, BF16, topology.device, **options)  # type: ignore[arg-type]
 
 
+def _input_gradient(gemm: Fp8Gemm, grad: Tensor, weight: Tensor) -> Tensor:
+    return gemm.input_gradient(grad, weight, gemm.scales(grad, weight))
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -68,14 +71,13 @@ def test_rounding_is_to_the_nearest_of_any_scale(dtype: torch.dtype, scale: floa
 @pytest.mark.parametrize("fused", [False, True], ids=["graph", "product"])
 @pytest.mark.parametrize("fp8_format", FORMATS)
 def test_products_are_those_of_what_8_bits_mean(fp8_format: str, fused: bool, one_rank: Topology) -> None:
-    """In a graph of torch.compile the arithmetic's own pair of passes serves, else the linear layer's."""
-    place = _place(one_rank, weight_gradients=WeightGradients(are_fused=fused))
-    product = column_product(place, Fp8Arithmetic(fp8_format, one_rank.tp))
+    """In the forward and backward for torch.compile, and in those of the linear layer."""
+    context = LinearContext.of(_place(one_rank, fuses_weight_gradients=fused, fp8_format=fp8_format))
     x = _normal(5, 3, 64, seed=1).requires_grad_()
     weight = nn.Parameter(_normal(2, 24, 64, seed=2))  # two dims of output features
     bias = nn.Parameter(_normal(2, 24, seed=3))
     grad = _normal(5, 3, 48, seed=4, scale=1e-3)
-    y = product(x, weight, bias)
+    y = column_linear(x, weight, bias, context)
     y.backward(grad)
     rows, flat, grads = x.detach().flatten(0, 1), weight.detach().flatten(0, 1), grad.flatten(0, 1)
     in_8_bits = [_meant(in_fp8(part, E4M3, amax(part))) for part in (rows, flat)]
@@ -93,36 +95,34 @@ def test_products_are_those_of_what_8_bits_mean(fp8_format: str, fused: bool, on
 
 
 def test_factors_that_are_not_contiguous(one_rank: Topology) -> None:
-    arithmetic = Fp8Arithmetic("hybrid", one_rank.tp)
+    gemm = Fp8Gemm("hybrid", one_rank.tp)
     x, weight = _normal(32, 6, 4, seed=1).permute(2, 1, 0), _normal(32, 48, seed=2).t()
     grad = _normal(48, 6, 4, seed=3).permute(2, 1, 0)
+    assert torch.equal(gemm.forward(x, weight, None), gemm.forward(x.contiguous(), weight.contiguous(), None))
     assert torch.equal(
-        arithmetic.output(x, weight, None), arithmetic.output(x.contiguous(), weight.contiguous(), None)
-    )
-    assert torch.equal(
-        arithmetic.input_gradient(grad, weight)(),
-        arithmetic.input_gradient(grad.contiguous(), weight.contiguous())(),
+        _input_gradient(gemm, grad, weight),
+        _input_gradient(gemm, grad.contiguous(), weight.contiguous()),
     )
 
 
 def test_zeros_stay_zeros(one_rank: Topology) -> None:
     zeros, weight = torch.zeros(4, 2, 32, dtype=BF16), _normal(16, 32, seed=0)
-    arithmetic = Fp8Arithmetic("hybrid", one_rank.tp)
-    assert not arithmetic.output(zeros, weight, None).any()
-    assert not arithmetic.output(zeros, torch.zeros_like(weight), None).any()
-    assert not arithmetic.input_gradient(torch.zeros(4, 2, 16, dtype=BF16), weight)().any()
+    gemm = Fp8Gemm("hybrid", one_rank.tp)
+    assert not gemm.forward(zeros, weight, None).any()
+    assert not gemm.forward(zeros, torch.zeros_like(weight), None).any()
+    assert not _input_gradient(gemm, torch.zeros(4, 2, 16, dtype=BF16), weight).any()
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("fp8_format", FORMATS)
 def test_what_is_not_finite_is_not_hidden(bad: float, fp8_format: str, one_rank: Topology) -> None:
     """The run's guard must see it: a saturated infinity would train on."""
-    arithmetic = Fp8Arithmetic(fp8_format, one_rank.tp)
+    gemm = Fp8Gemm(fp8_format, one_rank.tp)
     x, grad, weight = (_normal(*shape, seed=0) for shape in ((3, 2, 32), (3, 2, 16), (16, 32)))
     for tensor in (x, grad):
         tensor[1, 1, 5] = bad
-    assert not arithmetic.output(x, weight, None)[1, 1].isfinite().any()
-    assert not arithmetic.input_gradient(grad, weight)()[1, 1].isfinite().any()
+    assert not gemm.forward(x, weight, None)[1, 1].isfinite().any()
+    assert not _input_gradient(gemm, grad, weight)[1, 1].isfinite().any()
 
 
 MODEL = ModelConfig(
@@ -163,22 +163,21 @@ def test_the_curve_is_that_of_16_bits(fp8_format: str, one_rank: Topology) -> No
 
 def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
     stage = GPTStage(MODEL, one_rank, range(1), seed=1, fp8_format="hybrid")
-    linears = [each for each in stage.modules() if hasattr(each, "product") and each is not stage]
+    linears = [each for each in stage.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
     assert len(linears) == 4
-    calls = []
-    for module in (*linears, stage):
-
-        def noted(*args: Tensor, module: nn.Module = module, product: object = module.product) -> Tensor:
-            calls.append(module)
-            return product(*args)  # type: ignore[operator, no-any-return]
-
-        module.product = noted
-    ids = torch.zeros(1, 16, dtype=torch.int64)
-    stage(ids, ids, torch.zeros(1, dtype=torch.int64), None)
-    assert calls == [*linears, stage]
+    for layer in linears:
+        x = _normal(4, 1, layer.weight.shape[-1], seed=0)
+        in_8_bits = [
+            in_fp8(part, E4M3, amax(part)) for part in (x.flatten(0, 1), layer.weight.flatten(0, -2))
+        ]
+        y = layer(x).detach().flatten(0, 1)
+        expected = scaled_product(*in_8_bits, None, BF16, is_fast=True)
+        bias = layer.bias.detach().flatten() if layer.adds_bias else 0.0
+        torch.testing.assert_close(y, expected + bias, rtol=2.0**-7, atol=1e-4)
+        assert not torch.equal(y, nn.functional.linear(x, layer.weight.flatten(0, -2)).flatten(0, 1) + bias)
     hidden = _normal(4, 1, 64, seed=0)
-    plain = nn.functional.linear(hidden, stage.output_weight)
-    assert torch.equal(stage.product(hidden, stage.output_weight, None), plain)
+    plain = nn.functional.linear(stage.final_norm(hidden), stage.output_weight)
+    assert torch.equal(stage.logits(hidden), plain)
 
 
 def test_a_compiled_layer_multiplies_in_8_bits_too(one_rank: Topology) -> None:

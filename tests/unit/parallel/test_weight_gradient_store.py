@@ -1,11 +1,11 @@
-"""Products of weights' gradients that are put off."""
+"""Weight gradients that are stored and computed later."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from megalite.parallel.deferred import Product, run_deferred
+from megalite.parallel.weight_gradient_store import WeightGradient, run_stored
 
 
 def test_a_sum_that_a_product_adds_to_joins_no_graph() -> None:
@@ -15,13 +15,15 @@ def test_a_sum_that_a_product_adds_to_joins_no_graph() -> None:
     def compute() -> None:
         total.add_(saved)
 
-    run_deferred([Product(nn.Parameter(torch.zeros(3)), compute)])
+    run_stored([WeightGradient(nn.Parameter(torch.zeros(3)), compute)])
     assert not total.requires_grad
     assert total.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_gradient_that_comes_back_is_accumulated() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    run_deferred([Product(weight, lambda: torch.ones(3)), Product(weight, lambda: torch.full((3,), 2.0))])
+    run_stored(
+        [WeightGradient(weight, lambda: torch.ones(3)), WeightGradient(weight, lambda: torch.full((3,), 2.0))]
+    )
     assert weight.grad is not None
     assert weight.grad.tolist() == [3.0, 3.0, 3.0]
