@@ -18,15 +18,16 @@ DECAY = ("--lr-decay-iters", "1000")
 PATIENCE = 300.0
 
 
-def _flags(folder: Path, train_iters: int) -> list[str]:
+def _flags(folder: Path, train_iters: int, ranks: int) -> list[str]:
     files = ["--save", str(folder), "--load", str(folder), "--metrics-file", str(folder / "metrics.jsonl")]
-    return [*RUN, "--tp", "2", "--train-iters", str(train_iters), "--save-interval", "2", *DECAY, *files]
+    own = ["--tp", str(ranks), "--train-iters", str(train_iters), "--save-interval", "2"]
+    return [*RUN, *own, *DECAY, *files]
 
 
 @contextmanager
-def _started(folder: Path, train_iters: int, environment: dict[str, str]) -> Iterator[Group]:
-    """A run of two ranks, none of which outlives the block."""
-    group = Group.start(2, _flags(folder, train_iters), folder, environment)
+def _started(folder: Path, train_iters: int, environment: dict[str, str], ranks: int = 2) -> Iterator[Group]:
+    """A run, none of whose ranks outlives the block."""
+    group = Group.start(ranks, _flags(folder, train_iters, ranks), folder, environment)
     try:
         yield group
     finally:
@@ -53,7 +54,7 @@ def test_a_second_run_a_requeued_one_and_one_that_was_only_stopped(tmp_path: Pat
         stale = stack.enter_context(_started(folder, 10**6, JOB))
         _wait_for(lambda: len(iterations_of(folder)) > 4)
 
-        second = stack.enter_context(_started(folder, 4, JOB))
+        second = stack.enter_context(_started(folder, 4, JOB, ranks=1))
         assert second.wait() == 1
         refused = f"error: --save {folder} is in use by another run (process "
         assert refused in second.log.read_text()
