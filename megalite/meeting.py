@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ _SILENCE_SECONDS = 10.0
 """After so long without a beat nobody is at work: those who are missing are late or gone, and a collective's
 own time-out and errors are the better way to find out."""
 _MAX_POLL_SECONDS = 0.5
+_CONNECT_SECONDS = 5.0
 
 
 @contextmanager
@@ -74,6 +76,18 @@ def wait_for_key(store: Store, key: str) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, _MAX_POLL_SECONDS)
     return True
+
+
+def wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Return once something listens at an address: torch waits for its store up to twice its time-out.
+
+    Raises:
+        TimeoutError: nothing did for so many seconds.
+    """
+    for _ in _looks(time.monotonic() + seconds, f"nothing listened there for {seconds:g} s"):
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=min(seconds, _CONNECT_SECONDS)).close()
+            return
 
 
 def name_of_start(store: Store, rank: int, world_size: int, seconds: float) -> str:

@@ -7,8 +7,6 @@ neighbours (they talk most and share a node), pipeline stages are farthest apart
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from megalite.gpu import prepare_environment, settings_for
 from megalite.host import keep_freed_memory, limit_threads
-from megalite.meeting import at_work, name_of_start, wait_for_all
+from megalite.meeting import at_work, name_of_start, wait_for_all, wait_for_listener
 from megalite.network import choose_interface, is_this_machine, loopback_listener
 from megalite.observer import Observer, Wait
 
@@ -304,20 +302,10 @@ def refusal_reported() -> Iterator[None]:
 
 
 def _report_refusal(launch: Launch, error: UserError) -> None:
-    if launch.rank == 0 or not _is_reachable(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])):
-        return
-    store = _store_of_start(launch, timedelta(seconds=_SECONDS_TO_REFUSE))
-    check_agreement(store, launch.rank, launch.world_size, {REFUSED: str(error)}, "start")
-
-
-def _is_reachable(host: str, port: int) -> bool:
-    """Whether rank 0's store answers within a few seconds; unlike the store's client this prints nothing."""
-    deadline = time.monotonic() + _SECONDS_TO_REFUSE
-    while time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
-            return True
-        time.sleep(0.2)
-    return False
+    if launch.rank > 0:
+        wait_for_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _SECONDS_TO_REFUSE)
+        store = _store_of_start(launch, timedelta(seconds=_SECONDS_TO_REFUSE))
+        check_agreement(store, launch.rank, launch.world_size, {REFUSED: str(error)}, "start")
 
 
 def _join(
@@ -347,10 +335,13 @@ def _join(
         )
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(
-            f"no rendezvous at MASTER_ADDR:MASTER_PORT {where} ({str(error).splitlines()[0]}): "
-            "every rank must name rank 0's host and a free port of it"
-        ) from None
+        mistake = UserError(
+            f"rank {launch.rank}: no rendezvous at MASTER_ADDR:MASTER_PORT {where} "
+            f"({str(error).splitlines()[0]}): every rank must name rank 0's host and a free port of it, and "
+            "rank 0 must be running"
+        )
+        mistake.on_one_rank = True  # rank 0 may be gone, or never have started
+        raise mistake from None
 
 
 def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
@@ -372,6 +363,8 @@ def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
     else:
+        if launch.rank > 0:
+            wait_for_listener(master, int(os.environ["MASTER_PORT"]), timeout.total_seconds())
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
     if is_torchruns:  # it outlives torchrun's ranks

@@ -238,3 +238,19 @@ def test_a_taken_port_is_told(environment):
             Topology.start(layout(2), Launch(0, 2, 0, 2)),
         ):
             pass
+
+
+def test_ranks_whose_rank_0_is_gone_wait_no_longer_than_their_time_out(monkeypatch):
+    """Each of them says so, as rank 0 does not; torch's own wait may take twice the time-out."""
+    monkeypatch.setattr(topology, "rendezvous", lambda *_, **__: pytest.fail("torch's own wait"))
+    parallel, launch = ParallelConfig(distributed_timeout_minutes=0.001), Launch(1, 2, 1, 2)
+    with socket.socket() as taken:  # a port at which nothing listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with (
+            pytest.raises(UserError, match=r"rank 1: no rendezvous at .*nothing listened there") as error,
+            Topology.start(parallel, launch),
+        ):
+            pass
+    assert error.value.on_one_rank
