@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from megalite.cli.tool import ToolParser, positive_int
@@ -199,6 +200,38 @@ class _ProgressBar:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+class _Ended(KeyboardInterrupt):
+    """A signal has asked the program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the program by an exception, so that its workers end with it; further signals are ignored."""
+    for each in _END_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise _Ended(number)
+
+
+def _program(arguments: list[str]) -> int:
+    """Run `main`, and return its status or that of the signal that ends it, at whatever moment."""
+    try:
+        for number in _END_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, _end)
+        return main(arguments)
+    except _Ended as ended:
+        name = "interrupted" if ended.number == signal.SIGINT else signal.Signals(ended.number).name
+        newline = "\n" if sys.stderr.isatty() else ""  # the progress bar has none
+        sys.stderr.write(f"{newline}{name}: the same command with --resume goes on\n")
+        return 128 + ended.number
+
+
 def main(arguments: list[str]) -> int:
     """Runs the tool and returns its exit status."""
     bar = _ProgressBar()
@@ -207,12 +240,8 @@ def main(arguments: list[str]) -> int:
         summary = preprocess(job, bar)
     except UserError as error:
         bar.end()
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         return 1
-    except KeyboardInterrupt:
-        bar.end()
-        print("interrupted: the same command with --resume goes on", file=sys.stderr)
-        return 130
     bar.end()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all is done: `| head` ends the program without a word
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
@@ -226,4 +255,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_program(sys.argv[1:]))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import NamedTuple
@@ -45,17 +50,21 @@ class EncoderPool:
         if self._job.workers > 1:
             # spawn: the threads of the tokenizers library do not survive a fork
             context = multiprocessing.get_context("spawn")
-            for _ in range(self._job.workers):
-                here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(there, self._job, self._folder), daemon=True)
-                process.start()
-                there.close()
-                self._workers.append(_Worker(process, here))
+            try:
+                with _signals_held():
+                    for _ in range(self._job.workers):
+                        self._workers.append(_start(context, self._job, self._folder))
+            except BaseException:
+                self._end_workers()
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.connection.close()
             worker.process.terminate()
@@ -126,9 +135,44 @@ class EncoderPool:
         )
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold signals that end the program until the block ends: workers half started would print tracebacks.
+
+    Children that are started in the block have SIGINT blocked: a terminal's Ctrl-C does not reach them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # its own start would unblock the signal
+    held: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handled = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in handled:
+        signal.signal(number, lambda received, _: held.append(received))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in handled.items():
+            signal.signal(number, handler)
+    if held:
+        signal.raise_signal(held[0])
+
+
+def _start(context: SpawnContext, job: PreprocessJob, folder: str) -> _Worker:
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, job, folder), daemon=True)
+    process.start()
+    there.close()
+    return _Worker(process, here)
+
+
 def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
     """A worker's life: a piece in, a result out, until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal's interrupt the first process decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     encode_in_one_thread()
     try:
         try:
@@ -141,6 +185,14 @@ def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
             connection.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+def _end_with_parent() -> None:
+    """End this worker with the first process: amid a piece it would notice seconds later."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _try_to_encode(encoder: Encoder, piece: Piece) -> PieceResult | Exception:

@@ -233,3 +233,43 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, corpus: Pa
     else:
         preprocess(job)
     assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("precious", "precious")]
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group", "status", "said"),
+    [(signal.SIGTERM, False, 143, "SIGTERM"), (signal.SIGINT, True, 130, "interrupted")],
+)
+def test_a_signal_ends_the_tool_and_its_workers_in_one_line(
+    tmp_path: Path, number: signal.Signals, to_group: bool, status: int, said: str
+) -> None:
+    """As the workers start: Ctrl-C reaches them too, while they still import their modules."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "abc"}\n' * 400_000)
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(source), "--workers", "3"]
+    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "byte"]
+    run = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    while run.poll() is None and len(children.read_text().split()) < 3:  # one is multiprocessing's own
+        time.sleep(0.001)
+    (os.killpg if to_group else os.kill)(run.pid, number)
+    output, errors = run.communicate(timeout=60)  # until the workers have closed their ends too
+    assert (run.returncode, output) == (status, "")
+    assert errors == f"{said}: the same command with --resume goes on\n"
+
+
+def test_a_worker_ends_with_the_first_process_amid_a_piece(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing, os, threading, time\n"
+        "from megalite.data.preprocessing.pool import _end_with_parent\n"
+        "def busy():\n"
+        "    threading.Thread(target=_end_with_parent, daemon=True).start()\n"
+        "    time.sleep(90)\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.get_context('spawn').Process(target=busy).start()\n"
+        "    os._exit(0)\n"  # as by kill -9
+    )
+    # Returns once the worker has closed its end of the pipe.
+    subprocess.run([sys.executable, program], stdout=subprocess.PIPE, check=True, timeout=60)
