@@ -190,7 +190,7 @@ PYBIND11_MODULE(_index_builder, module) {
   py::class_<MappedFile>(module, "MappedFile", "A file's bytes in memory, which can be read after the file was cut.")
       .def(py::init<std::string, bool>(), py::arg("path"), py::arg("writable") = false)
       .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.");
-  module.def("all_whole", &all_whole, py::arg("files"), py::arg("max_age_ms"),
+  module.def("all_whole", &all_whole, py::arg("files"), py::arg("max_age_ms"), py::call_guard<py::gil_scoped_release>(),
              "Whether all that was read so far of these MappedFiles is of the file, and not zeros in the place of what was "
              "cut off. Their sizes are looked at unless that was done less than max_age_ms ago.");
   py::class_<LegacyRandom>(module, "LegacyRandom", "numpy.random.RandomState(seed), as far as it shuffles.")

@@ -107,24 +107,8 @@ class MappedFile {
  public:
   // Maps all of a regular file. Throws OSError.
   MappedFile(std::string path, bool writable) : path_(std::move(path)), is_writable_(writable) {
-    // Without O_NONBLOCK opening a fifo waits for a writer.
-    const int descriptor = open(path_.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) throw_os_error(errno);
     struct stat status {};
-    int error = fstat(descriptor, &status) == 0 ? 0 : errno;
-    if (error == 0 && !S_ISREG(status.st_mode)) error = S_ISDIR(status.st_mode) ? EISDIR : ENODEV;
-    if (error == 0 && status.st_size > 0) {  // nothing cannot be mapped
-      const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
-      size_ = static_cast<std::size_t>(status.st_size);
-      void* memory = mmap(nullptr, size_, protection, MAP_SHARED, descriptor, 0);
-      error = memory == MAP_FAILED ? errno : 0;
-      if (error == 0) {
-        data_ = static_cast<char*>(memory);
-        range_ = MappedRanges::add(data_, size_, protection);
-      }
-    }
-    close(descriptor);  // a blend of thousands of corpora would use up the descriptors of a process
-    if (error != 0) throw_os_error(error);
+    if (const int error = map(writable, status); error != 0) throw_os_error(error);
     device_ = status.st_dev;
     inode_ = status.st_ino;
   }
@@ -160,6 +144,28 @@ class MappedFile {
   }
 
  private:
+  // Maps the file without the GIL: a file system may take minutes to answer. Returns an error number, or 0.
+  int map(bool writable, struct stat& status) {
+    const pybind11::gil_scoped_release release;
+    // Without O_NONBLOCK opening a fifo waits for a writer.
+    const int descriptor = open(path_.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) return errno;
+    int error = fstat(descriptor, &status) == 0 ? 0 : errno;
+    if (error == 0 && !S_ISREG(status.st_mode)) error = S_ISDIR(status.st_mode) ? EISDIR : ENODEV;
+    if (error == 0 && status.st_size > 0) {  // nothing cannot be mapped
+      const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
+      size_ = static_cast<std::size_t>(status.st_size);
+      void* memory = mmap(nullptr, size_, protection, MAP_SHARED, descriptor, 0);
+      error = memory == MAP_FAILED ? errno : 0;
+      if (error == 0) {
+        data_ = static_cast<char*>(memory);
+        range_ = MappedRanges::add(data_, size_, protection);
+      }
+    }
+    close(descriptor);  // a blend of thousands of corpora would use up the descriptors of a process
+    return error;
+  }
+
   [[noreturn]] void throw_os_error(int error) const {
     errno = error;
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path_.c_str());

@@ -127,7 +127,8 @@ def _differences(kinds: Sequence[Sequence[int]], records: Sequence[Record], worl
             by_value[record.get(name, _ABSENT)] += ranks
         if len(by_value) > 1:
             lines.append(
-                f"{name} differs between ranks: {_values(by_value, world_size)}; give every rank the same"
+                f"{name} differs between ranks: {_values(by_value, world_size)}; start every rank with "
+                "the same"
             )
     if (more := len(lines) - _MAX_LINES) > 0:
         lines[_MAX_LINES:] = [f"{more} more settings differ between ranks"]

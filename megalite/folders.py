@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,7 +51,7 @@ def open_regular(file: Path, *, follow: bool = False) -> BinaryIO:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
@@ -63,6 +64,19 @@ def no_follow(file: str, flags: int) -> int:
         OSError: the file cannot be opened, or is a symbolic link.
     """
     return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+
+
+def open_new(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """Open a new file to write, in the place of any that has the name; `buffering` is that of `open`.
+
+    A link that somebody else put under a name that can be guessed is removed, not followed.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb", buffering)
 
 
 def read_regular(file: Path, max_bytes: int, *, follow: bool = False) -> bytes:

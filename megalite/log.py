@@ -52,7 +52,7 @@ class _Handler(logging.StreamHandler[TextIO]):
             with suppress(OSError):
                 sys.stderr.write(
                     f"warning: the log cannot be written ({error.strerror}): the run goes on, and messages "
-                    "are lost until there is room\n"
+                    "are lost until there is space\n"
                 )
 
     def _drop_what_is_left(self) -> None:

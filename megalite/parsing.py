@@ -10,9 +10,9 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, or is nested too deep for Python, which raises a RecursionError of its own.
+        ValueError: it is not JSON, or is nested too deeply for Python (its own error is a RecursionError).
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None

@@ -228,7 +228,7 @@ def _program(arguments: list[str]) -> int:
     except _Ended as ended:
         name = "interrupted" if ended.number == signal.SIGINT else signal.Signals(ended.number).name
         newline = "\n" if sys.stderr.isatty() else ""  # the progress bar has none
-        sys.stderr.write(f"{newline}{name}: the same command with --resume goes on\n")
+        sys.stderr.write(f"{newline}{name}: run the same command with --resume to continue\n")
         return 128 + ended.number
 
 

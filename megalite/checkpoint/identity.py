@@ -278,7 +278,7 @@ def _of_settings(
     if not _loads_schedule(config) or config.checkpoint.allow_settings_change:
         return [], [*notices, f"the settings differ from the checkpoint's: {_listed(changed)}"]
     advice = (
-        "run with what it was saved with, or give --allow-settings-change to go on with the new ones"
+        "run with what it was saved with, or pass --allow-settings-change to continue with the new ones"
         "; --finetune takes the weights alone and starts a run of its own"
     )
     return [f"checkpoint {checkpoint} has other settings: {_listed(changed)}; {advice}"], notices
@@ -305,8 +305,8 @@ def _of_data(
         told = f"the data differ from the checkpoint's: {', '.join(changed)}"
         return [], [f"{told}; the samples that follow are taken from the new order", *notices]
     advice = (
-        "run with what it was saved with, or give --allow-data-change to go on in the order of the new data"
-        "; --finetune takes the weights alone and starts a run of its own"
+        "run with what it was saved with, or pass --allow-data-change to continue in the order of the new "
+        "data; --finetune takes the weights alone and starts a run of its own"
     )
     return [f"checkpoint {checkpoint} is of other data: {', '.join(changed)}; {advice}"], notices
 

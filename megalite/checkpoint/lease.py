@@ -29,12 +29,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megalite.checkpoint.exchange import SaveError
 from megalite.checkpoint.folder import remove_leftovers
 from megalite.errors import UserError
 from megalite.folders import make_writable, open_regular, read_regular
 from megalite.log import log
+from megalite.meeting import wait_for_all
 from megalite.topology import Topology
 
 BEAT_SECONDS = 5.0
@@ -42,6 +44,8 @@ ABANDONED_SECONDS = 60.0
 """More than an NFS client caches the times of a file (`acregmax`)."""
 _LOOK_SECONDS = 1.0
 """`is_lost` reads the file at most once in so many seconds."""
+_PATIENCE_SECONDS = 2.0
+"""`is_lost` waits so long for a file system that does not answer."""
 _POLL_SECONDS = 0.2
 _MAX_BYTES = 1 << 16
 _NAME = re.compile(r"lease\.([1-9][0-9]{0,8})")
@@ -141,7 +145,9 @@ class FolderLease:
         self.name = name
         self.content = content
         self._inode = folder.stat().st_ino if folder.exists() else 0
-        self._seen = time.monotonic()
+        self._has_seen = False  # a rank that never saw the file cannot see it go: its folder may be another
+        self._looked_at = time.monotonic()
+        self._look = threading.Thread()
         self._is_lost = False
 
     def check(self) -> None:
@@ -160,10 +166,11 @@ class FolderLease:
             if self.folder.stat().st_ino != self._inode:
                 raise
             is_own = False
-        if self._is_lost or not is_own:
+        self._has_seen |= is_own
+        if self._is_lost or (self._has_seen and not is_own):
             self._is_lost = True
             raise self.loss()
-        self._seen = time.monotonic()
+        self._looked_at = time.monotonic()
 
     def loss(self) -> LeaseLost:
         """Return the error of a lost lease, which names the new holder where this rank can see it."""
@@ -173,11 +180,20 @@ class FolderLease:
         return LeaseLost(self.folder, newest and LeaseHolder.parse(newest[1]))
 
     def is_lost(self) -> bool:
-        """Return whether the lease was lost a second ago; a folder that cannot be read is no loss."""
-        if not self._is_lost and time.monotonic() - self._seen >= _LOOK_SECONDS:
-            with suppress(LeaseLost, OSError):
-                self.check()
+        """Return whether the lease was lost a second ago; a folder that cannot be read is no loss.
+
+        A thread reads the file and gets a limited time: a file system that hangs must not stop training.
+        """
+        is_due = time.monotonic() - self._looked_at >= _LOOK_SECONDS
+        if not self._is_lost and is_due and not self._look.is_alive():
+            self._look = threading.Thread(target=self._check_quietly, name="lease-look", daemon=True)
+            self._look.start()
+            self._look.join(_PATIENCE_SECONDS)
         return self._is_lost
+
+    def _check_quietly(self) -> None:
+        with suppress(LeaseLost, OSError):
+            self.check()
 
 
 class HeldLease(FolderLease):
@@ -189,6 +205,7 @@ class HeldLease(FolderLease):
 
     def __init__(self, folder: Path, name: str, content: bytes, descriptor: int) -> None:
         super().__init__(folder, name, content)
+        self._has_seen = True
         self._descriptor = descriptor
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
@@ -211,7 +228,8 @@ class HeldLease(FolderLease):
                 time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's list is an old one
             if reason:
                 log.warning("--save %s is taken over: %s", folder, reason)
-                remove_leftovers(folder)
+                with suppress(OSError):  # they only take up space
+                    remove_leftovers(folder)
         except OSError as error:
             raise UserError(
                 f"--save {folder} cannot be written ({error.strerror}: {error.filename}): give another folder"
@@ -221,11 +239,12 @@ class HeldLease(FolderLease):
     def release(self) -> None:
         """End the heartbeat, and delete the file if it is still this lease's."""
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(BEAT_SECONDS)  # its file system may hang
         with suppress(LeaseLost, OSError):
             self.check()
             (self.folder / self.name).unlink()
-        os.close(self._descriptor)
+        with suppress(OSError):
+            os.close(self._descriptor)
 
     def _beat(self) -> None:
         # Through the open file: a lease that is lost cannot touch its successor's.
@@ -253,6 +272,8 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
         dist.broadcast_object_list(told)
         assert told[0] is not None
         yield lease or FolderLease(Path(folder), *told[0])
+        # Another rank may be writing the last figures, for which it reads the lease.
+        wait_for_all(_get_default_store(), topology.world_size)
     finally:
         if lease is not None:
             lease.release()
@@ -279,14 +300,14 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
             return number, f"its holder is an earlier start of this Slurm job ({who})"
         if first is None:
             first, deadline = (content, touched), time.monotonic() + ABANDONED_SECONDS
-            log.info("--save %s is in use (%s): waiting for a sign of life", folder, who)
+            log.info("--save %s is in use (%s): waiting to see whether that run is alive", folder, who)
         elif (content, touched) != first:
             raise UserError(
                 f"--save {folder} is in use by another run ({who}): end that one, or give another folder; "
-                f"a run that died is noticed after {ABANDONED_SECONDS:g} s"
+                f"a dead run is detected after {ABANDONED_SECONDS:g} s"
             )
         elif time.monotonic() > deadline:
-            return number, f"its holder gave no sign of life for {ABANDONED_SECONDS:g} s ({who})"
+            return number, f"its holder has shown no heartbeat for {ABANDONED_SECONDS:g} s ({who})"
         time.sleep(_POLL_SECONDS)
     return 0, ""
 

@@ -30,11 +30,13 @@ _SECTIONS: Mapping[str, Collection[str]] = {
 }
 """Sections of which some settings are compared; those of the loss scale in fp16 are `_loss_scale_keys`."""
 _OFFLOADED = {
-    "offload_optimizer": "the optimizer's state",
-    "offload_param": "weights",
-    "cpu_offload": "the optimizer's state",
+    "offload_optimizer": ("the optimizer's state", "1, 2 or 3"),
+    "offload_param": ("weights", "3"),
+    "cpu_offload": ("the optimizer's state", "1, 2 or 3"),
 }
-"""Settings of ZeRO that move something out of the GPU's memory, `cpu_offload` in DeepSpeed's older files."""
+"""Settings of ZeRO that move something out of the GPU's memory, and the stages that shard it instead.
+
+DeepSpeed's older files have `cpu_offload`."""
 
 
 def check_file(
@@ -117,13 +119,13 @@ def _loss_scale_keys(config: Config) -> Collection[str]:
 def _offload(settings: Mapping[str, Any]) -> Iterator[str]:
     """Find what DeepSpeed would keep in the host's memory or on a disk, and nothing here does."""
     section = settings.get("zero_optimization", {})
-    for name, what in _OFFLOADED.items() if isinstance(section, dict) else ():
+    for name, (what, stages) in _OFFLOADED.items() if isinstance(section, dict) else ():
         value = section.get(name)
         device = value.get("device", "none") if isinstance(value, dict) else "cpu" if value else "none"
         if device not in ("none", None):
             yield (
-                f"zero_optimization.{name} moves {what} to {device}, which megalite does not: remove it; "
-                "--zero-stage 1 to 3 shards it over data-parallel ranks"
+                f"zero_optimization.{name} offloads {what} to {device}, which megalite does not support: "
+                f"remove it; --zero-stage {stages} shards {what} over data-parallel ranks"
             )
 
 

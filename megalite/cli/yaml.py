@@ -54,7 +54,7 @@ def _compose(path: str) -> yaml.Node | None:
     except (OSError, UnicodeError) as error:
         raise UserError(f"--config {path} cannot be read: {_reason(error)}") from None
     except RecursionError:
-        raise UserError(f"--config {path} is no settings: it is nested too deep") from None
+        raise UserError(f"--config {path} is not a settings file: it is nested too deeply") from None
     except yaml.YAMLError as error:
         raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     assert root is None or isinstance(root, yaml.Node)

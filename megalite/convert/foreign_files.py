@@ -136,7 +136,7 @@ def read_pickled(file: Path, allow_inert: bool = False) -> Any:
 def _check_file(file: Path) -> None:
     """Refuse what is no regular file: to open a pipe would wait for its other end."""
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} cannot be read: it is no regular file")
+        raise UserError(f"{file} cannot be read: it is not a regular file")
 
 
 @contextmanager

@@ -56,7 +56,9 @@ def _check_numbers(model: ModelConfig) -> None:
         if field.group == "model" and field.kind.item in (int, float):
             value, kinds = getattr(model, field.name), (int,) if field.kind.item is int else (int, float)
             if not (isinstance(value, kinds) or (value is None and field.kind.is_optional)):
-                raise UserError(f"transformers' config gives {field.name} as {value!r}, which is no number")
+                raise UserError(
+                    f"transformers' config gives {field.name} as {value!r}, which is not a number"
+                )
     if problem := next(range_problems(Config(model=model)), None):
         raise UserError(f"transformers' config cannot be converted: {problem.text}")
 

@@ -113,7 +113,9 @@ class Entry:
             return self.transform.from_hf(parts, config).contiguous()
         except RuntimeError:
             given = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
-            raise UserError(f"{given}: not of the config's shapes, is it another model's?") from None
+            raise UserError(
+                f"{given}: not of the config's shapes, is config.json from another model?"
+            ) from None
 
 
 @dataclass(frozen=True)

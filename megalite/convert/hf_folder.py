@@ -108,7 +108,7 @@ class HFSource:
         if model.num_layers > len(self._files.files):  # before a list of all layers is made
             raise UserError(
                 f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
-                "layers: is it another model's?"
+                "layers: is config.json from another model?"
             )
         self.hugging_face = recorded_of(self._files.config, settings)
         if (note := rounding_note(self._files.config)) is not None:

@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.storage import MappedBytes, is_remote, no_link, open_new
+from megalite.data.storage import MappedBytes, is_remote
+from megalite.folders import no_follow, open_new
 from megalite.log import THIS_RANK, log
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -139,7 +140,7 @@ class _Entry:
         except (ValueError, RecursionError, OSError) as error:  # UserError is a ValueError
             return str(error)
         except (KeyError, TypeError):
-            return f"{self.description.name} holds no checksums of the arrays"
+            return f"{self.description.name} has no checksums of the arrays"
         arrays = {name: array for name, (array, _) in pairs.items()}
         return CachedArrays(arrays, tuple(file for _, file in pairs.values()))
 
@@ -248,7 +249,7 @@ def _warn_not_kept(entry: _Entry, error: OSError) -> None:
 @contextmanager
 def _locked(entry: _Entry) -> Iterator[CachedArrays | str]:
     """Hold the entry's lock, and give what `load` returns then: another process may have built it."""
-    with open(entry.lock, "ab", opener=no_link) as file:
+    with open(entry.lock, "ab", opener=no_follow) as file:
         told = time.monotonic() - _TELL_SECONDS
         while not _try_lock(file.fileno()):
             if isinstance(loaded := entry.load(), CachedArrays):

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
-from megalite.data.storage import open_new
 from megalite.errors import UserError
+from megalite.folders import open_new
 
 _SMALL_VOCAB_SIZE = 65500
 _MAX_LENGTH = 2**31 - 1

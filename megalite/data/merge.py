@@ -11,9 +11,10 @@ from typing import Any, BinaryIO
 import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, IndexedDataset
-from megalite.data.storage import open_new, require_local
+from megalite.data.storage import require_local
 from megalite.data.tokenizer_digest import copy_tokenizer_digest, digest_path, read_tokenizer_digest
 from megalite.errors import UserError
+from megalite.folders import open_new
 
 _BLOCK = 1 << 20
 """Entries of an index written at a time."""

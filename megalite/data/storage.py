@@ -48,24 +48,6 @@ def require_local(flag: str, path: str) -> None:
         raise UserError(f"{flag} {path} is a URL: write to this machine, and copy the files to the store")
 
 
-def open_new(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """Open a new file to write, in the place of any that has the name; `buffering` is that of `open`.
-
-    A link that somebody else put under a name that can be guessed is removed, not followed.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-    return open(path, "xb", buffering)
-
-
-def no_link(path: str, flags: int) -> int:
-    """Open a file for `open(opener=no_link)`, which refuses a symbolic link and does not wait at a fifo."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
 def open_bytes(path: str) -> MappedBytes:
     """Opens a file of this machine, or of any store that fsspec knows.
 

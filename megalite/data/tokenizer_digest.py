@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megalite.config import DataConfig
 from megalite.data.fast_bpe import SAMPLE
-from megalite.data.storage import open_new, read_small
+from megalite.data.storage import read_small
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.errors import UserError
+from megalite.folders import open_new
 from megalite.parsing import parse_json
 
 _NUM_PROBES = 2000

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megalite.data.documents import RecordError, find_inputs, parse_record, read_records
-from megalite.data.storage import open_new
 from megalite.errors import UserError
+from megalite.folders import open_new
 
 END_OF_TEXT = "<|endoftext|>"
 _MIN_BPE_SIZE = 257

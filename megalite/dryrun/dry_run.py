@@ -82,7 +82,7 @@ def _repetition(config: Config, topology: Topology) -> Repetition | None:
     number = config.batch_size(dp)(0) // (config.training.micro_batch_size * dp)
     found = repetition_of(config, topology.pp, number)
     if found is not None:
-        text = "running %d of %d microbatches: this rank does the same for the others"
+        text = "running %d of %d microbatches: the others repeat the same work"
         log.info(text, found.num_microbatches, number)
     return found
 

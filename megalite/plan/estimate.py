@@ -14,8 +14,9 @@ from megalite.plan.parameters import total_parameters
 
 _GB = 1e9
 TIGHT_SHARE = 0.94
-"""Share of a GPU's memory from which on a plan that fits may still run out of memory: the planned memory of
-published runs is 6% off in the median."""
+"""Share of a GPU's memory above which a plan that fits may still run out of memory.
+
+Plans of published runs are typically off by 4 to 8%."""
 _DAY = 86400.0
 
 

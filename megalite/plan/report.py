@@ -82,8 +82,8 @@ def _memory_table(plan: Plan) -> Iterator[str]:
 def _tight(plan: Plan) -> str:
     share = plan.memory_bytes / plan.job.cluster.gpu.memory_bytes
     return (
-        f"this layout takes {share:.0%} of a GPU's memory, and planned memory is {1 - TIGHT_SHARE:.0%} off "
-        "in the median: it may run out of memory"
+        f"this layout takes {share:.0%} of a GPU's memory, and a plan is typically off by 4 to 8%: it may "
+        "run out of memory"
     )
 
 
@@ -116,7 +116,9 @@ def _large(number: float) -> str:
 
 
 def _plain(number: float) -> str:
-    """Return a positive number with at least four significant digits and never with an exponent."""
+    """Return a number with at least four significant digits and never with an exponent."""
+    if number == 0:
+        return "0"
     decimals = max(0, 3 - math.floor(math.log10(number)))
     text = f"{number:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
@@ -157,8 +159,8 @@ def search_lines(request: Request, best: Sequence[Plan], found: Findings) -> Ite
     available = request.cluster.gpu.memory_bytes / _GB
     if any(plan.is_tight for plan in best):
         yield (
-            f"! more than {TIGHT_SHARE:.0%} of a GPU's {available:.1f} GB: planned memory is "
-            f"{1 - TIGHT_SHARE:.0%} off in the median, so this layout may run out of memory"
+            f"! takes more than {TIGHT_SHARE:.0%} of a GPU's {available:.1f} GB: a plan is typically off by "
+            "4 to 8%, so this layout may run out of memory"
         )
     if found.too_large:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in found.too_large.most_common())

@@ -17,8 +17,8 @@ from megalite.reporting.history import History, read_history
 from megalite.reporting.trace import is_pipeline_trace
 
 _DEPTH = 3
-_MAX_CONFIG_BYTES = 1 << 24
 """Folders that are searched, one in the other, from the run's own."""
+_MAX_CONFIG_BYTES = 1 << 24
 _MANY = 20_000
 """Entries that a folder may have: more is a data set, or not a run's folder at all."""
 

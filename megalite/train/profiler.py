@@ -128,7 +128,7 @@ def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> st
             newest.unlink()
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: there is no file at all
         return str(error)
-    return None if is_whole else "it is cut: is the disk full?"
+    return None if is_whole else "the file is incomplete: is the disk full?"
 
 
 class _NsysProfile:

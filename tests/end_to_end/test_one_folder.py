@@ -88,7 +88,7 @@ def test_the_successor_of_a_killed_run_does_not_wait(tmp_path: Path) -> None:
     with _started(folder, max(iterations_of(folder)) + 2, JOB) as successor:
         assert successor.wait() == 0
     assert f"--save {folder} is taken over: its holder has ended (process " in successor.log.read_text()
-    assert "waiting for a sign of life" not in successor.log.read_text()
+    assert "waiting to see whether that run is alive" not in successor.log.read_text()
     assert killed.told().resumed_at == 0
     assert successor.told().resumed_at
     assert not list(folder.glob("lease.*"))

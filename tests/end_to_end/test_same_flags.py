@@ -37,7 +37,8 @@ def test_ranks_with_different_flags_end_before_they_train(corpus: str) -> None:
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1] * 2
     assert outputs[0][1].splitlines() == [
-        f"error: {flag} differs between ranks: rank 1 has {one}, rank 0 has {zero}; give every rank the same"
+        f"error: {flag} differs between ranks: rank 1 has {one}, rank 0 has {zero}; start every rank with "
+        "the same"
         for flag, one, zero in (("--lr", "0.0002", "0.0003"), ("--tensor-model-parallel-size", "2", "1"))
     ]
     assert not any("iteration" in out for out, _ in outputs)

@@ -142,7 +142,7 @@ def test_a_corpus_that_grew_is_refused_and_a_copy_is_not(
     assert error.startswith(
         f"checkpoint {saved}/iter_0000004 is of other data: corpus {corpus} 40 sequences in 20,400 bytes, "
     )
-    assert "give --allow-data-change to go on in the order of the new data" in error
+    assert "pass --allow-data-change to continue in the order of the new data" in error
     allowed = train(*flags, "--data-path", grown, "--allow-data-change")
     assert figures(allowed, "iteration") == [5]
     assert any("the samples that follow are taken from the new order" in line for line in allowed.warnings)

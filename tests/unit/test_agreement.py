@@ -48,7 +48,7 @@ def test_ranks_that_agree_go_on_and_are_asked_again() -> None:
     for seed in ("1", "2"):
         assert told([BASE | {"--seed": seed}] * 3, store) == [None] * 3
     assert set(told([BASE, BASE, BASE | {"--seed": "3"}], store)) == {
-        "--seed differs between ranks: rank 2 has 3, the others 1234; give every rank the same"
+        "--seed differs between ranks: rank 2 has 3, the others 1234; start every rank with the same"
     }
 
 
@@ -62,8 +62,8 @@ def test_each_field_names_its_ranks_and_values() -> None:
     other, third = BASE | {"--lr": "0.0002"}, BASE | {"--lr": "0.0003", "--seed": "5"}
     assert message([other, BASE, other, third, BASE, BASE, BASE]).splitlines() == [
         "--lr differs between ranks: rank 3 has 0.0003, ranks 0, 2 have 0.0002, the others 0.0001; "
-        "give every rank the same",
-        "--seed differs between ranks: rank 3 has 5, the others 1234; give every rank the same",
+        "start every rank with the same",
+        "--seed differs between ranks: rank 3 has 5, the others 1234; start every rank with the same",
     ]
 
 

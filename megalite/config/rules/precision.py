@@ -24,7 +24,7 @@ def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
         if scale is not None and scale > MAX_LOSS_SCALE:
             yield Problem(
                 (name,),
-                f"{flag_of(name)} {scale:g} is above 2**64, the largest that is used: give a smaller one",
+                f"{flag_of(name)} {scale:g} is above 2**64, the maximum: give a smaller one",
             )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megalite.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megalite.data.preprocessing.shard import COUNTS, Extent
-from megalite.data.storage import open_new
+from megalite.folders import open_new
 
 _BLOCK = 1 << 20
 _NOT_HERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)

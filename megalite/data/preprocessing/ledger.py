@@ -15,8 +15,8 @@ from typing import Any
 from megalite.data.preprocessing.encoder import CannotWrite, ColumnResult, PieceResult
 from megalite.data.preprocessing.pool import WorkerDied
 from megalite.data.preprocessing.shard import Extent
-from megalite.data.storage import no_link, open_new
 from megalite.errors import UserError
+from megalite.folders import no_follow, open_new
 
 
 class Ledger:
@@ -50,7 +50,7 @@ class Ledger:
                     f"{self.folder} is a symbolic link: remove it, or give another --output-prefix"
                 )
             os.makedirs(self.folder, exist_ok=True)
-            self._lock = open(Path(self.folder, "lock"), "w", opener=no_link)
+            self._lock = open(Path(self.folder, "lock"), "w", opener=no_follow)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
@@ -62,7 +62,7 @@ class Ledger:
                 self.header = json.loads(self._header_path.read_text())
             except ValueError as error:
                 raise UserError(
-                    f"{self._header_path} is damaged ({error}): remove {self.folder}, and start anew"
+                    f"{self._header_path} is damaged ({error}): remove {self.folder}, and start again"
                 ) from None
             self._has_earlier_work = True
         return self
@@ -100,7 +100,7 @@ class Ledger:
     def go_on(self) -> Iterator[PieceResult]:
         """The results of the interrupted run; what is appended later follows them."""
         whole = 0
-        self._lines = open(self._lines_path, "r+b", buffering=0, opener=no_link)
+        self._lines = open(self._lines_path, "r+b", buffering=0, opener=no_follow)
         with open(self._lines_path, "rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megalite.data.storage import open_new
+from megalite.folders import open_new
 from megalite.parsing import parse_json
 
 _BLOCK = 1 << 20

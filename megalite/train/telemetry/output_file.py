@@ -57,8 +57,8 @@ class OutputFile:
         except OSError as error:
             if not self._is_failing:
                 log.warning(
-                    "%s cannot be written (%s): training goes on; free space, and what is missing is written "
-                    "then (at most %d MiB are held)",
+                    "%s cannot be written (%s): training continues; up to %d MiB of records are kept, and "
+                    "written once there is space",
                     self._name,
                     error.strerror,
                     MAX_HELD_BYTES >> 20,
@@ -67,7 +67,7 @@ class OutputFile:
             self._is_failing = True
             return
         if self._is_failing:
-            lost = f"; {self._num_lost} records are lost" if self._num_lost else ""
+            lost = f"; {self._num_lost} records were lost" if self._num_lost else ""
             log.warning("%s is written again%s", self._name, lost, extra=THIS_RANK)
         self._is_failing, self._num_lost = False, 0
 
@@ -76,7 +76,10 @@ class OutputFile:
         self.flush()
         if num_lost := self._num_lost + len(self._records):
             log.warning("%s: the last %d records are lost", self._name, num_lost, extra=THIS_RANK)
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # NFS reports only here that a quota is exceeded
+            log.warning("%s: its last records may be lost (%s)", self._name, error.strerror, extra=THIS_RANK)
 
     def _write_some(self) -> None:
         """Write the rest of the first record, or as much of it as there is room for."""

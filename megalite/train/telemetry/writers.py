@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
+from megalite.log import THIS_RANK, log
 from megalite.topology import Topology
 from megalite.train.telemetry.log_line import LogLineWriter, startup_line
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
@@ -136,8 +137,10 @@ class Writers:
         self.close(has_failed=error is not None)
 
     def _stop_if_lost(self) -> None:
-        """Writes no more where another run has taken over the folder; the run itself ends soon after."""
-        if self._lease is not None and self._lease.is_lost():
+        """Write no more if another run has taken over the folder; the run itself ends soon after."""
+        writes = bool(self._logs or self._boards)
+        if writes and self._lease is not None and self._lease.is_lost():
+            log.warning("%s", self._lease.loss(), extra=THIS_RANK)
             self._logs, self._boards = [], []
 
     def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesOfRanks:

@@ -182,7 +182,7 @@ DAMAGE = {
     "mp_rank_01 has none of": lose_a_rank,
     "iter_0000099 is not there: of iterations there are iter_0000012": lose_an_iteration,
     "model_optim_rng.pt cannot be read": cut_short,
-    "model_optim_rng.pt cannot be read: it is no regular file": lambda folder: make_pipe(
+    "model_optim_rng.pt cannot be read: it is not a regular file": lambda folder: make_pipe(
         folder / "iter_0000012" / "mp_rank_00" / "model_optim_rng.pt"
     ),
     "iteration.txt cannot be read: it has more than": lambda folder: write_tracker(folder, "1" * 5000),

@@ -77,8 +77,8 @@ def test_a_latest_that_names_none_is_told(tmp_path: Path, content: bytes) -> Non
 
 
 LATEST_THAT_IS_NONE = {
-    "latest cannot be read (it is no regular file)": Path.mkdir,
-    "it is no regular file": make_pipe,
+    "latest cannot be read (it is not a regular file)": Path.mkdir,
+    "it is not a regular file": make_pipe,
     "it is a symbolic link": lambda file: file.symlink_to("/dev/zero"),
     "it has more than 256 bytes": lambda file: file.write_text("iter_" + 5000 * "1"),
     "it is no text": lambda file: file.write_bytes(b"\x80"),

@@ -130,7 +130,7 @@ def test_other_updates_and_samples_are_refused_unless_a_flag_allows_them(
     compare, flag: str, group: str, values: dict[str, Any], words: str
 ) -> None:
     here = changed(group, values)
-    with pytest.raises(UserError, match=f"give --allow-{flag}-change to go on") as caught:
+    with pytest.raises(UserError, match=f"pass --allow-{flag}-change to continue") as caught:
         compare(CONFIG, here)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

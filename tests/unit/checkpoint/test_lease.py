@@ -103,8 +103,8 @@ def test_silence_is_waited_for_where_nobody_can_know(tmp_path: Path, content, li
     lease = HeldLease.take(tmp_path)
     assert names(tmp_path) == {"lease.2"}
     waiting, told = lines.messages
-    assert waiting.endswith(": waiting for a sign of life")
-    assert "is taken over: its holder gave no sign of life for 0.1 s (" in told
+    assert waiting.endswith(": waiting to see whether that run is alive")
+    assert "is taken over: its holder has shown no heartbeat for 0.1 s (" in told
     lease.release()
 
 

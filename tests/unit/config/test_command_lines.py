@@ -260,9 +260,9 @@ def test_no_setting_of_a_deepspeed_file_is_passed_over_in_silence(tmp_path: Path
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer moves the optimizer's state to cpu"),
-        ({"offload_param": {"device": "nvme"}}, "offload_param moves weights to nvme"),
-        ({"cpu_offload": True}, "cpu_offload moves the optimizer's state to cpu"),
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer offloads the optimizer's state to cpu"),
+        ({"offload_param": {"device": "nvme"}}, "offload_param offloads weights to nvme"),
+        ({"cpu_offload": True}, "cpu_offload offloads the optimizer's state to cpu"),
     ],
 )
 def test_a_deepspeed_file_that_offloads_is_refused(

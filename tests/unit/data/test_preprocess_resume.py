@@ -256,7 +256,7 @@ def test_a_signal_ends_the_tool_and_its_workers_in_one_line(
     (os.killpg if to_group else os.kill)(run.pid, number)
     output, errors = run.communicate(timeout=60)  # until the workers have closed their ends too
     assert (run.returncode, output) == (status, "")
-    assert errors == f"{said}: the same command with --resume goes on\n"
+    assert errors == f"{said}: run the same command with --resume to continue\n"
 
 
 def test_a_worker_ends_with_the_first_process_amid_a_piece(tmp_path: Path) -> None:

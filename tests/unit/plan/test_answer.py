@@ -291,7 +291,7 @@ def test_a_layout_that_nearly_fills_the_memory_is_marked() -> None:
     needed = plan(kept)["layouts"][0]["memory_gb"] * 1e9 / 2**30
     text = lines(f"{kept} --gpu-set memory_gib={needed / 0.98 + DRIVER_GIB}")
     assert f"{needed * 2**30 / 1e9:7.1f}! " in text
-    assert "! more than 94% of a GPU's" in text
+    assert "! takes more than 94% of a GPU's" in text
     assert "\nwarning: this layout takes 98% of a GPU's memory" in text
 
 

@@ -173,7 +173,7 @@ def test_more_than_can_be_held_is_lost_by_whole_records(
     file.flush()
     file.close()
     assert path.read_bytes() == b"aaaa\nbbbb\n"
-    assert _warnings(caplog)[-1] == f"--flag {path} is written again; 2 records are lost"
+    assert _warnings(caplog)[-1] == f"--flag {path} is written again; 2 records were lost"
 
 
 def test_wandb_that_fails_ends_nothing(
@@ -218,8 +218,8 @@ def test_a_trace_that_is_cut_is_told_and_removed(
             profile.step()
     folder = tmp_path / "profile"
     assert _warnings(caplog) == [
-        f"--profile-execution: the trace in {folder} cannot be written (it is cut: is the disk full?): "
-        "training goes on without it"
+        f"--profile-execution: the trace in {folder} cannot be written (the file is incomplete: is the disk "
+        "full?): training goes on without it"
     ]
     assert not list(folder.iterdir())
 
@@ -245,5 +245,5 @@ def test_a_log_that_cannot_be_written_changes_no_status(is_buffered: bool) -> No
     assert run.returncode == 0
     assert run.stderr == (
         "warning: the log cannot be written (No space left on device): the run goes on, and messages are "
-        "lost until there is room\n"
+        "lost until there is space\n"
     )
