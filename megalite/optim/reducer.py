@@ -60,6 +60,11 @@ class GradReducer:
             main_grad = MainGrad(partial(each.sum_of, slot), partial(take, slot.parameter))
             slot.parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
+    def remove_main_grads(self) -> None:
+        """Leave the gradients of all parameters to autograd."""
+        for _, slot, _ in self._takers():
+            slot.parameter.main_grad = None  # type: ignore[attr-defined]
+
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients; expects each parameter's from each of `num_microbatches` backward passes."""
         self.num_microbatches = num_microbatches

@@ -21,7 +21,7 @@ from megalite.verify.compare import TOLERANCES, compare
 from megalite.verify.layout import TABLE, Layout
 from megalite.verify.record import Record, record_run
 
-NUM_ITERATIONS = 20
+NUM_ITERATIONS = 10
 GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZE = 2
 LAYOUTS = ("tp2", "pp2", "dp2", "tp2pp2", "tp2dp2", "pp2dp2", "tp4", "pp4", "dp4", "tp2pp2dp2")
