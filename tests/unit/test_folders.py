@@ -30,5 +30,5 @@ def test_what_a_link_leads_to_is_read_where_it_is_asked_for(tmp_path):
     with pytest.raises(OSError, match="more than 3 bytes"):
         read_regular(tmp_path / "file", 3)
     (tmp_path / "device").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_regular(tmp_path / "device", 4, follow=True)
