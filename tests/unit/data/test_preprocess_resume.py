@@ -248,7 +248,14 @@ def test_a_signal_ends_the_tool_and_its_workers_in_one_line(
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(source), "--workers", "3"]
     command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "byte"]
     run = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts what it runs in the background with Ctrl-C ignored, and the tool leaves it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     while run.poll() is None and len(children.read_text().split()) < 3:  # one is multiprocessing's own
