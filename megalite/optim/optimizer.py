@@ -65,7 +65,7 @@ class Optimizer:
         stage = parallel.zero_stage_among(topology.dp.size)
         self.gradients = self._make_gradients(list(named_parameters), parallel, stage)
         self.reducer = self._make_reducer(parallel)
-        self.fuses_weight_gradients = fuses_weight_gradients
+        self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
         self.states = [BucketState(each.bucket, each.owned) for each in self.gradients]
         self.adamw = AdamW(self.states, config, topology.device)
         self.scaler = build_loss_scaler(config, dtype)
@@ -94,8 +94,8 @@ class Optimizer:
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients and gets ready for that many backward passes."""
         self.reducer.begin(num_microbatches)
-        if self.fuses_weight_gradients:
-            self.reducer.set_main_grads()
+        for parameter, main_grad in self.main_grads.items():
+            parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
         """Completes the gradients over all ranks.
@@ -106,8 +106,8 @@ class Optimizer:
         Returns:
             Their global norm, as if the scaler had not scaled the loss: an fp64 scalar on the device.
         """
-        if self.fuses_weight_gradients:
-            self.reducer.remove_main_grads()  # a backward pass outside of an iteration is autograd's alone
+        for parameter in self.main_grads:  # a backward pass outside of an iteration is autograd's alone
+            parameter.main_grad = None  # type: ignore[attr-defined]
         with observed(self.observers, "all-grads-sync"):
             self.reducer.finish()
             if self.sums_over_tp:

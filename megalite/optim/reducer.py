@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.optim.flat import Slot
 from megalite.optim.gradients import Message, WholeGradients
@@ -54,16 +54,12 @@ class GradReducer:
             if each is last or dp.size > 1 or not each.has_views:
                 slot.parameter.register_post_accumulate_grad_hook(take)
 
-    def set_main_grads(self) -> None:
-        """Set `main_grad` on every parameter, for linear layers that add to the buffers without autograd."""
-        for each, slot, take in self._takers():
-            main_grad = MainGrad(partial(each.sum_of, slot), partial(take, slot.parameter))
-            slot.parameter.main_grad = main_grad  # type: ignore[attr-defined]
-
-    def remove_main_grads(self) -> None:
-        """Leave the gradients of all parameters to autograd."""
-        for _, slot, _ in self._takers():
-            slot.parameter.main_grad = None  # type: ignore[attr-defined]
+    def main_grads(self) -> dict[nn.Parameter, MainGrad]:
+        """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""
+        return {
+            slot.parameter: MainGrad(partial(each.sum_of, slot), partial(take, slot.parameter))
+            for each, slot, take in self._takers()
+        }
 
     def begin(self, num_microbatches: int) -> None:
         """Empties the gradients; expects each parameter's from each of `num_microbatches` backward passes."""
