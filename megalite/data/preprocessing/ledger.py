@@ -17,6 +17,7 @@ from megalite.data.preprocessing.pool import WorkerDied
 from megalite.data.preprocessing.shard import Extent
 from megalite.errors import UserError
 from megalite.folders import no_follow, open_new
+from megalite.parsing import parse_json
 
 
 class Ledger:
@@ -59,7 +60,7 @@ class Ledger:
             raise UserError(f"cannot write {self.folder}: {error.strerror}") from None
         if self._header_path.exists():
             try:
-                self.header = json.loads(self._header_path.read_text())
+                self.header = parse_json(self._header_path.read_text())
             except ValueError as error:
                 raise UserError(
                     f"{self._header_path} is damaged ({error}): remove {self.folder}, and start again"
@@ -106,7 +107,7 @@ class Ledger:
                 if not line.endswith(b"\n"):
                     break
                 whole += len(line)
-                yield _from_json(json.loads(line))
+                yield _from_json(parse_json(line))
         self._lines.truncate(whole)
         self._lines.seek(whole)
 
