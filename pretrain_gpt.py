@@ -10,31 +10,28 @@ import sys
 from collections.abc import Sequence
 
 from megalite.checkpoint.lease import hold_folder
-from megalite.cli import parse, run_main
 from megalite.config import Config
-from megalite.dryrun.dry_run import dry_run
-from megalite.topology import Launch, Topology, refusal_reported
-from megalite.train.health.watchdog import watched
-from megalite.train.loop import train
+from megalite.config.command_line import parse
+from megalite.config.entry_point import run_main
+from megalite.distributed.topology import Launch, Topology, refusal_reported
+from megalite.dry_run.dry_run import dry_run
+from megalite.train.callbacks import default_callbacks
+from megalite.train.loop import Callback, train
 from megalite.train.out_of_memory import memory_explained
-from megalite.train.prepare import (
-    announce,
-    build_data,
-    listen,
-    open_writers,
-    prepare_process,
-    resolve_vocabulary,
-    settings_of,
-)
 from megalite.train.resume import resume
-from megalite.train.stopping.signals import StopSignals
-from megalite.train.stopping.stop import StopConditions, leave_if_switched_off
-from megalite.train.telemetry.timers import Timers
+from megalite.train.run_context import resolve_run
+from megalite.train.run_datasets import build_data
+from megalite.train.setup import announce, listen, open_writers, prepare_process, settings_of
+from megalite.train.stopping import StopConditions, StopSignals, leave_if_switched_off
 from megalite.train.trainer import Trainer
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs one rank from its command line to the end of training."""
+def main(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> None:
+    """Run one rank from its command line to the end of training.
+
+    Args:
+        callbacks: your own, called before the run's.
+    """
     with refusal_reported():
         config, notices = parse(arguments)
         if config.dry_run.dry_run:
@@ -43,28 +40,26 @@ def main(arguments: Sequence[str]) -> None:
         prepare_process(config, notices, launch)
 
     with listen(config, launch) as signals:
-        # In the block: signals that still come do not change the status.
-        raise SystemExit(run(config, launch, signals))
+        # Inside the block, so that later signals do not change the exit status.
+        raise SystemExit(pretrain(config, launch, signals, callbacks))
 
 
-def run(config: Config, launch: Launch, signals: StopSignals) -> int:
+def pretrain(config: Config, launch: Launch, signals: StopSignals, callbacks: Sequence[Callback]) -> int:
     """Join the other ranks, train, and return the exit status."""
     with Topology.start(config.parallel, launch, must_agree=settings_of(config)) as topology:
         leave_if_switched_off(config.training, topology)
         with hold_folder(config.checkpoint.save, topology) as lease:
-            config = resolve_vocabulary(config, topology)
-            timers = Timers(topology.device, config.logging.timers_level)
-            datasets = build_data(config, topology, timers)
+            run = resolve_run(config, topology, lease=lease)
+            datasets = build_data(run)
             with (
-                open_writers(config, topology, lease) as writers,
-                memory_explained(config, topology),
-                Trainer(config, topology, datasets, timers, lease) as trainer,
+                open_writers(run) as writers,
+                memory_explained(run.config, topology),
+                Trainer(run, datasets) as trainer,
             ):
                 announce(trainer)
                 resume(trainer, launch)
-                stop = StopConditions(config.training, topology, signals, lease)
-                with watched(trainer):
-                    return train(trainer, writers, stop)
+                stop_conditions = StopConditions(config.training, topology, signals, lease)
+                return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers)])
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import torch
 from turns import Work
 
 from megalite.config import Config
-from megalite.model.stage import DTYPES
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
+from megalite.model.gpt_stage import DTYPES
 
 SIZES = {"cpu": (2048, 1), "cuda": (8192, 20)}
 """Rows and columns of the matrices, and how many products make a turn."""

@@ -22,16 +22,14 @@ import torch
 from clock import Clock
 from torch import Tensor
 
-from megalite import host
 from megalite.config import ModelConfig, ParallelConfig
+from megalite.distributed.topology import Launch, Topology
+from megalite.hardware import cpu
 from megalite.kernels import Drop
-from megalite.model.attention_core import AttentionCore, SdpaCore
-from megalite.model.documents import Documents
+from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
+from megalite.model.gpt_stage import DTYPES
 from megalite.model.positions import attention_bias
-from megalite.model.stage import DTYPES
-from megalite.model.unfused import UnfusedCore
-from megalite.parallel.shard import Placement
-from megalite.topology import Launch, Topology
+from megalite.tensor_parallel.parameter_shard import LayerContext
 
 SHAPES = (
     (128, 8, 16, 64),
@@ -62,7 +60,7 @@ def plain(bias: Tensor) -> Run:
 
 def of_core(core: AttentionCore, ids: Tensor | None, drop: Drop) -> Run:
     """A core with what the documents come to, made before as a stage does."""
-    mask = core.places(Documents(document_ids=ids)).mask
+    mask = None if ids is None else core.mask(ids)
     return lambda q, k, v: core(q, k, v, mask, drop)
 
 
@@ -72,14 +70,14 @@ def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Top
     config = ModelConfig(
         num_attention_heads=n, hidden_size=n * d, seq_length=s, position_embedding_type=KINDS[kind]
     )
-    place = Placement(topology.tp, dtype, topology.device)
+    context = LayerContext(topology, dtype)
     ids = None
     if kind == "packed":
         ids = (torch.arange(s, device=topology.device) * 4 // s).expand(b, s)
     numbers = torch.arange(b, device=topology.device)
     nothing, some = Drop(0.0, 1, numbers), Drop(0.1, 1, numbers)
-    sdpa, unfused = SdpaCore(config, place), UnfusedCore(config, place)
-    bias = attention_bias(config, place, s) if ids is None else sdpa.mask(ids)
+    sdpa, unfused = SdpaCore(config, context), UnfusedCore(config, context)
+    bias = attention_bias(config, context, s) if ids is None else sdpa.mask(ids)
     return {
         "sdpa": of_core(sdpa, ids, nothing),
         "unfused": of_core(unfused, ids, nothing),
@@ -130,7 +128,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seq-lengths", nargs="+", type=int, help="of the shapes, only these")
     args = parser.parse_args()
-    host.keep_freed_memory()
+    cpu.keep_freed_memory()
     with Topology.start(ParallelConfig(num_threads=args.threads), Launch(0, 1, 0, 1)) as topology:
         torch.set_num_threads(args.threads)
         print(f"torch {torch.__version__}, {args.threads} thread(s); times over sdpa's, smaller is faster")

@@ -29,42 +29,43 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.distributed.topology import Launch, Topology
 from megalite.log import log
-from megalite.optim.part import Part
-from megalite.parallel.shard import ParameterSpec
-from megalite.topology import Launch, Topology
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import ParameterSpec
 
 NUM_LAYERS = 24
 
 
-def state_of(num_bytes: int) -> dict[str, Tensor | Part]:
+def state_of(num_bytes: int) -> dict[str, Tensor | ParameterShard]:
     """Weights and moments of square matrices, as the optimizer has them: views of three flat tensors."""
     size = int((num_bytes / 4 / 3 / NUM_LAYERS) ** 0.5)
     spec = ParameterSpec((size, size))
-    state: dict[str, Tensor | Part] = {"optimizer.num_steps": torch.tensor(3.0)}
+    state: dict[str, Tensor | ParameterShard] = {"optimizer.num_steps": torch.tensor(3.0)}
     for what in ("model.{}.weight", "optimizer.{}.weight.exp_avg", "optimizer.{}.weight.exp_avg_sq"):
         flat = torch.randn(NUM_LAYERS * size * size)
         for layer, elements in enumerate(flat.split(size * size)):
             name = what.format(f"layers.{layer}.mlp")
-            state[name] = Part(elements, 0, (size, size), spec, is_copied=True)
+            state[name] = ParameterShard(elements, 0, (size, size), spec, is_copied=True)
     return state
 
 
-def plain(state: dict[str, Tensor | Part]) -> dict[str, Tensor]:
+def plain(state: dict[str, Tensor | ParameterShard]) -> dict[str, Tensor]:
     """The same tensors, for torch.save."""
     return {
-        name: each.tensor.view(each.shape) if isinstance(each, Part) else each for name, each in state.items()
+        name: each.tensor.view(each.shape) if isinstance(each, ParameterShard) else each
+        for name, each in state.items()
     }
 
 
 class Bench:
     """The timed actions, on one state in one folder."""
 
-    def __init__(self, folder: Path, state: dict[str, Tensor | Part], topology: Topology) -> None:
+    def __init__(self, folder: Path, state: dict[str, Tensor | ParameterShard], topology: Topology) -> None:
         self.file = folder / "state.pt"
         self.state, self.topology = state, topology
         self.plain = plain(state)
@@ -103,7 +104,7 @@ class Bench:
     def next(self) -> Contents:
         """Of another iteration than before: nothing is replaced."""
         self.iteration += 1
-        return Contents.of(Progress(self.iteration, 1), self.config, self.topology)
+        return Contents.of(TrainingProgress(self.iteration, 1), self.config, self.topology)
 
     def save(self) -> None:
         self.sync.save(self.next(), self.state)

@@ -10,11 +10,9 @@ import torch
 
 from megalite.config import Config
 from megalite.errors import UserError
-from megalite.plan.cluster import Cluster
-from megalite.plan.gpu import GPUS
-from megalite.plan.job import Job
-from megalite.plan.memory import rank_memories
-from megalite.plan.program import PROGRAMS, Program, own_program
+from megalite.hardware.gpus import GPUS
+from megalite.plan.planned_run import PROGRAMS, Cluster, PlannedRun, Program, own_program
+from megalite.plan.rank_memory import rank_memories
 
 _GB = 1e9
 PROCESS_BYTES = {"cpu": 0.5 * _GB, "cuda": 2.2 * _GB}
@@ -33,7 +31,7 @@ def step_bytes(config: Config, device_type: str, program: Program | None = None)
     gpu = replace(GPUS["h200"], residual_gb=0.0)
     tp = config.parallel.tp
     cluster = Cluster(gpu, tp, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    planned = rank_memories(Job(config, cluster, program or own_program(config.model)))[0]
+    planned = rank_memories(PlannedRun(config, cluster, program or own_program(config.model)))[0]
     held = planned.weights + planned.gradients + planned.optimizer
     has_gaps = device_type == "cpu" and program is None and config.parallel.keep_freed_memory
     return PROCESS_BYTES[device_type] + held + (planned.total - held) * (GAPS if has_gaps else 1.0)

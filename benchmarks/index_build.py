@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.blend import normalized
-from megalite.data.gpt_index import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
+from megalite.data.gpt_dataset import EpochPlan, GPTIndex, build_gpt_index, plan_epochs
 
 SEED = 1234
 

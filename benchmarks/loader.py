@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.data.batch import Microbatch, load_microbatch
-from megalite.data.gpt import GPTDataset
-from megalite.data.indexed import IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.batch_loader import read_microbatch
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.microbatch import Microbatch
 
 SEED = 1234
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[
     theirs = megatron_dataset(prefix, num_samples, seq_length)
 
     def gathered(samples: np.ndarray) -> Microbatch:
-        return load_microbatch(dataset, samples, CPU)
+        return read_microbatch(dataset, samples, CPU)
 
     def one_by_one(samples: np.ndarray) -> Microbatch:
         text = torch.from_numpy(np.stack([dataset[i] for i in samples.tolist()]))

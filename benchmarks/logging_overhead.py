@@ -21,17 +21,15 @@ from typing import Any
 import torch
 
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.observer import Observer
+from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.observer import Observer
-from megalite.topology import Topology
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.marks import HostMarks
 from megalite.train.telemetry.metrics import IntervalMeter
-from megalite.train.telemetry.timers import LEVELS, Timers
+from megalite.train.telemetry.timers import LEVELS, Timers, WallClock
 from megalite.train.telemetry.writers import Writers
-from megalite.train.tracing.spans import Recorder
-from megalite.train.trainer import Trainer
+from megalite.train.tracing import Recorder
+from megalite.train.trainer import Trainer, start_trainer
 
 WRITES = 100
 
@@ -59,7 +57,7 @@ def observing(trainer: Trainer, level: int, iterations: int) -> float:
     observer: Observer[Any] = trainer.timers
     trainer.timers.level = level
     if level == 3:
-        observer, trainer.timers.level = Recorder(HostMarks(), HostMarks()), 0
+        observer, trainer.timers.level = Recorder(WallClock(), WallClock()), 0
     billed = Billed(observer)
     trainer.timers.observers[:] = [billed]
     lists = trainer.observer_lists() if level else []
@@ -91,8 +89,8 @@ def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> fl
             for name in LEVELS:
                 with timers(name):
                     pass
-            meter.add(result.loss, result.grad_norm, result.skipped, result.num_samples)
-            metrics = meter.take(number, number, result.learning_rate, result.num_samples)
+            meter.add(result)
+            metrics = meter.take(number)
             writers.iteration(1, metrics, timers)
     return (time.process_time() - start) / WRITES / iteration_seconds
 
@@ -101,7 +99,7 @@ def measure(topology: Topology, config: Config, iterations: int) -> dict[str, fl
     """Shares of an iteration by what is done, of this rank."""
     log.setLevel(logging.ERROR)
     timers = Timers(topology.device)
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    trainer = start_trainer(config, topology, timers)
     shares = {f"timers of level {level}": observing(trainer, level, iterations) for level in range(3)}
     shares["--trace-pipeline, while it records"] = observing(trainer, 3, iterations)
     for level in range(3):

@@ -19,10 +19,10 @@ from one_rank_peers import adamw, adamw_on_main_weights, initial_weights, packag
 from torch import Tensor, nn
 from turns import LeftOutError, Work
 
+from megalite.checkpoint.convert.megatron_tensors import our_name
 from megalite.config import Config, ModelConfig
-from megalite.convert.megatron_names import our_name
-from megalite.model.stage import DTYPES
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
+from megalite.model.gpt_stage import DTYPES
 
 _ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
 

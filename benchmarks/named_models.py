@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from megalite.cli import parse
 from megalite.config import (
     Config,
     DataConfig,
@@ -19,7 +18,8 @@ from megalite.config import (
     check_config,
     to_yaml,
 )
-from megalite.presets import PRESETS
+from megalite.config.command_line import parse
+from megalite.config.presets import PRESETS
 
 
 class NamedModel(NamedTuple):

@@ -19,15 +19,15 @@ from plain_gpt import PlainGPT, mean_loss
 from torch import Tensor, nn
 from turns import LeftOutError, Work
 
+from megalite.checkpoint.convert.hf_config_writer import hf_config_of
+from megalite.checkpoint.convert.hf_tensors import to_hf
 from megalite.config import Config, ModelConfig
-from megalite.convert.hf import to_hf
-from megalite.convert.hf_config_writer import hf_config_of
-from megalite.data.sampler import microbatch_samples
-from megalite.topology import Topology
-from megalite.train.chunks import build_chunks, named_parameters
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.data.batch_loader import microbatch_samples
+from megalite.distributed.topology import Topology
+from megalite.train.model_chunks import build_chunks, named_parameters
+from megalite.train.run_context import resolve_run
+from megalite.train.run_datasets import build_data
+from megalite.train.trainer import start_trainer
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 """Tokens and labels, ``[b, s]`` each, to the mean of the tokens' losses."""
@@ -37,8 +37,7 @@ Update = Callable[[], None]
 
 def megalite(config: Config, topology: Topology) -> Work:
     """Megalite's own training step."""
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    trainer = start_trainer(config, topology)
     num_parameters = sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks))
     return Work(lambda: trainer.step().loss, num_parameters)
 
@@ -135,7 +134,7 @@ def initial_weights(config: Config, topology: Topology) -> dict[str, Tensor]:
 
 def samples(config: Config, topology: Topology) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """The microbatches of each step, those that megalite's takes."""
-    dataset = build_data(config, topology, Timers()).train
+    dataset = build_data(resolve_run(config, topology)).train
     assert dataset is not None
     size, consumed = config.training.micro_batch_size, 0
     while True:

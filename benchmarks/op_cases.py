@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite import kernels
+from megalite.distributed.topology import Axis
 from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_compiled
-from megalite.parallel.loss import vocab_parallel_cross_entropy
-from megalite.topology import Axis
+from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5
 ONE_RANK = Axis("tp", 1, 0, (0,), None)  # type: ignore[arg-type]

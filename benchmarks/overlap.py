@@ -40,14 +40,12 @@ import torch
 import torch.distributed as dist
 from rank_turns import ForeignCPU
 
-from megalite.cli import parse
 from megalite.config import Config, check_config
+from megalite.config.command_line import parse
+from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter
+from megalite.distributed.topology import Axis, Launch, Topology
 from megalite.errors import ConfigError, UserError
-from megalite.parallel.collectives import flat_gather, flat_scatter_sum
-from megalite.topology import Axis, Launch, Topology
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import Trainer, start_trainer
 
 NUM_RANKS = 2
 BUSY = 0.1
@@ -234,8 +232,7 @@ def measure(variant: Variant, topology: Topology, args: argparse.Namespace) -> l
 
 def new_trainer(config: Config, topology: Topology) -> Trainer:
     """A model of its own, in training."""
-    timers = Timers()
-    return Trainer(config, topology, build_data(config, topology, timers), timers)
+    return start_trainer(config, topology)
 
 
 def communication(num_elements: int, bucket_size: int, sharded: bool, dp: Axis) -> Callable[[], None]:
@@ -249,9 +246,9 @@ def communication(num_elements: int, bucket_size: int, sharded: bool, dp: Axis) 
             work.wait()
 
     def reduce_scatter_and_all_gather() -> None:
-        for work in [flat_scatter_sum(part, bucket, dp) for bucket, part in pairs]:
+        for work in [flat_reduce_scatter(part, bucket, dp) for bucket, part in pairs]:
             work.wait()
-        for work in [flat_gather(bucket, part, dp) for bucket, part in pairs]:
+        for work in [flat_all_gather(bucket, part, dp) for bucket, part in pairs]:
             work.wait()
 
     return reduce_scatter_and_all_gather if sharded else all_reduce

@@ -39,15 +39,15 @@ import torch_peers
 from rank_turns import ForeignCPU, Ranks
 from torch import Tensor
 
-from megalite.cli import parse
 from megalite.config import Config, check_config
-from megalite.data.sampler import microbatch_samples
+from megalite.config.command_line import parse
+from megalite.data.batch_loader import microbatch_samples
+from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError
-from megalite.local_ranks import RankError, run_ranks
-from megalite.topology import Topology
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.train.run_context import resolve_run
+from megalite.train.run_datasets import build_data
+from megalite.train.trainer import Trainer, start_trainer
 
 NUM_RANKS = 2
 NUM_WARMUP = 2
@@ -177,7 +177,7 @@ def build_peer(
     topology: Topology, config: Config, mode: str, weights: Path
 ) -> Callable[[], tuple[float, float]]:
     """A step of torch on the samples that megalite's takes."""
-    dataset = build_data(config, topology, Timers()).train
+    dataset = build_data(resolve_run(config, topology)).train
     assert dataset is not None
     peer = MODES[mode].peer(topology, config, torch.load(weights, mmap=True))
     b, dp = config.training.micro_batch_size, topology.dp
@@ -204,8 +204,7 @@ def initial_weights(topology: Topology, config: Config) -> dict[str, Tensor]:
 
 
 def _trainer(topology: Topology, config: Config) -> Trainer:
-    timers = Timers()
-    return Trainer(config, topology, build_data(config, topology, timers), timers)
+    return start_trainer(config, topology)
 
 
 def measure(mode: str, config: Config, args: argparse.Namespace) -> Outcome:

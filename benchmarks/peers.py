@@ -36,8 +36,8 @@ from named_models import add_flags, config_of, named_model
 from one_rank_peers import as_others_run, compiled, megalite, plain, transformers
 from turns import Build, Measured, take_turns
 
-from megalite.cli import run_main
 from megalite.config import Config
+from megalite.config.entry_point import run_main
 from megalite.errors import UserError
 
 PEERS: dict[str, Build] = {

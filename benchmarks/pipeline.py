@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import ParallelConfig
-from megalite.local_ranks import run_ranks
-from megalite.parallel.weight_gradient_store import WeightGradientStore
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.schedule import SCHEDULES
-from megalite.topology import Topology
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 FORWARD_MS = 100.0
 """A rank's forward of one microbatch, over all of its chunks; the backward takes twice as long."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megalite.plan.estimate import Plan
-from megalite.plan.published import Published, read_published
+from megalite.plan.estimate import RunPlan
+from megalite.plan.published_runs import Published, read_published
 
 CASES = Path(__file__).parent / "planner_cases.csv"
 HELD_OUT_CASES = CASES.with_name("planner_held_out_cases.csv")
@@ -30,7 +30,7 @@ class Comparison:
     """A published run and its plan; errors are shares of what was published, None where nothing was."""
 
     run: Published
-    plan: Plan
+    plan: RunPlan
 
     @property
     def time_error(self) -> float | None:
@@ -54,7 +54,7 @@ class Comparison:
 
 def compare(cases: Path = CASES) -> list[Comparison]:
     """Plans every run of a file."""
-    return [Comparison(run, Plan(run.job)) for run in read_published(cases)]
+    return [Comparison(run, RunPlan(run.planned_run)) for run in read_published(cases)]
 
 
 def errors(comparisons: Sequence[Comparison], kind: str) -> list[float]:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.planner import CASES, Comparison, lines
-from megalite.plan.estimate import Plan
-from megalite.plan.published import read_published
-from megalite.plan.request import read_request
+from megalite.plan.estimate import RunPlan
+from megalite.plan.plan_request import read_request
+from megalite.plan.published_runs import read_published
 
 SIZES = {
     "n_gpus": "world-size",
@@ -76,7 +76,7 @@ def flags_of(row: Mapping[str, str]) -> Iterator[str]:
 def compare(cases: Path) -> list[Comparison]:
     """Plans every run of a file by its flags."""
     with cases.open(newline="", encoding="utf-8") as file:
-        plans = [Plan(read_request(list(flags_of(row))).job()) for row in csv.DictReader(file)]
+        plans = [RunPlan(read_request(list(flags_of(row))).planned_run()) for row in csv.DictReader(file)]
     return [Comparison(run, plan) for run, plan in zip(read_published(cases), plans, strict=True)]
 
 

@@ -16,8 +16,8 @@ from functools import cache
 from statistics import median
 
 from benchmarks.planner import CASES
-from megalite.plan.iteration import time_iteration
-from megalite.plan.published import Published, read_published
+from megalite.plan.iteration_time import time_iteration
+from megalite.plan.published_runs import Published, read_published
 
 FACTORS = (0.80, 0.88, 0.95, 1.0, 1.05, 1.12, 1.25)
 """By which each share may be changed."""
@@ -30,10 +30,10 @@ Choice = tuple[float, ...]
 @cache
 def _error(run: Published, choice: Choice) -> float:
     assert run.seconds is not None
-    gpu = run.job.cluster.gpu
+    gpu = run.planned_run.cluster.gpu
     shares = {name: getattr(gpu, name) * factor for name, factor in zip(SHARES, choice, strict=True)}
-    cluster = replace(run.job.cluster, gpu=replace(gpu, **shares))
-    return abs(time_iteration(replace(run.job, cluster=cluster)).seconds / run.seconds - 1)
+    cluster = replace(run.planned_run.cluster, gpu=replace(gpu, **shares))
+    return abs(time_iteration(replace(run.planned_run, cluster=cluster)).seconds / run.seconds - 1)
 
 
 def _loss(runs: Sequence[Published], choice: Choice) -> float:
@@ -57,9 +57,9 @@ def main() -> None:
     """Prints a line a source and kind of GPU, and what all left-out runs come to."""
     runs = [run for run in read_published(CASES) if run.seconds is not None]
     every: list[float] = []
-    kinds = dict.fromkeys((run.source, run.job.cluster.gpu.tflops) for run in runs)
+    kinds = dict.fromkeys((run.source, run.planned_run.cluster.gpu.tflops) for run in runs)
     for source, tflops in kinds:
-        same_kind = [run for run in runs if run.job.cluster.gpu.tflops == tflops]
+        same_kind = [run for run in runs if run.planned_run.cluster.gpu.tflops == tflops]
         choice = _chosen([run for run in same_kind if run.source != source])
         errors = [_error(run, choice) for run in same_kind if run.source == source]
         every += errors

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.data.train_tokenizer import read_texts, train_bpe
+from megalite.data.tokenizers.train_tokenizer import read_texts, train_bpe
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "scripts" / "corpus"

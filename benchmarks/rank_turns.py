@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megalite.config import ParallelConfig
-from megalite.local_ranks import run_ranks
-from megalite.topology import Topology
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 

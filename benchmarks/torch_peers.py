@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from megalite.config import Config, OptimizerConfig
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
 
 PeerStep = Callable[[Tensor, Tensor], tuple[float, float]]
 """Tokens and labels, ``[n, s]`` each, this rank's samples of a global batch -> loss and norm."""

@@ -35,11 +35,11 @@ from one_rank_peers import as_others_run, is_plain, megalite, plain
 from turns import Build, Measured, take_turns
 
 from megalite import kernels
-from megalite.cli import run_main
 from megalite.config import Config
+from megalite.config.entry_point import run_main
 from megalite.errors import UserError
-from megalite.plan.flops import CONVENTION, flops_per_token
-from megalite.train.telemetry.flops import peak_tflops
+from megalite.hardware.gpus import peak_tflops
+from megalite.plan.model_flops import CONVENTION, flops_per_token
 
 HEADS = (
     "dropout",

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from megalite import host
 from megalite.config import Config
-from megalite.topology import Launch, Topology
-from megalite.train.telemetry.memory import measure_memory
+from megalite.distributed.topology import Launch, Topology
+from megalite.hardware import cpu
+from megalite.train.telemetry.metrics import measure_memory
 
 NUM_WARMUP = 3
 """Turns of each process that are not counted: memory is taken, and what is compiled is compiled."""
@@ -144,9 +144,9 @@ def one_rank(config: Config) -> Iterator[Topology]:
             yield topology
         return
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    host.limit_threads(parallel.num_threads, 1)
+    cpu.limit_threads(parallel.num_threads, 1)
     if parallel.keep_freed_memory:
-        host.keep_freed_memory()
+        cpu.keep_freed_memory()
     with Topology.fake(parallel, tp, 0, device) as topology:
         yield topology
 

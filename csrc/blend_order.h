@@ -70,7 +70,7 @@ class BlendOrder {
     }
   }
 
-  // Fills samples i to stop, or up to one that a dataset which was left out may have; returns the first not filled.
+  // Fills samples i to stop, or up to one that a skipped dataset may have; returns the first not filled.
   std::int64_t fill_block(std::int64_t i, std::int64_t stop, std::int16_t* datasets, std::int64_t* samples) {
     const double* weights = near_weights_.data();
     double* taken = near_taken_.data();

@@ -1,4 +1,4 @@
-// What an operator's arguments are and must be, on every device: dispatch alone has looked at them before.
+// Checks of operators' arguments, for every device: only the dispatcher has seen them before.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,7 +1,7 @@
-// What Python is too slow for in the data layer: the order of documents and samples, where each sample starts, which
-// dataset of a blend it comes from, and its tokens. And what it cannot do: to read a mapped file that became shorter. Loops
-// run without the GIL. Inputs are checked here, because they come from files: a bad one raises, it never reads or
-// writes outside an array.
+// The parts of the data layer for which Python is too slow: the order of documents and samples, where each sample
+// starts, which dataset of a blend it comes from, and its tokens; and one that Python cannot do: read a mapped file
+// that became shorter. Loops run without the GIL. Inputs are checked here, because they come from files: a bad one
+// raises, it never reads or writes outside an array.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-// Of int32 or int64, and not necessarily aligned: the arrays of an .idx start at byte 34.
+// Its elements are int32 or int64, and not necessarily aligned: the arrays of an .idx start at byte 34.
 class IntegerView {
  public:
   IntegerView(const pybind11::array& array, const char* name)

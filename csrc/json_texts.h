@@ -1,6 +1,6 @@
-// The texts under some keys of JSON objects, a line each: so much of JSON as corpora have it, and no more. What is
-// taken here is taken by Python's json module too, with the same texts; whatever is odd in any way (a name with an
-// escape, half a surrogate pair, NaN, deep nesting, a key that is missing or there twice, an error) is left to it.
+// Extracts the texts under some keys of JSON objects, one a line: only the JSON that corpora usually have. What is
+// accepted here is accepted by Python's json module too, with the same texts; anything unusual (a name with an escape,
+// half a surrogate pair, NaN, deep nesting, a key that is missing or repeated, an error) is left to that module.
 
 #pragma once
 
@@ -175,7 +175,7 @@ class JsonTexts {
   bool unicode_escape(std::string* text) {
     std::uint32_t code = 0, low = 0;
     if (!hexadecimal(&code)) return false;
-    if (!text) return true;  // json takes half a pair too, and this text is for nobody
+    if (!text) return true;  // json accepts half a pair too, and this text is not used
     if (code >= 0xDC00 && code < 0xE000) return false;
     if (code >= 0xD800 && code < 0xDC00) {
       if (!take('\\') || !take('u') || !hexadecimal(&low) || low < 0xDC00 || low >= 0xE000) return false;

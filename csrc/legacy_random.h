@@ -1,6 +1,6 @@
 // numpy.random.RandomState(seed).shuffle, number for number, several times as fast.
 //
-// A shuffle of an array beyond the caches waits for memory at each of its swaps. Their places depend on the
+// A shuffle of an array beyond the caches waits for memory at each of its swaps. Their positions depend on the
 // generator alone, so that a block of them is drawn ahead and the memory they name fetched meanwhile.
 
 #pragma once

@@ -22,8 +22,8 @@
 // The mappings of this process, for the handler of SIGBUS.
 //
 // The kernel sends that signal to a thread that reads a mapped page which its file no longer has, or which the disk
-// cannot give. The handler puts zeros in the place of all of the mapping, marks it as lost and lets the thread go on;
-// whoever uses the mapping looks at the mark after reading. Any other SIGBUS goes to the handler before this one.
+// cannot read. The handler maps zeros over all of the mapping, marks it as lost and lets the thread continue;
+// users of the mapping check the mark after reading. Any other SIGBUS goes to the handler before this one.
 class MappedRanges {
  public:
   struct Range {
@@ -127,8 +127,8 @@ class MappedFile {
   bool is_writable() const { return is_writable_; }
 
   // Whether everything that was read so far came from the file. The page in which a shorter file ends can still be
-  // read, and zeros follow in it: so the file's size is looked at too, unless that was done at most max_age_ms ago. A
-  // file that was put in the place of this one is another, and this one is as it was.
+  // read, and zeros follow in it: so the file's size is checked too, unless that was done at most max_age_ms ago. A
+  // file that replaced this one under its name is another file: this one is unchanged.
   bool is_whole(std::int64_t max_age_ms) {
     if (range_ == nullptr) return true;
     if (range_->is_lost.load()) return false;

@@ -1,4 +1,4 @@
-// How a dropout decides: what its mask depends on is told in megalite/kernels/dropout.py.
+// How a dropout decides: see megalite/kernels/dropout.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The operators' C++ signatures; their schemas stand in megalite/kernels/*.py, which hold without this library too.
+// The operators' C++ signatures; their schemas are in megalite/kernels/*.py, and exist without this library too.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -98,7 +98,7 @@ MEGALITE_INLINE double portable_log(double x) {
 
 // Square root of a positive normal number, to a few units in the last place, by Newton's iteration for 1 / sqrt(x)
 // from the well-known linear guess on the bits (3.4% off; four steps square that away). Not std::sqrt, exact as it is:
-// its counterpart in PyTorch goes through MKL on some processors, which does not round it correctly.
+// its counterpart in PyTorch uses MKL on some processors, which does not round it correctly.
 MEGALITE_INLINE double portable_sqrt(double x) {
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);

@@ -14,7 +14,7 @@ class Progress {
   std::atomic<std::int64_t> done_{0};
 };
 
-// Where nobody asked for the progress there is none.
+// Does nothing if no progress was requested.
 inline void add_to(Progress* progress, std::int64_t count) {
   if (progress != nullptr) progress->add(count);
 }

@@ -13,7 +13,7 @@
 
 #include "integer_view.h"
 
-// What a sample's tokens are found by. The arrays come from files: each number is checked before its use.
+// The arrays that locate a sample's tokens. They come from files: each number is checked before its use.
 struct SampleSource {
   const char* tokens;
   std::int64_t num_tokens;

@@ -13,7 +13,7 @@
 
 // Row 0 is (0, 0); row k is the document that holds token k * seq_length of the stream, and the offset in it.
 //
-// View gives integers by their number, as an IntegerView does; Index is the type of the rows.
+// View returns integers by their number, as an IntegerView does; Index is the type of the rows.
 template <typename View, typename Index>
 class SampleIndex {
  public:
@@ -49,7 +49,7 @@ class SampleIndex {
 
  private:
   static constexpr std::int64_t kMaxLength = std::numeric_limits<std::int32_t>::max();
-  static constexpr std::int64_t kAhead = 32;  // documents whose lengths are on their way: they lie anywhere in memory
+  static constexpr std::int64_t kAhead = 32;  // documents whose lengths are being fetched from anywhere in memory
 
   static constexpr std::int64_t kTold = 1 << 16;  // documents that progress is counted by
 

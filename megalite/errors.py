@@ -1,28 +1,40 @@
-"""What a user can do wrong, told apart from what the program did wrong."""
+"""Errors that the user can fix, as opposed to defects of megalite."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class UserError(ValueError):
-    """A mistake in the user's input: the program prints it as one line and exits with status 1.
+    """Report a mistake in the user's input: the program prints it as one line and exits with status 1.
 
-    The message names the fields or files at fault, their values, and what to do.
-    Anything else that is raised is a defect of megalite and keeps its traceback.
+    The message names the fields or files at fault, their values, and the fix. Any other exception is a defect
+    of megalite and keeps its traceback.
 
     Attributes:
-        on_one_rank: other ranks may not have met it, so this one must tell it, whichever it is.
+        on_one_rank: other ranks may not have met the error, so this rank must report it, whichever it is.
     """
 
     on_one_rank = False
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has no message."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in one line, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 class ConfigError(UserError):
-    """All mistakes of one configuration at once, a line each.
+    """Report all mistakes of one configuration, one line each.
 
     Attributes:
-        problems: the mistakes, each a message by itself.
+        problems: the mistakes, one message each.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -30,5 +42,20 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
-        """Travels from a rank as what it was made of, not as its message."""
+        """Pickle the list of problems, not the joined message: ranks send errors to each other."""
         return type(self), (self.problems,)
+
+
+class Problem(NamedTuple):
+    """Hold a mistake in a config, and the fields that cause it.
+
+    A rule between several fields is not reported while one of those fields is itself invalid.
+    """
+
+    fields: tuple[str, ...]
+    text: str
+
+
+def one_line(text: str) -> str:
+    """Return the text with every character escaped that would break a line of output."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

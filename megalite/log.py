@@ -1,4 +1,4 @@
-"""The logger of every part of megalite: one stream, quiet on every rank but the first."""
+"""Logging: one stream for all of megalite; only rank 0 logs by default."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TextIO
 log = logging.getLogger("megalite")
 
 THIS_RANK = {"this_rank": True}
-"""Pass as ``extra`` for a message that this rank tells for all ranks: printed as it is, whichever it is."""
+"""Pass as ``extra`` to log a message on this rank, whichever it is."""
 
 
 class _RankFilter(logging.Filter):
-    """Lets rank 0 speak, and the others only where a message says so."""
+    """Pass all messages of rank 0, and those of other ranks that are marked with `THIS_RANK`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Prints a message as it is, and names its level from WARNING up."""
+    """Format a message as its text alone, with its level from WARNING up."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -35,9 +35,9 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes messages to a stream; where that fails, it says so once on standard error, and the run goes on.
+    """Write messages to a stream; report on standard error once if that fails, and let the run continue.
 
-    A stream that cannot take its last messages at exit drops them: else Python would exit with status 120.
+    Messages that the stream cannot write at exit are dropped: Python would exit with status 120 otherwise.
     """
 
     has_failed = False
@@ -48,14 +48,14 @@ class _Handler(logging.StreamHandler[TextIO]):
             super().handleError(record)
         elif not self.has_failed:
             self.has_failed = True
-            atexit.register(self._drop_what_is_left)
+            atexit.register(self._drop_unwritten)
             with suppress(OSError):
                 sys.stderr.write(
-                    f"warning: the log cannot be written ({error.strerror}): the run goes on, and messages "
+                    f"warning: the log cannot be written ({error.strerror}): the run continues, and messages "
                     "are lost until there is space\n"
                 )
 
-    def _drop_what_is_left(self) -> None:
+    def _drop_unwritten(self) -> None:
         try:
             self.stream.flush()
         except OSError:
@@ -63,9 +63,9 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(rank: int, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Sends megalite's messages to standard output, or another stream.
+    """Send megalite's messages to standard output, or to another stream.
 
-    Call it once a process, before the first message.
+    Call it once per process, before the first message.
     """
     handler = _Handler(stream or sys.stdout)
     handler.setFormatter(_Formatter())

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh clone to a small GPT trained on 4 ranks: installs, tokenizes the corpus that ships here, trains with
-# tensor- and pipeline-parallel size 2, saves, resumes, and writes a line of text. Everything it makes is in .venv and in runs/quickstart.
+# Train a small GPT on 4 ranks, starting from a fresh clone: install, tokenize the corpus of this repository, train with
+# tensor-parallel and pipeline-parallel size 2, save, resume, and generate a line of text.
+# All output is in .venv and runs/quickstart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,13 +22,13 @@ train() {
     --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl" "$@"
 }
 
-say "Training on 4 ranks, tensor-parallel 2 x pipeline-parallel 2, up to iteration 200"
+say "Training on 4 ranks (tensor parallel 2, pipeline parallel 2) to iteration 200"
 train --exit-interval 200
 
-say "Resuming from the checkpoint, up to the end"
+say "Resuming from the checkpoint to iteration 300"
 train
 
-say "Writing text with the model, on one rank"
+say "Generating text on one rank"
 OMP_NUM_THREADS=1 .venv/bin/python tools/generate.py --load "$run/checkpoints" --prompt "And God said" \
   --temperature 0.7 --top-p 0.9 --max-new-tokens 40 | tee "$run/text.txt"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them, all but the long tables; further arguments go to pytest.
+# Install the test dependencies into .venv and run all tests except the slow ones. Arguments are passed to pytest.
 #   scripts/test.sh -k layout
-#   scripts/test.sh -m slow      # the long tables, which .ci/run runs besides
+#   scripts/test.sh -m slow      # the slow tests, which .ci/run also runs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

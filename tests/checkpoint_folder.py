@@ -14,8 +14,8 @@ import torch
 
 from megalite.checkpoint.folder import LATEST, name_of
 from megalite.checkpoint.manifest import INDEX, RUN, SUMS, seal
-from megalite.checkpoint.place import Place
-from megalite.checkpoint.tensor_writer import Piece, write_file
+from megalite.checkpoint.parameter_range import ParameterRange
+from megalite.checkpoint.tensor_files import FilePiece, write_file
 
 FULL = torch.arange(24, dtype=torch.float64).view(4, 6)
 """The tensor `cut`."""
@@ -25,7 +25,7 @@ STEPS = torch.tensor(3.0)
 """The plain tensor `steps`."""
 
 
-def cut_pieces() -> list[dict[str, Piece]]:
+def cut_pieces() -> list[dict[str, FilePiece]]:
     """Four files of two slices of 2 + 2 columns of padding, each in two stretches that are no boxes."""
     files = []
     room = torch.cat((FULL, torch.full((4, 2), -1.0, dtype=torch.float64)), 1)
@@ -34,11 +34,15 @@ def cut_pieces() -> list[dict[str, Piece]]:
         elements = room[:, 4 * rank : 4 * rank + 4].flatten()
         for start, end in ((0, 7), (7, 16)):
             pieces = {
-                "cut": Piece(elements[start:end], Place((4, 6), 1, 4 * rank, (4, 4), start, end)),
-                "steps": Piece(STEPS),
+                "cut": FilePiece(
+                    elements[start:end], ParameterRange((4, 6), 1, 4 * rank, (4, 4), start, end)
+                ),
+                "steps": FilePiece(STEPS),
             }
             if start == 0:
-                pieces["padded"] = Piece(long[4 * rank : 4 * rank + 4], Place((5,), 0, 4 * rank, (4,), 0, 4))
+                pieces["padded"] = FilePiece(
+                    long[4 * rank : 4 * rank + 4], ParameterRange((5,), 0, 4 * rank, (4,), 0, 4)
+                )
             files.append(pieces)
     return files
 
@@ -46,7 +50,7 @@ def cut_pieces() -> list[dict[str, Piece]]:
 def write_checkpoint(
     save: Path,
     iteration: int = 10,
-    files: Sequence[Mapping[str, Piece]] | None = None,
+    files: Sequence[Mapping[str, FilePiece]] | None = None,
     description: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes and seals a checkpoint, and makes it the latest."""

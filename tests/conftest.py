@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 
 from megalite.config import ParallelConfig
+from megalite.distributed.topology import Launch, Topology
 from megalite.log import log
-from megalite.topology import Launch, Topology
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("megalite")

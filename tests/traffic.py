@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from megalite.dryrun import traffic
-from megalite.dryrun.traffic import Call, Traffic
+from megalite.dry_run import traffic
+from megalite.dry_run.traffic import Call, Traffic
 
 __all__ = ["Traffic", "by_bytes", "ring_bytes"]
 

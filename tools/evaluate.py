@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Tells the loss and the perplexity of text under a trained model.
+"""Compute the loss and perplexity of text under a trained model.
 
 python tools/evaluate.py --load runs/quickstart/checkpoints --split valid
 
-The model and its tokenizer are those that the checkpoint's config names; any layout's checkpoint is loaded.
-Under torchrun, --tp ranks share each layer, and other ranks share the text.
+Model and tokenizer are those of the checkpoint's config; a checkpoint of any layout can be loaded. Under
+torchrun, layers are sharded over --tp ranks, and the text is distributed over the replicas.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalite.cli import run_main
-from megalite.cli.tool import ToolParser, positive_int
-from megalite.data.tokenizer_digest import check_tokenizer
+from megalite.config.entry_point import run_main
+from megalite.config.tool_parser import ToolParser, positive_int
+from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.generation.evaluate import (
-    Reading,
-    Result,
+from megalite.generate.evaluate_text import (
+    EvaluationResult,
+    WindowOptions,
     evaluate_corpus,
     evaluate_split,
     evaluate_texts,
 )
-from megalite.generation.flags import ModelFlags
-from megalite.generation.trained import Trained, open_trained, started, tokenizer_of
-from megalite.topology import Topology
+from megalite.generate.trained_model import ModelFlags, TrainedModel, open_trained, start_ranks, tokenizer_of
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the flags, and prints a line for each thing that is evaluated on."""
+    """Print a line for each text, corpus or dataset."""
     flags = _flags(arguments)
     model_flags = ModelFlags.of(flags)
-    with started(model_flags, vars(flags)) as topology:
+    with start_ranks(model_flags, vars(flags)) as topology:
         trained = open_trained(model_flags, topology)
         for result in _results(flags, model_flags, trained, topology):
             if topology.rank == 0:
@@ -47,35 +46,36 @@ def main(arguments: Sequence[str]) -> None:
 
 def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ToolParser(description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--text", nargs="+", help="files of UTF-8 text, each a document; - for standard input")
-    what.add_argument("--data-path", help="prefix of a .bin/.idx pair, all of which is read")
-    what.add_argument(
-        "--split", choices=("valid", "test"), help="of the run's own data, as training evaluates it"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text", nargs="+", help="files of UTF-8 text, each a document; - for standard input"
     )
-    reading = parser.add_argument_group("how it is read")
-    reading.add_argument("--seq-length", type=positive_int, help="tokens of a window (default the run's)")
-    reading.add_argument(
+    source.add_argument("--data-path", help="prefix of a .bin/.idx pair, which is read whole")
+    source.add_argument(
+        "--split", choices=("valid", "test"), help="a split of the run's own data, evaluated as in training"
+    )
+    windows = parser.add_argument_group("windows")
+    windows.add_argument("--seq-length", type=positive_int, help="tokens of a window (default the run's)")
+    windows.add_argument(
         "--stride",
         type=positive_int,
-        help="tokens from one window to the next: below --seq-length a token has more before it "
+        help="tokens from the start of one window to the next: below --seq-length tokens have more context "
         "(default --seq-length)",
     )
-    reading.add_argument(
-        "--micro-batch-size", type=positive_int, help="windows or samples at a time (default the run's)"
+    windows.add_argument(
+        "--micro-batch-size", type=positive_int, help="windows or samples per batch (default the run's)"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     ModelFlags.add_to(parser)
     flags = parser.parse_args(arguments)
     if flags.split and (flags.seq_length or flags.stride):
-        raise UserError("--split takes the run's own samples: leave --seq-length and --stride out")
+        raise UserError("--split uses the run's own samples: drop --seq-length and --stride")
     return flags
 
 
 def _results(
-    flags: argparse.Namespace, model_flags: ModelFlags, trained: Trained, topology: Topology
-) -> Iterator[Result]:
-    """Evaluates what is asked for."""
+    flags: argparse.Namespace, model_flags: ModelFlags, trained: TrainedModel, topology: Topology
+) -> Iterator[EvaluationResult]:
     if flags.split:
         yield from evaluate_split(
             trained, flags.split, model_flags.parallel, flags.micro_batch_size, topology
@@ -84,20 +84,20 @@ def _results(
     config = trained.config
     seq_length = flags.seq_length or config.model.seq_length
     batch_size = flags.micro_batch_size or config.training.micro_batch_size
-    reading = Reading(seq_length, flags.stride or seq_length, batch_size)
+    options = WindowOptions(seq_length, flags.stride or seq_length, batch_size)
     if flags.text:
         tokenizer = tokenizer_of(trained, model_flags, topology)
-        yield from evaluate_texts(trained, _texts(flags.text, topology), tokenizer, reading, topology)
+        yield from evaluate_texts(trained, _texts(flags.text, topology), tokenizer, options, topology)
         return
     if (model_flags.tokenizer or config.data).resolved_tokenizer_type is not None:
         tokenizer = tokenizer_of(trained, model_flags, topology)
         with topology.agreed():
             check_tokenizer([flags.data_path], tokenizer)
-    yield evaluate_corpus(trained, flags.data_path, reading, topology)
+    yield evaluate_corpus(trained, flags.data_path, options, topology)
 
 
 def _texts(paths: Sequence[str], topology: Topology) -> dict[str, str]:
-    """The files' texts by name, read by the first rank for all."""
+    """Read the files' texts on the first rank; all ranks return them, by name."""
     read: list[dict[str, str]] = [{}]
     with topology.agreed():
         if topology.rank == 0:
@@ -115,13 +115,13 @@ def _read(path: str) -> str:
         raise UserError(f"--text {path} is not UTF-8") from None
 
 
-def _line(result: Result) -> str:
+def _line(result: EvaluationResult) -> str:
     tokens = "" if result.num_tokens is None else f" | tokens: {result.num_tokens:,}"
     bits = "" if result.bits_per_byte is None else f" | bits per byte: {result.bits_per_byte:.4f}"
     return f"{result.name} | lm loss: {result.loss:.6E} | perplexity: {result.perplexity:.6E}{tokens}{bits}"
 
 
-def _json(result: Result, trained: Trained) -> str:
+def _json(result: EvaluationResult, trained: TrainedModel) -> str:
     return json.dumps(
         {
             "iteration": trained.iteration,

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Checks indexed datasets and says what they hold: counts, lengths, tokens, a document as text, a difference.
+"""Check indexed datasets, and show counts, lengths, tokens, one document as text, or a difference.
 
 python tools/inspect_dataset.py PREFIX
 python tools/inspect_dataset.py PREFIX --document 17 --tokenizer-model tokenizer.json
 python tools/inspect_dataset.py --compare A B
 
-Exit status 1 where a dataset is damaged, a token id lies outside the vocabulary, or two datasets differ.
+The exit status is 1 if a dataset is damaged, a token id is outside of the vocabulary, or two datasets differ.
 """
 
 from __future__ import annotations
@@ -15,36 +15,47 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megalite.cli import run_main
-from megalite.cli.tool import ToolParser
-from megalite.data.compare import compare
-from megalite.data.indexed import IndexedDataset
-from megalite.data.inspect import Summary, document_tokens, find_problem, histogram_lines, summarize
-from megalite.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megalite.config.entry_point import run_main
+from megalite.config.tool_parser import ToolParser
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.inspect_dataset import (
+    DatasetSummary,
+    compare,
+    document_tokens,
+    find_problem,
+    histogram_lines,
+    summarize,
+)
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megalite.errors import UserError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags; those of the tokenizer as preprocess_data.py has them."""
+    """Build the parser; the tokenizer's flags are those of preprocess_data.py."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
-    add("prefix", nargs="*", metavar="PREFIX", help="the dataset's name without .bin and .idx")
-    add("--compare", nargs=2, metavar=("A", "B"), help="say where two datasets differ")
-    add("--document", type=int, metavar="I", help="print document I, as text if a tokenizer is given")
+    add("prefix", nargs="*", metavar="PREFIX", help="path of the dataset without .bin and .idx")
+    add("--compare", nargs=2, metavar=("A", "B"), help="show where two datasets differ")
+    add("--document", type=int, metavar="I", help="print document I, as text if a tokenizer is passed")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
     add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="refuse token ids from N on (the tokenizer's size)")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="refuse token ids of N or more (default the tokenizer's size)",
+    )
     return parser
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the flags and prints what they ask for."""
+    """Print the requested report."""
     flags = build_parser().parse_args(arguments)
     if bool(flags.prefix) == bool(flags.compare) or (flags.document is not None and len(flags.prefix) != 1):
-        raise UserError("give one PREFIX or several, or --compare A B; --document goes with one PREFIX")
+        raise UserError("pass one or several PREFIXes, or --compare A B; --document needs exactly one PREFIX")
     if flags.compare:
         difference = compare(*map(IndexedDataset, flags.compare))
         if difference:
@@ -61,8 +72,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
-    given = (flags.tokenizer_type, flags.tokenizer_model, flags.vocab_file, flags.merge_file)
-    if not any((*given, flags.tokenizer_name_or_path)):
+    files = (flags.tokenizer_type, flags.tokenizer_model, flags.vocab_file, flags.merge_file)
+    if not any((*files, flags.tokenizer_name_or_path)):
         return None
     return build_tokenizer(
         flags.tokenizer_type,
@@ -88,7 +99,7 @@ def _print_summary(dataset: IndexedDataset, vocab_size: int | None) -> None:
         raise UserError(problem)
 
 
-def _describe(dataset: IndexedDataset, summary: Summary) -> str:
+def _describe(dataset: IndexedDataset, summary: DatasetSummary) -> str:
     mean = summary.num_tokens / max(1, summary.num_sequences)
     lines = (
         f"{dataset.prefix}",
@@ -102,5 +113,5 @@ def _describe(dataset: IndexedDataset, summary: Summary) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])

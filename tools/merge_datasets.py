@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Joins indexed datasets into one, OUTPUT_PREFIX.bin and .idx, in the order given and in constant memory."""
+"""Join indexed datasets in the order of the inputs to OUTPUT_PREFIX.bin and .idx, in constant memory."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from megalite.cli import run_main
-from megalite.cli.tool import ToolParser
-from megalite.data.merge import find_prefixes, merge_datasets
+from megalite.config.entry_point import run_main
+from megalite.config.tool_parser import ToolParser
+from megalite.data.dataset_merge import find_prefixes, merge_datasets
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the flags, merges, and prints what was written."""
+    """Merge the datasets, and print what was written."""
     parser = ToolParser(description=__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PREFIX", help="prefixes, or folders of datasets"

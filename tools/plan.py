@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Plans a run before there is a cluster for it: memory of a rank, time of an iteration, the best layout."""
+"""Plan a run without a cluster: memory per rank, time per iteration, the best layout."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from megalite.cli import run_main
-from megalite.plan.answer import answer
+from megalite.config.entry_point import run_main
+from megalite.plan.plan_report import answer
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints what was asked for."""
+    """Print the plan."""
     print("\n".join(answer(arguments)))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizes text files into an indexed dataset, PREFIX_{json_key}_document.bin and .idx."""
+"""Tokenize text files to an indexed dataset, PREFIX_{json_key}_document.bin and .idx."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from megalite.cli.tool import ToolParser, positive_int
-from megalite.data.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
-from megalite.data.preprocess import PreprocessJob, Progress, num_cores, preprocess
-from megalite.data.tokenizer import TOKENIZER_TYPES, TokenizerFiles
+from megalite.config.tool_parser import ToolParser, positive_int
+from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
+from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, num_cores, preprocess
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megalite.errors import UserError
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -29,8 +29,8 @@ def _partition(text: str) -> tuple[int, int]:
 
 
 def _key(text: str) -> str:
-    """A JSON key becomes part of a file's name."""
-    if not text or re.search(r"[/\0\ud800-\udfff]", text):  # the last stand for bytes that are not UTF-8
+    """Check a JSON key, which becomes part of a file's name."""
+    if not text or re.search(r"[/\0\ud800-\udfff]", text):  # surrogates stand for bytes that are not UTF-8
         raise argparse.ArgumentTypeError(f"{text!r} cannot be part of a file's name")
     return text
 
@@ -39,7 +39,7 @@ _Add = Callable[..., Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags; Megatron-LM's names where it has them."""
+    """Build the parser; flags have Megatron-LM's names where it has them."""
     parser = ToolParser(prog="preprocess_data.py", description=__doc__)
     _add_input(parser.add_argument)
     _add_tokenizer(parser.add_argument)
@@ -68,7 +68,7 @@ def _add_input(add: _Add) -> None:
         type=_key,
         default=["text"],
         metavar="KEY",
-        help="keys to extract, each to a dataset of its own; a.b is key b of the object a (text)",
+        help="keys to extract, each to its own dataset; a.b is key b of the object a (text)",
     )
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add(
@@ -81,7 +81,7 @@ def _add_input(add: _Add) -> None:
         "--text-documents",
         choices=TEXT_DOCUMENTS,
         default="file",
-        help="what is one document of a .txt file (file)",
+        help="unit of a .txt file that is one document (file)",
     )
     add(
         "--max-document-bytes",
@@ -96,7 +96,7 @@ def _add_tokenizer(add: _Add) -> None:
     add(
         "--tokenizer-type",
         metavar="TYPE",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}; by default what the files are for",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; by default detected from the files",
     )
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
@@ -111,29 +111,29 @@ def _add_work(add: _Add) -> None:
         type=positive_int,
         default=num_cores(),
         metavar="N",
-        help="processes; the output is the same for any number (one a core)",
+        help="number of processes, which does not change the output (one per core)",
     )
-    add("--on-error", choices=("fail", "skip"), default="fail", help="what to do about a bad document (fail)")
+    add("--on-error", choices=("fail", "skip"), default="fail", help="action for a bad document (fail)")
     add("--overwrite", action="store_true", help="replace existing output")
-    add("--resume", action="store_true", help="go on where a killed run of the same job has stopped")
+    add("--resume", action="store_true", help="continue a killed run of the same job")
     add(
         "--partition",
         type=_partition,
         default=(0, 1),
         metavar="I/N",
-        help="only part I of N of the input, I from 0, to PREFIX-0000I-of-0000N_...; "
-        "all parts in order are the whole",
+        help="process only part I of N of the input, I from 0, to PREFIX-0000I-of-0000N_...; "
+        "all parts in order make up the whole",
     )
     add(
         "--dataset-impl",
         choices=("mmap",),
         default="mmap",
-        help="the only format there is; accepted for scripts that give it",
+        help="the only format; accepted for scripts that pass it",
     )
 
 
 def parse_job(arguments: list[str]) -> PreprocessJob:
-    """The job that a command line describes.
+    """Parse a command line to a job.
 
     Raises:
         UserError: the command line is wrong.
@@ -141,7 +141,7 @@ def parse_job(arguments: list[str]) -> PreprocessJob:
     parser = build_parser()
     args = parser.parse_args(arguments)
     if args.resume and args.overwrite:
-        parser.error("--resume and --overwrite contradict each other: go on with a run, or replace it")
+        parser.error("--resume and --overwrite contradict each other: continue a run, or replace it")
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error("--json-keys names a key twice")
     files = TokenizerFiles(
@@ -165,7 +165,7 @@ def parse_job(arguments: list[str]) -> PreprocessJob:
     )
 
 
-def _describe(progress: Progress) -> str:
+def _describe(progress: PreprocessingProgress) -> str:
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
         f"{progress.num_skipped:,} skipped, {progress.seconds:.1f} s "
@@ -174,13 +174,13 @@ def _describe(progress: Progress) -> str:
 
 
 class _ProgressBar:
-    """On a terminal one line that changes, else a line every few seconds, on stderr."""
+    """Progress on stderr: one line that changes on a terminal, else a line every few seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._terminal = sys.stderr.isatty()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PreprocessingProgress) -> None:
         if time.monotonic() - self._last < (0.2 if self._terminal else _SECONDS_BETWEEN_LINES):
             return
         self._last = time.monotonic()
@@ -201,7 +201,7 @@ class _ProgressBar:
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal has asked the program to end."""
+    """A signal to end the program."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -233,7 +233,7 @@ def _program(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the tool and returns its exit status."""
+    """Run the tool and return its exit status."""
     bar = _ProgressBar()
     try:
         job = parse_job(arguments)
@@ -243,7 +243,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         return 1
     bar.end()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all is done: `| head` ends the program without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the work is done: `| head` ends the program silently
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
     if summary.was_complete:
         print(f"{outputs}: complete already")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Trains a tokenizer on a corpus: byte-level BPE as a tokenizer.json, or a SentencePiece model.
+"""Train a tokenizer on a corpus: byte-level BPE as a tokenizer.json, or a SentencePiece model.
 
 python tools/train_tokenizer.py --input corpus/ --output tokenizer.json --vocab-size 50304
 python tools/train_tokenizer.py --input *.jsonl.zst --type sentencepiece-unigram --output spm.model
 
-The same input and vocabulary size give the same tokenizer, which encodes any text without loss.
+The same input and vocabulary size result in the same tokenizer, which encodes any text without loss.
 """
 
 from __future__ import annotations
@@ -12,32 +12,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megalite.cli import run_main
-from megalite.cli.tool import ToolParser, local_path
-from megalite.data.train_tokenizer import TRAINERS, read_texts, write_tokenizer
+from megalite.config.entry_point import run_main
+from megalite.config.tool_parser import ToolParser, local_path
+from megalite.data.tokenizers.train_tokenizer import TRAINERS, read_texts, write_tokenizer
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the flags, trains and writes."""
+    """Train the tokenizer and write it."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
+    inputs = "files, globs or folders, as for preprocess_data.py"
+    add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
+    output = "the tokenizer.json or .model to write"
+    add("--output", type=local_path, required=True, metavar="FILE", help=output)
+    add("--type", choices=tuple(TRAINERS), default="bpe", help="type of the tokenizer (%(default)s)")
     add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, globs or folders, as preprocessing's",
+        "--vocab-size",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="number of tokens, special ones included (2048)",
     )
-    add(
-        "--output",
-        type=local_path,
-        required=True,
-        metavar="FILE",
-        help="the tokenizer.json or .model to write",
-    )
-    add("--type", choices=tuple(TRAINERS), default="bpe", help="of the tokenizer (%(default)s)")
-    add("--vocab-size", type=int, default=2048, metavar="N", help="tokens in all, special ones too (2048)")
-    add("--json-key", default="text", metavar="KEY", help="of a document's text (text)")
+    add("--json-key", default="text", metavar="KEY", help="key of a document's text (text)")
     add("--max-documents", type=int, metavar="N", help="train on the first N documents (all)")
     add("--overwrite", action="store_true", help="replace an existing tokenizer")
     flags = parser.parse_args(arguments)

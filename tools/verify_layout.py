@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Shows that a config trains the same run in any layout.
+"""Verify that a config trains the same run in any layout.
 
 python tools/verify_layout.py --config scripts/examples/tiny.yaml --layouts tp2,pp2,dp2,tp2pp2dp2
 
-Runs the config for some iterations in each layout, on this machine's CPU, and on one rank, and prints the
-largest difference of loss and gradient. All flags of pretrain_gpt.py are understood; with --params-dtype fp64
-what is left of differences is around 1e-13. Without --data-path the tokens are random. Exit status 1 where a
-layout trains another run.
+It runs the config for some iterations in each layout and on one rank, on this machine's CPU, and prints the
+largest differences of loss and gradients. It takes all flags of pretrain_gpt.py; with --params-dtype fp64
+differences are around 1e-13. Without --data-path the tokens are random. The exit status is 1 if a layout
+trains another run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megalite.cli import parse, run_main
-from megalite.cli.tool import ToolParser, positive_int
+from megalite.config.command_line import parse
+from megalite.config.entry_point import run_main
+from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.log import configure_logging, log
-from megalite.verify.layout import TABLE, Layout
-from megalite.verify.report import verify_layouts
+from megalite.verify.compare_runs import verify_layouts
+from megalite.verify.layouts import TABLE, Layout
 
-_LAYOUTS = """names with commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after pp, and
-switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' for every technique"""
+_LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after
+pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' for every technique"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the tool's own flags, leaves the rest to the config, and exits by the verdict."""
+    """Compare the layouts, and exit with status 1 if they differ; other flags belong to the config."""
     parser = ToolParser(description=__doc__)
     parser.add_argument("--layouts", default="tp2,pp2,dp2", help=_LAYOUTS)
-    parser.add_argument("--iterations", type=positive_int, default=5, help="iterations of a run (default 5)")
-    parser.add_argument("--worst", type=positive_int, default=1, help="parameters shown of each (default 1)")
+    parser.add_argument("--iterations", type=positive_int, default=5, help="iterations per run (default 5)")
+    parser.add_argument(
+        "--worst", type=positive_int, default=1, help="parameters to show per layout (default 1)"
+    )
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
     config, notices = parse(rest, unneeded=("train_iters", "mock_data"))

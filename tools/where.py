@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Says which corpus, document, offset and text each sample of a past iteration came from.
+"""Show the corpus, document, offset and text of each sample of an iteration.
 
 python tools/where.py --iteration 1200 --config run.yaml
 
-Takes the flags of the run, all that pretrain_gpt.py knows; the number of ranks does not matter. With the
-run's --dp it says too which data-parallel rank took a sample.
+It takes all flags of pretrain_gpt.py; pass those of the run. The number of ranks does not matter. With the
+run's --dp it also shows the data-parallel rank of each sample.
 """
 
 from __future__ import annotations
@@ -13,26 +13,32 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megalite.cli import parse, run_main
-from megalite.cli.tool import ToolParser
-from megalite.data.origin import Origin
-from megalite.data.tokenizer import Tokenizer
-from megalite.train.prepare import tokenizer_of
-from megalite.train.where import TracedSample, trace_iteration
+from megalite.config.command_line import parse
+from megalite.config.entry_point import run_main
+from megalite.config.tool_parser import ToolParser
+from megalite.data.provenance import SampleSpan
+from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
+from megalite.train.trace_sample import TracedSample, trace_iteration
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the tool's own flags, leaves the rest to the config, and prints the samples."""
+    """Print the samples; flags that the tool does not know belong to the config."""
     parser = ToolParser(description=__doc__)
-    parser.add_argument("--iteration", type=int, required=True, help="as the log counts, from 1")
-    parser.add_argument("--chars", type=int, default=72, help="of text shown for each piece (default 72)")
+    parser.add_argument("--iteration", type=int, required=True, help="number of the iteration in the log")
+    parser.add_argument(
+        "--chars", type=int, default=72, help="characters of text to show per piece (default 72)"
+    )
     own, rest = parser.parse_known_args(arguments)
     config, _ = parse(rest)
-    tokenizer = None if config.data.resolved_tokenizer_type is None else tokenizer_of(config)
+    tokenizer = (
+        None
+        if config.data.resolved_tokenizer_type is None
+        else configured_tokenizer(config.data, config.model.vocab_size)
+    )
     for sample in trace_iteration(config, own.iteration):
         print(_heading(sample))
         for origin in sample.origins:
-            print(f"  {_place(origin)}: {_text(origin, tokenizer, own.chars)}")
+            print(f"  {_position(origin)}: {_text(origin, tokenizer, own.chars)}")
 
 
 def _heading(sample: TracedSample) -> str:
@@ -40,7 +46,7 @@ def _heading(sample: TracedSample) -> str:
     return f"sample {sample.number}{rank}"
 
 
-def _place(origin: Origin) -> str:
+def _position(origin: SampleSpan) -> str:
     sequence = "" if origin.sequence == origin.document else f" sequence {origin.sequence}"
     return (
         f"{origin.prefix} document {origin.document}{sequence} "
@@ -48,13 +54,13 @@ def _place(origin: Origin) -> str:
     )
 
 
-def _text(origin: Origin, tokenizer: Tokenizer | None, num_chars: int) -> str:
-    """The beginning of a piece on one line; its token ids where there is no tokenizer."""
-    ids = origin.tokens[: num_chars + 1].tolist()  # a token is a character at least, as a rule
+def _text(origin: SampleSpan, tokenizer: Tokenizer | None, num_chars: int) -> str:
+    """Return the start of a piece on one line; its token ids if there is no tokenizer."""
+    ids = origin.tokens[: num_chars + 1].tolist()  # a token usually has at least one character
     text = repr(tokenizer.decode(ids))[1:-1] if tokenizer else " ".join(map(str, ids))
     return text if len(text) <= num_chars else f"{text[:num_chars]}…"
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])

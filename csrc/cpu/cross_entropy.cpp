@@ -1,4 +1,4 @@
-// Cross-entropy over a part of the vocabulary on the CPU; what it computes is told in
+// Cross-entropy over a part of the vocabulary on the CPU; see
 // megalite/kernels/cross_entropy.py.
 #include "contract.h"
 

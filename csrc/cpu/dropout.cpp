@@ -1,4 +1,4 @@
-// Dropout by counter on the CPU; what it computes is told in megalite/kernels/dropout.py.
+// Dropout by counter on the CPU; see megalite/kernels/dropout.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>

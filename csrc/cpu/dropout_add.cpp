@@ -1,4 +1,4 @@
-// Bias, dropout and residual add on the CPU; what it computes is told in megalite/kernels/dropout_add.py.
+// Bias, dropout and residual add on the CPU; see megalite/kernels/dropout_add.py.
 #include "../checks.h"
 #include "../ops.h"
 #include "mask.h"
@@ -9,7 +9,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Where the elements of a row stand in their sample.
+// Where the elements of a row are in their sample.
 struct Site {
   const int64_t* samples;
   int64_t num_samples, columns, base;

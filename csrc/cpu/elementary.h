@@ -54,7 +54,7 @@ MEGALITE_INLINE Real exp_of(Real x) {
   Real series = kSeries.coefficient[Traits::kTerms];
   MEGALITE_UNROLL
   for (int k = Traits::kTerms - 1; k >= 0; --k) series = series * r + kSeries.coefficient[k];
-  // 2^n in two factors: 2^128 is no fp32 number, though half of it times a series above 1 may be one.
+  // 2^n in two factors: 2^128 is not an fp32 number, though half of it times a series above 1 may be one.
   Bits bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   const Bits exponent = (bits + (Traits::kBias - 1)) << Traits::kMantissa;

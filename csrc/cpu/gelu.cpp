@@ -1,4 +1,4 @@
-// Bias and GELU in its tanh form on the CPU; what it computes is told in megalite/kernels/gelu.py.
+// Bias and GELU in its tanh form on the CPU; see megalite/kernels/gelu.py.
 #include "contract.h"
 
 #include "../checks.h"

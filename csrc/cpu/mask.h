@@ -1,4 +1,4 @@
-// A dropout's mask, made where it is used: what it depends on is told in megalite/kernels/dropout.py.
+// A dropout's mask, made where it is used: see megalite/kernels/dropout.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Normal numbers by counter on the CPU; what it computes is told in megalite/kernels/normal.py.
+// Normal numbers by counter on the CPU; see megalite/kernels/normal.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Rotary position embedding on the CPU; what it computes is told in megalite/kernels/rotary.py.
+// Rotary position embedding on the CPU; see megalite/kernels/rotary.py.
 #include "contract.h"
 
 #include "../checks.h"

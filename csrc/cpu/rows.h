@@ -17,7 +17,7 @@ namespace megalite::cpu {
 constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
 constexpr int64_t kSpan = 512;       // of a row's, whose sums stay in the first-level cache
 
-// A bias in the precision of the computation, zeros where there is none: the loops then need no second form.
+// A bias in the precision of the computation, zeros if there is none: the loops then need no second form.
 template <class T>
 std::vector<Wide<T>> wide_bias(const std::optional<torch::stable::Tensor>& bias, int64_t columns) {
   std::vector<Wide<T>> wide(columns);
@@ -41,7 +41,7 @@ void for_rows(int64_t rows, int64_t columns, const Row& row) {
 }
 
 // Calls `span(row, first column, count, sums)` for all elements, `max_span` at a time. A span adds to any of `num_sums`
-// sums, and `out` gets what they come to over all rows.
+// sums, and `out` gets their totals over all rows.
 //
 // Rows are summed in tiles, and then the tiles: with the same tiles whatever the threads, and in short chains.
 template <class T, class Span>

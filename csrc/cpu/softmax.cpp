@@ -1,4 +1,4 @@
-// Causal softmax of attention scores on the CPU; what it computes is told in megalite/kernels/softmax.py.
+// Causal softmax of attention scores on the CPU; see megalite/kernels/softmax.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 constexpr int kLanes = 32;           // partial maxima and sums: their order is the same on every processor
 constexpr int64_t kGrain = 1 << 14;  // scores that are worth a thread
 
-// Scores are [b, n, rows, keys]. Pointers are null where there is no such thing.
+// Scores are [b, n, rows, keys]. Pointers of absent arguments are null.
 struct Problem {
   int64_t num_heads, rows, keys;
   double scale;
@@ -44,7 +44,7 @@ Row row_at(const Problem& problem, int64_t number) {
   const int64_t head = number / problem.rows % problem.num_heads;
   const int64_t sample = number / (problem.rows * problem.num_heads);
   const int64_t given = problem.starts ? problem.starts[sample * problem.seq_length + query] : 0;
-  const int64_t begin = std::clamp<int64_t>(given, 0, query);  // no memory but the row's is read, whatever comes
+  const int64_t begin = std::clamp<int64_t>(given, 0, query);  // only the row's memory is read, whatever `starts` holds
   const int64_t before = problem.base + (head * problem.seq_length + query) * problem.seq_length;
   return {
       begin, query + 1 - begin, problem.slopes ? problem.slopes[head] : 0.0,
@@ -91,7 +91,7 @@ MEGALITE_INLINE void exponentiate(W* __restrict x, int64_t count, W subtrahend) 
   for (int64_t i = 0; i < count; ++i) x[i] = exp_of(x[i] - subtrahend);
 }
 
-// What dropout multiplies each weight of a row by: 0 or 1 / (1 - p).
+// Dropout's factor of each weight of a row: 0 or 1 / (1 - p).
 template <class W>
 MEGALITE_INLINE void keep_factors(W* __restrict factors, const Row& row, const Mask& mask) {
   const auto kept = static_cast<W>(mask.scale);

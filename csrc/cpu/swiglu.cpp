@@ -1,4 +1,4 @@
-// Bias and SwiGLU on the CPU; what it computes is told in megalite/kernels/swiglu.py.
+// Bias and SwiGLU on the CPU; see megalite/kernels/swiglu.py.
 #include "contract.h"
 
 #include "../checks.h"

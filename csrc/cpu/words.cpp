@@ -1,4 +1,4 @@
-// Philox by hand for x86-64, as compilers shuffle more than they multiply: a block's four words lie in the low halves
+// Philox by hand for x86-64, as compilers shuffle more than they multiply: a block's four words are in the low halves
 // of four registers' 64-bit lanes, where a multiplication reads them and leaves its product. The high halves are never
 // read.
 #include "words.h"

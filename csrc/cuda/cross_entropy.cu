@@ -1,4 +1,4 @@
-// Cross-entropy over a part of the vocabulary on a GPU; what it computes is told in megalite/kernels/cross_entropy.py.
+// Cross-entropy over a part of the vocabulary on a GPU; see megalite/kernels/cross_entropy.py.
 #include "exponentials.cuh"
 #include "span.cuh"
 

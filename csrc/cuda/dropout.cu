@@ -1,4 +1,4 @@
-// Dropout by counter on a GPU; what it computes is told in megalite/kernels/dropout.py.
+// Dropout by counter on a GPU; see megalite/kernels/dropout.py.
 #include "random.cuh"
 #include "rows.cuh"
 

@@ -1,4 +1,4 @@
-// Bias, dropout and residual add on a GPU; what it computes is told in megalite/kernels/dropout_add.py.
+// Bias, dropout and residual add on a GPU; see megalite/kernels/dropout_add.py.
 #include "random.cuh"
 #include "rows.cuh"
 

@@ -8,7 +8,7 @@
 
 namespace megalite::cuda {
 
-// Of the numbers so far: the largest, and the sum of exp(number - largest). That sum shrinks when a larger one comes.
+// The largest of the numbers so far, and the sum of exp(number - largest). That sum shrinks when a larger one comes.
 // T is what they are read as, or what is made of them.
 template <class T>
 struct Exponentials {
@@ -25,7 +25,7 @@ struct Exponentials {
       sum *= exp_for<T>(largest - top);
       largest = top;
     }
-    if (largest == -static_cast<W>(INFINITY)) return;  // all are: exp(-inf + inf) is no number
+    if (largest == -static_cast<W>(INFINITY)) return;  // all are: exp(-inf + inf) is NaN
     MEGALITE_UNROLL
     for (int i = 0; i < kNum; ++i) sum += exp_for<T>(numbers[i] - largest);
   }

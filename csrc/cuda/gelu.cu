@@ -1,4 +1,4 @@
-// Bias and GELU in its tanh form on a GPU; what it computes is told in megalite/kernels/gelu.py.
+// Bias and GELU in its tanh form on a GPU; see megalite/kernels/gelu.py.
 #include "elementary.cuh"
 #include "rows.cuh"
 

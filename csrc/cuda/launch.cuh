@@ -12,7 +12,7 @@
 namespace megalite::cuda {
 
 constexpr int kVectorBytes = 16;  // the widest access a thread has
-constexpr size_t kUnaskedSharedBytes = 47 << 10;  // for more a kernel must ask: 48 KiB, less what is static in it
+constexpr size_t kUnaskedSharedBytes = 47 << 10;  // a kernel must request more: 48 KiB, less what is static in it
 
 // Elements of T in the widest access.
 template <class T>

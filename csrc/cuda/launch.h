@@ -1,8 +1,8 @@
 // What the bindings call: kernels on plain pointers, sizes and a stream, all of whose memory the caller owns.
 //
 // Neither torch nor CUDA headers are needed to include this: bindings compile without nvcc, kernels without torch.
-// Tensors are contiguous unless told otherwise, and `rows` times `columns` large; a null bias stands for none. A launch
-// that fails throws std::runtime_error.
+// Tensors are contiguous unless documented otherwise, and `rows` times `columns` large; a null bias means none. A
+// launch that fails throws std::runtime_error.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ void bias_swiglu_backward(
     Dtype dtype, const void* grad, const void* x, const void* bias, void* x_grad, void* bias_grad, void* workspace,
     int64_t rows, int64_t columns, cudaStream_t stream);
 
-// Where the elements of a row stand in their sample's random numbers: row r is of sample samples[r % num_samples], and
+// Where the elements of a row are in their sample's random numbers: row r is of sample samples[r % num_samples], and
 // its first element has the index base + r / num_samples * stride there.
 struct Site {
   const int64_t* samples;
@@ -56,7 +56,7 @@ void fill_normal(
     Dtype dtype, void* out, int64_t num, double std, double mean, uint64_t key, int64_t base, int64_t run_length,
     int64_t run_stride, cudaStream_t stream);
 
-// Heads of x [s, b, n, d] lie apart by `steps` (in elements, of its first three dims); `out` is contiguous. The tables
+// Heads of x [s, b, n, d] are apart by `steps` (in elements, of its first three dims); `out` is contiguous. The tables
 // [s, table_batch, d] are in fp32, in fp64 for fp64.
 struct Heads {
   int64_t sequence, batch, heads, d, steps[3], table_batch;
@@ -81,7 +81,7 @@ void cross_entropy_gradient(
     Vocabulary vocabulary, cudaStream_t stream);
 
 // Scores [b, num_heads, rows, keys] of the queries from `first` on, in a sequence of `seq_length`. Pointers are null
-// where there is no such thing: slopes [num_heads], starts [b, seq_length], samples [b], the latter for dropout alone.
+// for absent arguments: slopes [num_heads], starts [b, seq_length], samples [b], the latter for dropout alone.
 struct Scores {
   int64_t num_heads, rows, keys, first, seq_length, base;
   double scale;

@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm on a GPU; what they compute is told in megalite/kernels/norm.py.
+// RMSNorm and LayerNorm on a GPU; see megalite/kernels/norm.py.
 //
 // A block reads its row from memory once: what it reads again is in its multiprocessor's cache. Backward walks down
 // rows and holds the sums for the parameters in shared memory, so that it reads x and the gradient once too; PyTorch's
@@ -19,7 +19,7 @@ constexpr int64_t kPartRows = 8, kMaxParts = 1024;  // rows that are worth a par
 template <int kNum, class W>
 using WarpValues = W[kMaxSpanThreads / kWarp][kNum];
 
-// The mean of a row; RMSNorm takes it for 0.
+// The mean of a row; RMSNorm uses 0.
 template <bool kCentres, int kWidth, class T>
 __device__ __forceinline__ Wide<T> mean_of(const T* row, int64_t columns, WarpValues<1, Wide<T>>& shared) {
   using W = Wide<T>;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) norm_kernel(
   });
 }
 
-// What backward reads of one row. `residual` is null where no other gradient is added to the input's.
+// What backward reads of one row. `residual` is null if no other gradient is added to the input's.
 template <class T>
 struct Row {
   const T *x, *grad, *residual;
@@ -82,7 +82,7 @@ struct Row {
 template <class W>
 struct Statistics {
   W mean, inverse;  // of the row: 1 / its standard deviation
-  W along, level;   // how much of the gradient lies along the normal row, and its mean: neither changes the output
+  W along, level;   // how much of the gradient is along the normal row, and its mean: neither changes the output
 };
 
 template <bool kCentres, int kWidth, class T>

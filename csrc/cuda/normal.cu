@@ -1,4 +1,4 @@
-// Normal numbers by counter on a GPU; what it computes is told in megalite/kernels/normal.py.
+// Normal numbers by counter on a GPU; see megalite/kernels/normal.py.
 #include <algorithm>
 
 #include "random.cuh"

@@ -1,4 +1,4 @@
-// Random words of neighbouring elements, and where a row's elements stand in their sample.
+// Random words of neighbouring elements, and where a row's elements are in their sample.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -51,7 +51,7 @@ __device__ __forceinline__ void words_at(
     }
     return;
   }
-  constexpr int kBlocks = (kCount + 2 * kWordsPerBlock - 2) / kWordsPerBlock;  // that kCount elements may lie in
+  constexpr int kBlocks = (kCount + 2 * kWordsPerBlock - 2) / kWordsPerBlock;  // that kCount elements may be in
   uint32_t blocks[kBlocks * kWordsPerBlock];
   MEGALITE_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
@@ -84,7 +84,7 @@ struct Places {
   }
 };
 
-// Of the first element of a row.
+// The position of the first element of a row.
 __device__ __forceinline__ Position position_of(const Places& places, int64_t row) {
   const Site& site = places.site;
   const auto outer = static_cast<int64_t>(static_cast<uint64_t>(row) * places.factor >> places.shift);

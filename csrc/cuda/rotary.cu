@@ -1,4 +1,4 @@
-// Rotary position embedding on a GPU; what it computes is told in megalite/kernels/rotary.py.
+// Rotary position embedding on a GPU; see megalite/kernels/rotary.py.
 #include <algorithm>
 
 #include "launch.cuh"

@@ -1,4 +1,4 @@
-// Causal softmax of attention scores on a GPU; what it computes is told in megalite/kernels/softmax.py.
+// Causal softmax of attention scores on a GPU; see megalite/kernels/softmax.py.
 #include "exponentials.cuh"
 #include "random.cuh"
 #include "span.cuh"
@@ -6,7 +6,7 @@
 namespace megalite::cuda {
 namespace {
 
-constexpr int kInFlight = 1;  // more would take too many registers, with words of random numbers for each element
+constexpr int kInFlight = 1;  // more would need too many registers, with words of random numbers for each element
 
 // One query's keys: those from `begin` on, `count` of them; the last one is its own.
 template <class T>
@@ -21,7 +21,7 @@ struct Row {
     const int64_t query = scores.first + number % scores.rows, head = number / scores.rows % scores.num_heads;
     const int64_t sample = number / (scores.rows * scores.num_heads);
     int64_t begin = scores.starts == nullptr ? 0 : scores.starts[sample * scores.seq_length + query];
-    begin = begin < 0 ? 0 : (begin > query ? query : begin);  // no memory but the row's is read, whatever comes
+    begin = begin < 0 ? 0 : (begin > query ? query : begin);  // only the row's memory is read, whatever `starts` holds
     const int64_t before = scores.base + (head * scores.seq_length + query) * scores.seq_length;
     Row row = {begin, query + 1 - begin, static_cast<W>(scores.scale), 0, 0, static_cast<uint64_t>(before + begin)};
     if (scores.slopes != nullptr) row.slope = static_cast<W>(scores.slopes[head]);
@@ -35,7 +35,7 @@ struct Row {
   }
 };
 
-// What the weights from `key` on are multiplied by: 0 or 1 / (1 - p) with dropout, and 1 without.
+// The factors of the weights from `key` on: 0 or 1 / (1 - p) with dropout, and 1 without.
 template <bool kDrops, class T, int kWidth>
 __device__ __forceinline__ void keep_factors(
     Wide<T> (&factors)[kWidth], const Row<T>& row, int64_t key, const Mask& mask, const Rounds& rounds) {
@@ -99,7 +99,7 @@ struct Pair {
   Vector<T, kWidth> score, grad;
 };
 
-// The second pass computes the weights and their mask again: to keep them would take registers by the row's length.
+// The second pass computes the weights and their mask again: keeping them would need registers by the row's length.
 template <bool kDrops, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
     T* all_scores, T* all_grads, const Wide<T>* log_sums, const Scores problem, const Mask mask, const Rounds rounds) {

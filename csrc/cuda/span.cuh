@@ -43,7 +43,7 @@ __device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, c
 // Calls apply(loaded, at, width) once for each element of [0, count), by one of the block's threads, with
 // loaded = load(at, width) for the elements from `at` on: as many as a vector has (width is a constant), and one by one
 // at the end. Who gets which depends on `count` and the block alone, and so does the order of sums over them: the same
-// row gives the same bits wherever it lies.
+// row gives the same bits wherever it is.
 template <int kInFlight, class T, class Load, class Apply>
 __device__ __forceinline__ void sum_span(int64_t count, const Load& load, const Apply& apply) {
   constexpr int kWidth = kVectorWidth<T>;

@@ -1,4 +1,4 @@
-// Bias and SwiGLU on a GPU; what it computes is told in megalite/kernels/swiglu.py.
+// Bias and SwiGLU on a GPU; see megalite/kernels/swiglu.py.
 #include "elementary.cuh"
 #include "rows.cuh"
 

@@ -9,8 +9,8 @@
 
 namespace megalite::cuda {
 
-// Two of 16 bits are a word: by itself each would take a register, and instructions to get there. Wider vectors than
-// the widest access take several.
+// Two of 16 bits are a word: each alone would need a register, and instructions to move it there. Vectors wider than
+// the widest access need several.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Vector {
   static constexpr bool kPairs = sizeof(T) == 2 && kWidth % 2 == 0;

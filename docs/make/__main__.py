@@ -1,6 +1,6 @@
-"""Renews what the pages show of the code: outputs of commands, pictures, the table of flags.
+"""Update the generated parts of the documentation: command output, pictures and the flag table.
 
-python -m docs.make [PAGE.md …]     from the repository's root; without pages all of docs/
+python -m docs.make [PAGE.md …]     run from the repository root; the default is every page of docs/
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[1]
 
 
 def main(pages: Sequence[str]) -> None:
-    """Writes the files that are no longer right, and says which."""
+    """Rewrite the files that are out of date, and print their names."""
     for name, draw in PICTURES.items():
         _write(DOCS / "pictures" / name, draw())
     for page in [Path(page).resolve() for page in pages] or sorted(DOCS.glob("*.md")):
@@ -25,7 +25,7 @@ def main(pages: Sequence[str]) -> None:
 
 
 def with_table(text: str) -> str:
-    """A page's text with the present table of flags, where it has one."""
+    """Return the text with its flag table, if it has one, replaced by the current one."""
     before, begin, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{flag_table()}\n{END}{rest.partition(END)[2]}" if begin else text
 

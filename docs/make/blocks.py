@@ -1,7 +1,7 @@
-"""The commands that the pages show, with what they print.
+"""Run the example commands of the documentation and compare or update their output.
 
-A block of the kind `console` holds commands, each behind a `$`, and their output. They are run in this
-process, as a user would run them in the repository's root.
+A `console` block holds commands, each after a `$`, followed by their output. Commands run in this process,
+as a user would run them in the repository root.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.cli import run_main
+from megalite.config.entry_point import run_main
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LEFT_OUT = "…"
-"""A line that stands for any number of lines."""
+OMITTED = "…"
+"""A line that matches any number of lines."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A command of a page and what the page says that it prints.
+    """A command of a page and the output that the page shows.
 
     Attributes:
-        command: as it is shown, over several lines where they end in a backslash.
+        command: as shown; lines that end in a backslash continue.
     """
 
     page: Path
@@ -38,16 +38,16 @@ class Example:
     output: str
 
     @property
-    def words(self) -> list[str]:
-        """The command as a shell takes it apart."""
+    def arguments(self) -> list[str]:
+        """Split the command as a shell does."""
         return shlex.split(self.command.replace("\\\n", " "))
 
     def __str__(self) -> str:
-        return f"{self.page.name}: {' '.join(self.words)}"
+        return f"{self.page.name}: {' '.join(self.arguments)}"
 
 
 def examples_of(page: Path) -> Iterator[Example]:
-    """The commands of a page in its order."""
+    """Yield the commands of a page in order."""
     for block in _BLOCK.finditer(page.read_text(encoding="utf-8")):
         yield from _examples(page, block.group(1))
 
@@ -64,18 +64,18 @@ def _examples(page: Path, block: str) -> Iterator[Example]:
 
 
 def run(example: Example) -> str:
-    """What the command prints, errors too.
+    """Return the standard output and standard error of the command.
 
     Raises:
-        ValueError: it is none that pages may show.
+        ValueError: the command is not `python PROGRAM …` with a program of this repository.
     """
-    words = example.words
-    if words[:1] != ["python"] or not (ROOT / words[1]).is_file():
-        raise ValueError(f"{example}: only `python PROGRAM …` is run here; use a block of another kind")
+    arguments = example.arguments
+    if arguments[:1] != ["python"] or not (ROOT / arguments[1]).is_file():
+        raise ValueError(f"{example}: only `python PROGRAM …` is supported here; use another block type")
     printed = io.StringIO()
-    program = _main_of(ROOT / words[1])
+    program = _main_of(ROOT / arguments[1])
     with redirect_stdout(printed), redirect_stderr(printed), suppress(SystemExit):
-        run_main(program, words[2:])
+        run_main(program, arguments[2:])
     return printed.getvalue()
 
 
@@ -90,8 +90,8 @@ def _main_of(path: Path) -> Callable[[Sequence[str]], Any]:
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Whether a page shows what was printed, but for what it leaves out and spaces at the ends of lines."""
-    parts = re.split(rf"^{LEFT_OUT}\n", _stripped(shown), flags=re.MULTILINE)
+    """Return whether the shown output matches, ignoring omitted lines and trailing spaces."""
+    parts = re.split(rf"^{OMITTED}\n", _stripped(shown), flags=re.MULTILINE)
     pattern = r"(?:.*\n)*?".join(map(re.escape, parts))
     return re.fullmatch(pattern, _stripped(printed)) is not None
 
@@ -102,7 +102,7 @@ def _stripped(text: str) -> str:
 
 
 def renewed(page: Path) -> str:
-    """The page's text with each command's output as it is now, with the same lines left out."""
+    """Return the text of the page with current command output, omitting the same lines as before."""
 
     def renew(block: re.Match[str]) -> str:
         shown = [
@@ -115,12 +115,15 @@ def renewed(page: Path) -> str:
 
 
 def _renewed(shown: str, printed: str) -> str:
-    """What is printed now, with as many first lines as before, and of the others those that begin alike."""
+    """Return the printed output, with the same omissions.
+
+    Keep as many leading lines as were shown; match the other shown lines by their first word.
+    """
     old, lines = _stripped(shown).splitlines(), printed.splitlines()
-    if LEFT_OUT not in old:
+    if OMITTED not in old:
         return printed
-    first = old.index(LEFT_OUT)
-    rest = [line if line == LEFT_OUT else _same_beginning(line, lines) for line in old[first:]]
+    first = old.index(OMITTED)
+    rest = [line if line == OMITTED else _same_beginning(line, lines) for line in old[first:]]
     return "".join(f"{line}\n" for line in (*lines[:first], *rest))
 
 

@@ -1,4 +1,4 @@
-"""The pages' pictures, each drawn from the code that it shows or from the numbers that it is about."""
+"""Draw the pictures of the documentation, from the code and the numbers that they illustrate."""
 
 from __future__ import annotations
 
@@ -6,23 +6,66 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from benchmarks.chart import TITLES, speed_of
-from megalite.pipeline.picture import Colour
-from megalite.pipeline.svg import INK, PAPER, WAITING, Drawing, schedule_svg
+from megalite.pipeline.schedule_plot import Colour
+from megalite.pipeline.schedule_svg import INK, PAPER, WAITING, Drawing, schedule_svg
 
 BLUE, GREEN, TEAL, ORANGE = (66, 119, 214), (46, 158, 107), (29, 158, 150), (232, 156, 48)
 RED, VIOLET = (205, 92, 92), (140, 108, 200)
 RANKS = (BLUE, ORANGE, GREEN, VIOLET)
-"""A colour for each of four ranks."""
+"""Colours of ranks 0 to 3."""
 
 
 def light(colour: Colour) -> Colour:
-    """The same, far lighter."""
+    """Return a much lighter shade of the colour."""
     red, green, blue = (round(255 - (255 - part) * 0.35) for part in colour)
     return red, green, blue
 
 
+def overview() -> str:
+    """Draw one model on 8 ranks: tensor-parallel slices, pipeline stages and data-parallel replicas."""
+    drawing = Drawing(760, 310)
+    drawing.words(
+        16, 24, "A GPT of 12 layers on 8 ranks: --tp 2 --pp 2, which leaves 2 data-parallel replicas", 14
+    )
+    stages = (("stage 0", "embedding,", "layers 0-5"), ("stage 1", "layers 6-11,", "output, loss"))
+    for stage, lines in enumerate(stages):
+        y = 66 + 112 * stage
+        for number, line in enumerate(lines):
+            drawing.words(16, y + 28 + 16 * number, line, 12)
+        for replica in range(2):
+            x = 112 + 336 * replica
+            for tp in range(2):
+                rank = (stage * 2 + replica) * 2 + tp
+                drawing.box(x + 144 * tp, y, 112, 72, RANKS[tp], PAPER)
+                drawing.words(x + 144 * tp + 56, y + 32, f"rank {rank}", 13, PAPER, "middle")
+                drawing.words(x + 144 * tp + 56, y + 50, "half of each matrix", 11, PAPER, "middle")
+                if stage == 0:
+                    drawing.arrow(x + 144 * tp + 48, y + 76, x + 144 * tp + 48, y + 108)
+                    drawing.arrow(x + 144 * tp + 64, y + 108, x + 144 * tp + 64, y + 76)
+            drawing.box(x + 118, y + 22, 20, 28, PAPER, INK)
+            drawing.words(x + 128, y + 40, "tp", 11, anchor="middle")
+        drawing.arrow(412, y + 36, 370, y + 36)
+        drawing.arrow(400, y + 36, 444, y + 36)
+        drawing.box(397, y + 22, 20, 28, PAPER, INK)
+        drawing.words(407, y + 40, "dp", 11, anchor="middle")
+    for replica in range(2):
+        x = 112 + 336 * replica
+        drawing.words(x + 128, 56, f"replica {replica}", 12, anchor="middle")
+        drawing.box(x + 118, 144, 20, 28, PAPER, INK)
+        drawing.words(x + 128, 162, "pp", 11, anchor="middle")
+    for number, line in enumerate(
+        (
+            "tp: each layer sums its partial results over the ranks that share its matrices.",
+            "pp: a stage sends hidden states to the next stage, and gets their gradients back.",
+            "dp: replicas train on different samples and average their gradients.",
+        )
+    ):
+        drawing.words(16, 268 + 16 * number, line, 11)
+    return drawing.text()
+
+
 def tensor_parallel() -> str:
-    """The two linear layers of an MLP over two ranks, from the input that both hold to the sum of both."""
+    """Draw the two linear layers of an MLP on two ranks, from the shared input to the all-reduced output."""
     drawing = Drawing(720, 260)
     drawing.words(16, 24, "An MLP on two tensor-parallel ranks: A is cut by columns, B by rows", 14)
     for rank, y in enumerate((56, 156)):
@@ -36,7 +79,7 @@ def tensor_parallel() -> str:
         drawing.words(318, y + 34, "×", 16)
         _tensor(drawing, 342, y + 15, 60, 30, colour, f"B{rank}", "[f/2, h]")
         drawing.arrow(414, y + 30, 446, y + 30)
-        _tensor(drawing, 454, y, 60, 60, light(colour), f"z{rank}", "a part of z")
+        _tensor(drawing, 454, y, 60, 60, light(colour), f"z{rank}", "partial z")
         drawing.arrow(526, y + 30, 562, y + 30)
         _tensor(drawing, 640, y, 60, 60, light(INK), "z", "z0 + z1")
         drawing.arrow(612, y + 30, 636, y + 30)
@@ -56,15 +99,17 @@ def _tensor(
 
 
 def sequence_parallel() -> str:
-    """One block of a layer on four ranks: which part of the activations a rank holds at each point."""
+    """Draw which part of the activations each of four ranks holds at each step of a block."""
     drawing = Drawing(720, 250)
-    drawing.words(16, 24, "A block of a layer with --tp 4 --sequence-parallel: what each rank holds", 14)
+    drawing.words(
+        16, 24, "Activations that each rank holds in one block, with --tp 4 --sequence-parallel", 14
+    )
     steps = (
         ("norm", "[s/4, b, h]", True),
         ("all-gather", "", None),
-        ("products of", "[s, b, f/4]", False),
+        ("attention or MLP", "[s, b, f/4]", False),
         ("reduce-scatter", "", None),
-        ("dropout, sum", "[s/4, b, h]", True),
+        ("dropout, residual", "[s/4, b, h]", True),
     )
     x = 84.0
     for title, shape, by_sequence in steps:
@@ -73,7 +118,7 @@ def sequence_parallel() -> str:
             drawing.words(x + 20, 226, title, 11, anchor="middle")
             x += 70
             continue
-        drawing.words(x + 60, 222, "attention or MLP" if by_sequence is False else title, 11, anchor="middle")
+        drawing.words(x + 60, 222, title, 11, anchor="middle")
         drawing.words(x + 60, 238, shape, 10, anchor="middle")
         for rank, colour in enumerate(RANKS):
             for piece in range(4):
@@ -90,10 +135,13 @@ def sequence_parallel() -> str:
 
 
 def data_parallel() -> str:
-    """Two replicas at the end of a step: buckets leave while backward goes on."""
+    """Draw the last microbatch of an iteration on two replicas: buckets are reduced during backward."""
     drawing = Drawing(720, 230)
     drawing.words(
-        16, 24, "The last microbatch of a step on two replicas: gradients travel under backward", 14
+        16,
+        24,
+        "The last microbatch of an iteration on two replicas: gradients are reduced during backward",
+        14,
     )
     spans = (("forward", 84, 120, BLUE), ("backward", 204, 240, GREEN), ("update", 488, 60, VIOLET))
     for replica, y in enumerate((48, 128)):
@@ -101,7 +149,7 @@ def data_parallel() -> str:
         for name, x, width, colour in spans:
             drawing.box(x, y, width, 28, colour, PAPER)
             drawing.words(x + width / 2, y + 18, name, 11, PAPER, "middle")
-        drawing.words(16, y + 48, "messages", 11)
+        drawing.words(16, y + 48, "network", 11)
         drawing.box(84, y + 34, 560, 20, WAITING)
         for number, (x, width) in enumerate(((264, 56), (324, 56), (384, 56), (444, 40))):
             drawing.box(x, y + 34, width, 20, light(RED), RED)
@@ -111,32 +159,32 @@ def data_parallel() -> str:
         drawing.box(548, y + 34, 96, 20, light(ORANGE), ORANGE)
         drawing.words(596, y + 48, "weights (ZeRO)", 10, anchor="middle")
     drawing.words(
-        84,
+        16,
         214,
-        "What is left after backward is the last bucket. Weights travel under the next forward "
-        "with --overlap-param-gather.",
+        "Only the last bucket is reduced after backward. With --overlap-param-gather, weights are gathered "
+        "during the next forward.",
         11,
     )
     return drawing.text()
 
 
 STATES = (("weights", 2, BLUE), ("gradients", 4, ORANGE), ("main weights, moments", 12, GREEN))
-"""Bytes of a parameter with --bf16 and Adam."""
+"""Name, bytes per parameter with --bf16 and Adam, and colour of each model state."""
 SHARED = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}
-"""Which of STATES the replicas share out at each ZeRO stage."""
+"""Indices of the STATES that each ZeRO stage shards over the replicas."""
 
 
 def bytes_a_parameter(stage: int, replicas: int) -> Sequence[float]:
-    """Bytes of each of STATES that one replica holds of a parameter, whatever a collective needs besides."""
+    """Return bytes per parameter of each of STATES on one replica, without communication buffers."""
     return [
         size / replicas if number in SHARED[stage] else size for number, (_, size, _) in enumerate(STATES)
     ]
 
 
 def zero_stages(replicas: int = 8) -> str:
-    """Bytes that one replica holds of a parameter at each ZeRO stage."""
+    """Draw the bytes per parameter that one replica holds at each ZeRO stage."""
     drawing = Drawing(720, 210)
-    drawing.words(16, 24, f"Bytes of a parameter on each of {replicas} replicas, --bf16 with Adam", 14)
+    drawing.words(16, 24, f"Bytes per parameter on each of {replicas} replicas, --bf16 with Adam", 14)
     for stage in SHARED:
         y, x = 44 + 32 * stage, 110.0
         sizes = bytes_a_parameter(stage, replicas)
@@ -154,7 +202,7 @@ def zero_stages(replicas: int = 8) -> str:
 
 
 def layout() -> str:
-    """Where the 16 ranks of tp 4, pp 2, dp 2 stand on nodes of 8."""
+    """Draw the positions of the 16 ranks of tp 4, pp 2, dp 2 on two nodes of 8."""
     drawing = Drawing(720, 230)
     drawing.words(16, 24, "--tp 4 --pp 2 on two nodes of 8: rank = (pp × 2 + dp) × 4 + tp", 14)
     for node in range(2):
@@ -173,14 +221,15 @@ def layout() -> str:
     drawing.words(
         16,
         214,
-        "A row is one tensor-parallel group; one colour of a node is a data-parallel group; "
-        "one place in both nodes is a pipeline.",
+        "A row is a tensor-parallel group; a column of a node is a data-parallel group; "
+        "the same position on both nodes is a pipeline.",
         11,
     )
     return drawing.text()
 
 
 PICTURES: Mapping[str, Callable[[], str]] = {
+    "overview.svg": overview,
     "tensor_parallel.svg": tensor_parallel,
     "sequence_parallel.svg": sequence_parallel,
     "data_parallel.svg": data_parallel,
@@ -193,4 +242,4 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "zb-v.svg": partial(schedule_svg, "zb-v", 4, 8),
     **{f"speed_of_{name}.svg": partial(speed_of, name) for name in TITLES},
 }
-"""By the file's name in docs/pictures."""
+"""Functions that draw the pictures, by file name in docs/pictures."""

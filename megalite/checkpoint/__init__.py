@@ -1,1 +1,1 @@
-"""A model on disk: checkpoints, and the names and shapes that other programs give its weights."""
+"""Save and load checkpoints, and convert models of other programs."""

@@ -1,17 +1,12 @@
-"""A bridge to torch.distributed.checkpoint: its `load` reads our checkpoints into tensors of any placement.
-
-    state = {"model.layers.0.mlp.up.weight": distribute_tensor(empty, mesh, [Shard(0)])}
-    torch.distributed.checkpoint.load(state, storage_reader=MegaliteReader("SAVE/iter_0000010"))
-
-torch keeps its own metadata as a pickle; here it is made of index.json, and nothing is unpickled. Importing
-this module imports DTensor, which takes a second: training does without.
-"""
+"""Bridge to torch.distributed.checkpoint, whose `load` reads our checkpoints in any placement."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,19 +20,80 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megalite.checkpoint.boxes import Box, boxes_of
-from megalite.checkpoint.full import FullReader
+from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import RUN, DamagedCheckpoint, damage_of, read_manifest
-from megalite.checkpoint.tensor_reader import open_tensors
+from megalite.checkpoint.parameter_range import ParameterRange
+from megalite.checkpoint.tensor_files import open_tensors
 
-Stored = tuple[str, Box]
+
+class TensorBox(NamedTuple):
+    """Locate a box of a full tensor whose elements are consecutive in a piece of it.
+
+    Attributes:
+        offsets: indices of its first element in the full tensor.
+        sizes: along each dim, without padding.
+        at: number of its first element in the piece.
+        shape: along each dim as stored in the piece: with padding.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: int
+    shape: tuple[int, ...]
+
+
+def boxes_of(piece: ParameterRange) -> Iterator[TensorBox]:
+    """Yield the boxes that make up a piece, in order of their elements; none for padding.
+
+    A tensor of n dims needs at most 2n - 1.
+    """
+    for offsets, shape, at in _boxes(piece.shape, piece.start, piece.end):
+        cut = (*offsets[: piece.dim], offsets[piece.dim] + piece.offset, *offsets[piece.dim + 1 :])
+        sizes = tuple(
+            min(size, full - offset) for size, full, offset in zip(shape, piece.full_shape, cut, strict=True)
+        )
+        if min(sizes) > 0:
+            yield TensorBox(cut, sizes, at - piece.start, shape)
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Yield offsets, shape and first element of the boxes of elements ``[start, end)`` of a tensor."""
+    if start >= end:
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,), start
+        return
+    inner = math.prod(shape[1:])
+    first_whole, last_whole = -(-start // inner), end // inner
+    if first_whole > last_whole:  # within one row
+        yield from _row(shape, last_whole, start, end)
+        return
+    yield from _row(shape, first_whole - 1, start, first_whole * inner)
+    if first_whole < last_whole:
+        zeros = (0,) * (len(shape) - 1)
+        yield (first_whole, *zeros), (last_whole - first_whole, *shape[1:]), first_whole * inner
+    yield from _row(shape, last_whole, last_whole * inner, end)
+
+
+def _row(
+    shape: tuple[int, ...], row: int, start: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Yield the boxes of elements ``[start, end)`` that are in one index of dim 0."""
+    base = row * math.prod(shape[1:])
+    for offsets, sizes, at in _boxes(shape[1:], start - base, end - base):
+        yield (row, *offsets), (1, *sizes), at + base
+
+
+Stored = tuple[str, TensorBox]
 """File and box of a chunk."""
 
 
 class MegaliteReader(StorageReader):
-    """Reads one checkpoint's folder, ``SAVE/iter_0000010``; a rank opens and checks what it needs alone.
+    """Read one checkpoint's folder, ``SAVE/iter_0000010``; a rank opens only the files that it needs.
 
-    Every tensor file that it reads from is first read through and compared with its digest.
+    Every tensor file is read through and compared with its digest before it is used.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -46,12 +102,12 @@ class MegaliteReader(StorageReader):
         self.chunks: dict[MetadataIndex, Stored] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turns to another checkpoint's folder, if one is given."""
+        """Switch to another checkpoint's folder, if one is passed."""
         if checkpoint_id is not None:
             self.folder = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the index tells, in torch's words: each piece is one chunk, or a few where it is no box.
+        """Return the index as torch's metadata: each piece is one chunk, or a few if it is not a box.
 
         Raises:
             DamagedCheckpoint: a text file is not as it was saved, or elements of a tensor are in no file.
@@ -64,21 +120,21 @@ class MegaliteReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is to be set up."""
+        """Set up nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies what the plan asks for, file by file.
+        """Copy what the plan requests, file by file.
 
         Raises:
-            DamagedCheckpoint: a file is missing, has other bytes than were saved or than the index tells.
+            DamagedCheckpoint: a file is missing, or has other bytes than were saved or than the index says.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -96,14 +152,14 @@ class MegaliteReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a folder that may be a checkpoint of megalite."""
+        """Return whether it is a folder that may be a checkpoint of megalite."""
         return (Path(checkpoint_id) / RUN).is_file()
 
     def _tensor_metadata(self, name: str, full: FullReader) -> TensorStorageMetadata:
         shape, chunks = full.shape(name), list[ChunkStorageMetadata]()
         for piece in full.pieces(name):
-            whole = Box((0,) * len(shape), shape, 0, shape)
-            for box in boxes_of(piece.place) if piece.place else (whole,):
+            whole = TensorBox((0,) * len(shape), shape, 0, shape)
+            for box in boxes_of(piece.range) if piece.range else (whole,):
                 self.chunks[MetadataIndex(name, box.offsets)] = (piece.file, box)
                 chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
         return TensorStorageMetadata(TensorProperties(full.dtype(name)), torch.Size(shape), chunks)

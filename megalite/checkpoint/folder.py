@@ -1,39 +1,37 @@
-"""A run's folder of checkpoints: which there are, in which order to try them, and which to delete.
+"""Manage a run's folder of checkpoints: find them, order them for loading, and delete old ones.
 
 SAVE/latest                 name of the newest whole checkpoint
 SAVE/iter_0000010/          a whole checkpoint
 SAVE/.iter_0000020.5f3a….partial one that is being written, or was when its run died
 SAVE/.latest.5f3a….partial  a text that is about to replace `latest`
-SAVE/.iter_0000010.replaced what iter_0000010 was before it was saved again; it counts while the new one,
-which is whole, has not come to its name yet
+SAVE/.iter_0000010.replaced the previous iter_0000010; it counts until the new one, which is whole, is renamed
 SAVE/.iter_0000010.deleted  one that is being deleted
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.folders import read_regular
+from megalite.files import read_regular
 
 LATEST = "latest"
 _MAX_NAME_BYTES = 256
 NAME = re.compile(r"iter_([0-9]{7,18})")
-_REPLACED = re.compile(rf"\.({NAME.pattern})\.replaced")
-_MADE_ASIDE = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.(partial|replaced|deleted)")
+_REPLACED = re.compile(rf"\.{NAME.pattern}\.replaced")
+_UNFINISHED = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.(partial|replaced|deleted)")
 
 
 class Listing(NamedTuple):
-    """A folder's checkpoints.
+    """List a folder's checkpoints.
 
     Attributes:
-        names: of checkpoints' folders in the order in which to load them; not one of them is known whole.
-        notices: what the user is to be told of `latest`.
+        names: of checkpoints' folders in the order in which to load them; they may be damaged.
+        notices: what to log about `latest`.
     """
 
     names: tuple[str, ...] = ()
@@ -41,20 +39,12 @@ class Listing(NamedTuple):
 
 
 def name_of(iteration: int) -> str:
-    """Name of an iteration's checkpoint."""
+    """Return the name of an iteration's checkpoint."""
     return f"iter_{iteration:07d}"
 
 
-def partial_of(final: Path) -> Path:
-    """Return a new name beside a file or folder, under which it is written until it is whole.
-
-    No other run has the name: one that has lost the folder cannot rename what its successor writes.
-    """
-    return final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
-
-
 def iterations_in(folder: Path) -> dict[int, str]:
-    """Names of the checkpoints in a folder, whole or not, by iteration and oldest first.
+    """Return the names of the checkpoints in a folder, whole or not, by iteration and oldest first.
 
     Raises:
         OSError: the folder cannot be read.
@@ -62,15 +52,15 @@ def iterations_in(folder: Path) -> dict[int, str]:
     names = {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder.exists() else set[str]()
     found = {int(match[1]): match[0] for name in names if (match := NAME.fullmatch(name))}
     for match in filter(None, map(_REPLACED.fullmatch, names)):
-        found.setdefault(_iteration(match[1]), match[0])
+        found.setdefault(int(match[1]), match[0])
     return dict(sorted(found.items()))
 
 
 def list_checkpoints(folder: Path) -> Listing:
-    """The folder's checkpoints: what `latest` names, what is older, newest first, then what is newer.
+    """List the folder's checkpoints: the one that `latest` names, older ones, newest first, then newer ones.
 
-    Newer ones than the latest are of a run that died before `latest` moved, or that was taken up again from
-    an earlier iteration: they are told, and not taken by themselves.
+    Newer ones belong to a run that died before it updated `latest`, or that was resumed from an earlier
+    iteration; they are logged, and loaded only on request.
 
     Raises:
         OSError: the folder cannot be read.
@@ -78,7 +68,7 @@ def list_checkpoints(folder: Path) -> Listing:
     found = iterations_in(folder)
     latest, problem = _latest_in(folder)
     if latest is not None and latest not in found:
-        problem = f"names {name_of(latest)}, which is not there"
+        problem = f"names {name_of(latest)}, which does not exist"
     if not found:
         return Listing(() if latest is None else (name_of(latest),))
     newest = max(found) if latest is None else latest
@@ -88,7 +78,7 @@ def list_checkpoints(folder: Path) -> Listing:
     names = tuple(found[iteration] for iteration in (*past, *later))
     notices = []
     if problem:
-        notices.append(f"{folder / LATEST} {problem}: the newest whole checkpoint before it is taken")
+        notices.append(f"{folder / LATEST} {problem}: the newest whole checkpoint is loaded")
     if later:
         notices.append(
             f"{folder / LATEST} names {name_of(newest)}, and {found[later[0]]} is newer: give "
@@ -100,10 +90,11 @@ def list_checkpoints(folder: Path) -> Listing:
 def outdated(
     iterations: Iterable[int], newest: int, keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Which checkpoints to delete now that `newest` is whole, oldest first.
+    """Return the checkpoints to delete now that `newest` is whole, oldest first.
 
-    Kept are the last `keep_last` up to the newest, those that `keep_every` divides, and, as another course of
-    the run, all later than the newest. With `keep_every` alone the newest is the only other that stays.
+    Those that stay are the last `keep_last` up to the newest, those that `keep_every` divides, and all later
+    than the newest, which belong to another course of the run. With `keep_every` alone only the newest stays
+    besides.
     """
     if keep_last is None and keep_every is None:
         return []
@@ -114,7 +105,7 @@ def outdated(
 
 
 def prune(folder: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Deletes what `outdated` says, and returns the names of what it deleted; call it on one rank.
+    """Delete what `outdated` returns, and return the deleted names; call it on one rank.
 
     Raises:
         OSError: some of it cannot be deleted.
@@ -127,7 +118,7 @@ def prune(folder: Path, newest: int, keep_last: int | None, keep_every: int | No
 
 
 def remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint; one that is half deleted has its name no more.
+    """Delete a checkpoint; one that is half deleted no longer has its name.
 
     Raises:
         OSError: it cannot be deleted.
@@ -139,9 +130,9 @@ def remove(checkpoint: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Renames a whole checkpoint to its own name; what had that name goes once the new one stands there.
+    """Rename a whole checkpoint to its own name; a previous one with that name is deleted afterwards.
 
-    At each moment one of the two is found by `iterations_in`.
+    At each moment `iterations_in` finds one of the two.
 
     Raises:
         OSError: it cannot be renamed.
@@ -155,14 +146,14 @@ def put_in_place(aside: Path, final: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what earlier runs have left aside; what cannot be deleted stays.
+    """Delete what earlier runs have left unfinished; what cannot be deleted stays.
 
-    Call it between saves, and only as the folder's one writer (see `lease`): all that is left is then of runs
-    that have ended or have lost the folder.
+    Call it between saves, and only as the folder's one writer (see `lease`): then all that is unfinished
+    belongs to runs that have ended or have lost the folder.
     """
     counted = set(iterations_in(folder).values())
     for entry in list(folder.iterdir()):
-        if not _MADE_ASIDE.fullmatch(entry.name) or entry.name in counted:
+        if not _UNFINISHED.fullmatch(entry.name) or entry.name in counted:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -175,14 +166,14 @@ def read_latest(folder: Path) -> str:
     """Return what the folder's `latest` says.
 
     Raises:
-        OSError: it is missing, no regular file, or longer than any name.
-        UnicodeDecodeError: it is no text.
+        OSError: it is missing, not a regular file, or longer than any name.
+        UnicodeDecodeError: it is not text.
     """
     return read_regular(folder / LATEST, _MAX_NAME_BYTES).decode().strip()
 
 
 def _latest_in(folder: Path) -> tuple[int | None, str]:
-    """The iteration that `latest` names; or None and what is wrong with it."""
+    """Return the iteration that `latest` names; or None and what is wrong with the file."""
     try:
         name = read_latest(folder)
     except FileNotFoundError:
@@ -190,12 +181,6 @@ def _latest_in(folder: Path) -> tuple[int | None, str]:
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
     except UnicodeDecodeError:
-        return None, "cannot be read (it is no text)"
+        return None, "cannot be read (it is not text)"
     match = NAME.fullmatch(name)
     return (int(match[1]), "") if match else (None, "names no checkpoint")
-
-
-def _iteration(name: str) -> int:
-    match = NAME.fullmatch(name)
-    assert match
-    return int(match[1])

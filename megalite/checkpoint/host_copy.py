@@ -1,4 +1,4 @@
-"""A copy of tensors in host memory, so that training may go on while they are written."""
+"""Copy tensors to host memory, so that training can continue while they are written."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.tensor_writer import Piece
+from megalite.checkpoint.tensor_files import FilePiece
 
 _ALIGNMENT = 64
 
 
 class HostCopy:
-    """Memory of the host for one copy of a rank's share, used again for each save.
+    """Hold host memory for one copy of a rank's pieces, reused for each save.
 
-    The copy is made while training computes the next gradients, which leave the tensors alone: training
-    calls `protect` before it writes to them, and stands still there for what is left of the copy. The first
-    one takes the memory; later ones take none unless there is more to copy.
+    The copy is made while training computes the next gradients, which leave the tensors alone: training calls
+    `protect` before it writes to them, and waits there for the rest of the copy. The first copy allocates the
+    memory; later ones allocate only if there is more to copy.
 
     Args:
         device: where the tensors are.
@@ -34,41 +34,40 @@ class HostCopy:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._filled = threading.Event()
 
-    def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Begins a copy of the pieces; it is there once `fill` returns, and valid until the next call."""
+    def take(self, pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
+        """Start a copy of the pieces; it is complete once `fill` returns, and valid until the next call."""
         starts, size = _layout(pieces)
         if size > self._memory.numel():
             if self._stream:
                 _unpin(self._memory)
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes first
-            self._memory = _pinned(_fresh(size)) if self._stream else _fresh(size)
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._memory = _pinned(_allocate(size)) if self._stream else _allocate(size)
         copies = {name: self._at(starts[name], piece.tensor) for name, piece in pieces.items()}
         self._pairs = [(copies[name], piece.tensor.detach().contiguous()) for name, piece in pieces.items()]
         self._filled.clear()
         if self._stream is not None:
-            self._copy_aside(self._stream)
-        return {name: Piece(copies[name], piece.place) for name, piece in pieces.items()}
+            self._copy_on(self._stream)
+        return {name: FilePiece(copies[name], piece.range) for name, piece in pieces.items()}
 
     def fill(self) -> None:
-        """Makes the copy, or waits for the GPU that does; any thread may call it."""
+        """Make the copy, or wait for the GPU that makes it; any thread may call this."""
         try:
             if self._done is not None:
-                torch.cuda.set_device(
-                    self._device
-                )  # a new thread's is GPU 0: a context there takes its memory
+                # A new thread's device is GPU 0, where a context would occupy memory.
+                torch.cuda.set_device(self._device)
                 self._done.synchronize()
             else:
                 for copy, tensor in self._pairs:
-                    # One thread, where torch takes as many as training, whose cores they are.
+                    # In one thread: torch would use as many as training, and compete for its cores.
                     ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.numel() * copy.element_size())
             self._pairs = []
         finally:
             self._filled.set()
 
     def protect(self) -> None:
-        """Keeps what comes next from writing to tensors that are still to be copied.
+        """Keep later work from writing to tensors that are still to be copied.
 
-        The host waits for itself alone: on a GPU later kernels wait for the copies.
+        The host waits only for its own copy: on a GPU later kernels wait for the copies.
         """
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
@@ -80,7 +79,7 @@ class HostCopy:
         return content.view(like.dtype).view(like.shape)
 
     @torch.no_grad()
-    def _copy_aside(self, stream: torch.cuda.Stream) -> None:
+    def _copy_on(self, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for copy, tensor in self._pairs:
@@ -88,8 +87,8 @@ class HostCopy:
             self._done = stream.record_event()
 
 
-def _layout(pieces: Mapping[str, Piece]) -> tuple[dict[str, int], int]:
-    """Where each piece starts, in bytes, and the size of all."""
+def _layout(pieces: Mapping[str, FilePiece]) -> tuple[dict[str, int], int]:
+    """Return where each piece starts, in bytes, and the total size."""
     starts: dict[str, int] = {}
     size = 0
     for name, piece in pieces.items():
@@ -98,10 +97,10 @@ def _layout(pieces: Mapping[str, Piece]) -> tuple[dict[str, int], int]:
     return starts, size
 
 
-def _fresh(size: int) -> Tensor:
-    """Memory of its own, which goes back to the system when nothing uses it any more.
+def _allocate(size: int) -> Tensor:
+    """Return memory of its own, which returns to the system when nothing uses it any more.
 
-    Large pages make its first use four times faster, where the system has them.
+    Huge pages, if the system has them, make its first use four times faster.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -112,9 +111,9 @@ def _fresh(size: int) -> Tensor:
 
 
 def _pinned(memory: Tensor) -> Tensor:
-    """The memory, which a GPU may now read and write by itself.
+    """Return the memory pinned, so that a GPU can read and write it directly.
 
-    torch's own pinned memory comes in sizes of powers of two: up to half of it would lie idle.
+    torch's own pinned memory comes in sizes of powers of two: up to half of it would be unused.
     """
     if memory.numel() > 0:
         cuda = torch.cuda.cudart()
@@ -123,6 +122,6 @@ def _pinned(memory: Tensor) -> Tensor:
 
 
 def _unpin(memory: Tensor) -> None:
-    """Takes back what `_pinned` told CUDA: other memory may come to lie at that address."""
+    """Undo `_pinned`: other memory may be mapped at that address."""
     if memory.numel() > 0:
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))

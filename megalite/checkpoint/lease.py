@@ -1,4 +1,4 @@
-"""A lease on a run's folder of checkpoints: one run at a time writes there.
+"""Hold a lease on a run's folder of checkpoints: one run at a time writes there.
 
     SAVE/lease.3    {"host": "n7", "pid": 4711, "job": "812", …}
 
@@ -6,11 +6,11 @@ Rank 0 creates the file with O_EXCL, which is atomic on local disks, NFS and Lus
 every few seconds: the heartbeat. Another run that finds the file watches it. It takes the folder over if the
 holder cannot be alive, or has shown no heartbeat for `ABANDONED_SECONDS` by the watcher's own clock: clocks
 of different hosts are never compared. A takeover creates the file of the next number, again with O_EXCL, so
-that of two runs that want the folder one gets it. Then it deletes the old file, and what the old holder has
-written aside and not yet renamed.
+that of two runs that want the folder only one gets it. Then it deletes the old file, and the files that the
+old holder has not finished.
 
-A holder that was stopped or cut off, and goes on later, finds its file gone. Rank 0 looks before each rename
-of a save; other ranks write only between the beginning and the end of a save that rank 0 announces.
+A holder that was stopped or cut off, and continues later, finds its file gone. Rank 0 checks before each
+rename of a save; other ranks write only between the beginning and the end of a save that rank 0 announces.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megalite.checkpoint.exchange import SaveError
 from megalite.checkpoint.folder import remove_leftovers
+from megalite.checkpoint.save_agreement import SaveError
+from megalite.distributed.store_barrier import wait_for_all
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.folders import make_writable, open_regular, read_regular
+from megalite.files import make_writable, open_regular, parse_json, read_regular
 from megalite.log import log
-from megalite.meeting import wait_for_all
-from megalite.topology import Topology
 
 BEAT_SECONDS = 5.0
 ABANDONED_SECONDS = 60.0
-"""More than an NFS client caches the times of a file (`acregmax`)."""
-_LOOK_SECONDS = 1.0
-"""`is_lost` reads the file at most once in so many seconds."""
+"""Longer than an NFS client caches the times of a file (`acregmax`)."""
+_CHECK_SECONDS = 1.0
+"""`is_lost` reads the file at most once in this time."""
 _PATIENCE_SECONDS = 2.0
-"""`is_lost` waits so long for a file system that does not answer."""
+"""`is_lost` waits this long for a file system that does not answer."""
 _POLL_SECONDS = 0.2
 _MAX_BYTES = 1 << 16
 _NAME = re.compile(r"lease\.([1-9][0-9]{0,8})")
-_GONE = (errno.ENOENT, errno.ESTALE)
+_MISSING = (errno.ENOENT, errno.ESTALE)
 
 
 class LeaseLost(SaveError):
-    """Another run has taken over the folder: this one must write nothing more."""
+    """Raised when another run has taken over the folder: this one must write nothing more."""
 
     def __init__(self, folder: Path, holder: object = None) -> None:
         by = f" ({holder})" if holder else ""
@@ -64,11 +64,11 @@ class LeaseLost(SaveError):
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """The process that holds a lease.
+    """Identify the process that holds a lease.
 
     Attributes:
-        machine: names the booted system and its process numbers; empty where the system does not say.
-        pid_start: when the process started, in ticks since the boot, to tell a reused process number.
+        machine: names the booted system and its process numbers; empty if the system does not say.
+        pid_start: when the process started, in ticks since the boot, to detect a reused process number.
         job: Slurm's number of the job; empty outside Slurm.
         job_starts: how often Slurm started the job before.
         since: date and time by the holder's clock, for people.
@@ -101,11 +101,11 @@ class LeaseHolder:
 
     @staticmethod
     def parse(content: bytes) -> LeaseHolder | None:
-        """Return the holder that a lease names; None where the file is not (yet) whole."""
+        """Return the holder that a lease names; None if the file is not whole (yet)."""
         try:
-            record = json.loads(content)
+            record = parse_json(content)
             holder = LeaseHolder(**record)
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError):
             return None
         kinds = {name: type(value) for name, value in asdict(LeaseHolder.here()).items()}
         return holder if {name: type(value) for name, value in record.items()} == kinds else None
@@ -115,7 +115,7 @@ class LeaseHolder:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def is_gone(self) -> bool:
-        """Return whether the process is known to have ended; only its own machine knows."""
+        """Return whether the process is known to have ended; only its own machine can know."""
         if not self.machine or self.machine != _machine() or self.host != socket.gethostname():
             return False
         try:
@@ -133,11 +133,11 @@ class LeaseHolder:
 
 
 class FolderLease:
-    """The right to write to a run's folder of checkpoints, as every rank may look at it.
+    """Check the right to write to a run's folder of checkpoints, on any rank.
 
     Attributes:
         name: of the lease's file.
-        content: what is in it as long as the lease is this run's.
+        content: of the file, as long as the lease is this run's.
     """
 
     def __init__(self, folder: Path, name: str, content: bytes) -> None:
@@ -145,9 +145,9 @@ class FolderLease:
         self.name = name
         self.content = content
         self._inode = folder.stat().st_ino if folder.exists() else 0
-        self._has_seen = False  # a rank that never saw the file cannot see it go: its folder may be another
-        self._looked_at = time.monotonic()
-        self._look = threading.Thread()
+        self._has_seen = False  # a rank that never saw the file cannot see it go: it may see another folder
+        self._checked_at = time.monotonic()
+        self._check_thread = threading.Thread()
         self._is_lost = False
 
     def check(self) -> None:
@@ -160,9 +160,9 @@ class FolderLease:
         try:
             is_own = read_regular(self.folder / self.name, _MAX_BYTES) == self.content
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING:
                 raise
-            # A file system that is lost takes the lease with it: then it is another folder, or none.
+            # If the file system is lost, the lease is not: then there is another folder, or none.
             if self.folder.stat().st_ino != self._inode:
                 raise
             is_own = False
@@ -170,34 +170,34 @@ class FolderLease:
         if self._is_lost or (self._has_seen and not is_own):
             self._is_lost = True
             raise self.loss()
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def loss(self) -> LeaseLost:
-        """Return the error of a lost lease, which names the new holder where this rank can see it."""
+        """Return the error of a lost lease, which names the new holder if this rank can see it."""
         newest = None
         with suppress(OSError):
             newest = _newest(self.folder)
         return LeaseLost(self.folder, newest and LeaseHolder.parse(newest[1]))
 
     def is_lost(self) -> bool:
-        """Return whether the lease was lost a second ago; a folder that cannot be read is no loss.
+        """Return whether the lease was lost a second ago; a folder that cannot be read is not a loss.
 
-        A thread reads the file and gets a limited time: a file system that hangs must not stop training.
+        A thread reads the file within a limited time: a file system that hangs must not stop training.
         """
-        is_due = time.monotonic() - self._looked_at >= _LOOK_SECONDS
-        if not self._is_lost and is_due and not self._look.is_alive():
-            self._look = threading.Thread(target=self._check_quietly, name="lease-look", daemon=True)
-            self._look.start()
-            self._look.join(_PATIENCE_SECONDS)
+        is_due = time.monotonic() - self._checked_at >= _CHECK_SECONDS
+        if not self._is_lost and is_due and not self._check_thread.is_alive():
+            self._check_thread = threading.Thread(target=self._try_check, name="lease-check", daemon=True)
+            self._check_thread.start()
+            self._check_thread.join(_PATIENCE_SECONDS)
         return self._is_lost
 
-    def _check_quietly(self) -> None:
+    def _try_check(self) -> None:
         with suppress(LeaseLost, OSError):
             self.check()
 
 
 class HeldLease(FolderLease):
-    """The lease with its heartbeat, on the rank that holds it.
+    """Hold the lease with its heartbeat, on rank 0.
 
     Args:
         descriptor: of the lease's file, open for writing.
@@ -213,7 +213,7 @@ class HeldLease(FolderLease):
 
     @staticmethod
     def take(folder: Path) -> HeldLease:
-        """Take the lease, from a holder that is gone where there is one.
+        """Take the lease, if necessary from a holder that is gone.
 
         Raises:
             UserError: another run holds it and is alive; or the folder cannot be written.
@@ -225,10 +225,10 @@ class HeldLease(FolderLease):
                 lease = _create(folder, number + 1)
                 if lease is not None:
                     break
-                time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's list is an old one
+                time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's listing was outdated
             if reason:
                 log.warning("--save %s is taken over: %s", folder, reason)
-                with suppress(OSError):  # they only take up space
+                with suppress(OSError):  # leftovers only use space
                     remove_leftovers(folder)
         except OSError as error:
             raise UserError(
@@ -247,7 +247,7 @@ class HeldLease(FolderLease):
             os.close(self._descriptor)
 
     def _beat(self) -> None:
-        # Through the open file: a lease that is lost cannot touch its successor's.
+        # Through the open file: a lost lease cannot touch its successor's file.
         while not self._is_over.wait(BEAT_SECONDS):
             with suppress(OSError):
                 os.utime(self._descriptor)
@@ -255,7 +255,7 @@ class HeldLease(FolderLease):
 
 @contextmanager
 def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease | None]:
-    """Hold the lease on --save in the block; every rank calls it, and gets None where there is no folder.
+    """Hold the lease on --save in the block; every rank calls this, and gets None if there is no folder.
 
     Raises:
         UserError: another run holds it, or the folder cannot be written; on every rank.
@@ -268,11 +268,11 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
         with topology.agreed():
             if topology.rank == 0:
                 lease = HeldLease.take(Path(folder))
-        told = [(lease.name, lease.content) if lease else None]
-        dist.broadcast_object_list(told)
-        assert told[0] is not None
-        yield lease or FolderLease(Path(folder), *told[0])
-        # Another rank may be writing the last figures, for which it reads the lease.
+        shared = [(lease.name, lease.content) if lease else None]
+        dist.broadcast_object_list(shared)
+        assert shared[0] is not None
+        yield lease or FolderLease(Path(folder), *shared[0])
+        # Another rank may be writing the last metrics, for which it reads the lease.
         wait_for_all(_get_default_store(), topology.world_size)
     finally:
         if lease is not None:
@@ -280,10 +280,10 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
 
 
 def _wait_until_free(folder: Path) -> tuple[int, str]:
-    """Wait until a new lease may be created, and return the number of the one before and why it is void.
+    """Wait until a new lease may be created, and return the number of the previous one and why it is void.
 
     Returns:
-        0 and no reason where there is no lease.
+        0 and no reason if there is no lease.
 
     Raises:
         UserError: the holder is alive.
@@ -293,7 +293,7 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
     while found := _newest(folder):
         number, content, touched = found
         holder = LeaseHolder.parse(content)
-        who = holder or f"whoever wrote {folder / f'lease.{number}'}"
+        who = holder or f"the writer of {folder / f'lease.{number}'}"
         if holder is not None and holder.is_gone():
             return number, f"its holder has ended ({who})"
         if holder is not None and me.job and holder.job == me.job and holder.job_starts < me.job_starts:
@@ -313,7 +313,7 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
 
 
 def _create(folder: Path, number: int) -> HeldLease | None:
-    """Create the lease of this number and delete those before; None where another run has it."""
+    """Create the lease of this number and delete earlier ones; return None if another run has it."""
     name, content = f"lease.{number}", LeaseHolder.here().content()
     file = folder / name
     try:
@@ -325,7 +325,7 @@ def _create(folder: Path, number: int) -> HeldLease | None:
         os.write(descriptor, content)
         os.fsync(descriptor)
         numbers = _numbers(folder)
-        is_taken = max(numbers, default=number) == number  # else the list that led here was an old one
+        is_taken = max(numbers, default=number) == number  # else the listing that led here was outdated
     finally:
         if not is_taken:
             os.close(descriptor)
@@ -343,19 +343,19 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _newest(folder: Path) -> tuple[int, bytes, int] | None:
-    """Return number, content and time of change, in ns, of the newest lease; None where there is none."""
+    """Return number, content and modification time, in ns, of the newest lease; None if there is none."""
     for number in sorted(_numbers(folder), reverse=True):
         try:
             with open_regular(folder / f"lease.{number}") as stream:
                 return number, stream.read(_MAX_BYTES), os.fstat(stream.fileno()).st_mtime_ns
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _MISSING:
                 raise
     return None
 
 
 def _machine() -> str:
-    """Return a name of the booted system and of its process numbers, of which each container has its own."""
+    """Return a name of the booted system and of its process numbers, which differ between containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -364,7 +364,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process started, in ticks since the boot; -1 if it has ended, None where unknown."""
+    """Return when a process started, in ticks since the boot; -1 if it has ended, None if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,24 +1,189 @@
-"""A run taken up from a checkpoint, whatever layout it was saved from."""
+"""Load a run from a checkpoint that any layout has saved."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
-from megalite.checkpoint.choice import choose_checkpoint
+from megalite.checkpoint.compatibility import (
+    check_compatibility,
+    is_newly_untied,
+    loads_optimizer,
+    resumed_config,
+)
 from megalite.checkpoint.folder import iterations_in
-from megalite.checkpoint.intake import Intake, intake_of, takes_state
 from megalite.checkpoint.local_saves import LocalSaves
-from megalite.checkpoint.manifest import DamagedCheckpoint, Manifest
-from megalite.checkpoint.place import Tensors
-from megalite.checkpoint.tensor_reader import read_tensors
+from megalite.checkpoint.manifest import RUN, DamagedCheckpoint, Manifest
+from megalite.checkpoint.parameter_range import Tensors
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.checkpoint.selection import choose_checkpoint
+from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
-from megalite.errors import UserError
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError, few
 from megalite.log import log
-from megalite.topology import Topology
+
+_MODEL, _STATE, _MAIN = "model.", "optimizer.", ".main"
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_SCALER = "optimizer.loss_scaler."
+_NUM_STEPS = "optimizer.num_steps"
+"""In every checkpoint that has the optimizer's state."""
+_OUTPUT, _WORD = "output.weight", "embedding.word.weight"
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Describe what a run loads from one checkpoint.
+
+    Attributes:
+        progress: where the run continues; iteration 0 if it loads only the weights.
+        sources: names of the run's tensors that are read, each with the checkpoint's tensor to read.
+        config: the run's, with the checkpoint's schedule if the run keeps it.
+        notices: for the log.
+    """
+
+    progress: TrainingProgress
+    sources: Mapping[str, str]
+    config: Config
+    notices: tuple[str, ...] = ()
+
+
+def plan_load(
+    manifest: Manifest,
+    wanted: Tensors,
+    config: Config,
+    topology: Topology,
+    data: DataRecord | None = None,
+) -> LoadPlan:
+    """Decide what to load.
+
+    Args:
+        wanted: all that this rank holds, by name.
+        data: what the run reads.
+
+    Raises:
+        UserError: the checkpoint belongs to another model or run, or lacks what the run needs.
+        ValueError: run.json is damaged.
+    """
+    description, checkpoint = manifest.description, config.checkpoint
+    progress = TrainingProgress.from_record(description["progress"])
+    notices = check_compatibility(description, manifest.folder, config, topology, data)
+    rules = _SourceRules(
+        manifest.tensors.keys(),
+        loads_optimizer(checkpoint),
+        is_other_precision=description["model"].get("params_dtype") != config.model.params_dtype,
+        is_newly_untied=is_newly_untied(description, config),
+    )
+    _check_layers(manifest, config.model.num_layers)
+    _check_state(manifest, checkpoint)
+    sources = dict(rules.sources(wanted))
+    _check_plain_tensors(manifest, wanted)
+    if checkpoint.finetune:
+        notices.append(f"only the weights are loaded from {manifest.folder}: the run starts at iteration 0")
+    elif not checkpoint.load_optim:
+        notices.append(
+            f"the optimizer state of {manifest.folder} is not loaded: Adam's moments start at zero"
+        )
+    else:
+        notices += _loss_scale_notices(manifest.tensors.keys(), wanted)
+    if rules.is_newly_untied:
+        notices.append("the output weight starts as the word embedding: the checkpoint's model is tied")
+    return LoadPlan(
+        TrainingProgress() if checkpoint.finetune else progress,
+        sources,
+        resumed_config(description, config),
+        tuple(notices),
+    )
+
+
+@dataclass(frozen=True)
+class _SourceRules:
+    """Find the checkpoint's tensor for each of a run's.
+
+    Attributes:
+        saved: names of the checkpoint's tensors.
+        loads_optimizer: the run loads the optimizer's state.
+        is_other_precision: the model's weights are in another precision than the checkpoint's, so that they
+            are read from its main weights, and rounded once.
+        is_newly_untied: the output weight and its state are read from the word embedding's.
+    """
+
+    saved: Collection[str]
+    loads_optimizer: bool
+    is_other_precision: bool
+    is_newly_untied: bool
+
+    def sources(self, wanted: Tensors) -> Iterator[tuple[str, str]]:
+        """Yield each name here and one in the checkpoint; a name that it lacks is paired with itself."""
+        for name in wanted:
+            if self._is_loaded(name):
+                candidates = self._candidates(name)
+                yield name, next((candidate for candidate in candidates if candidate in self.saved), name)
+
+    def _is_loaded(self, name: str) -> bool:
+        if name.startswith(_SCALER):  # a new one is made if the checkpoint has none
+            return self.loads_optimizer and name in self.saved
+        is_weight = name.startswith(_MODEL) or name.endswith(_MAIN)
+        return is_weight or self.loads_optimizer
+
+    def _candidates(self, name: str) -> Iterator[str]:
+        """Yield the checkpoint's tensors that can be read for one of the run's, the best first."""
+        if self.is_newly_untied:
+            name = name.replace(_OUTPUT, _WORD)
+        is_main, is_weight = name.endswith(_MAIN), name.startswith(_MODEL)
+        parameter = name.removeprefix(_MODEL).removeprefix(_STATE).removesuffix(_MAIN)
+        if is_main or (is_weight and self.is_other_precision):
+            yield f"{_STATE}{parameter}{_MAIN}"
+        yield f"{_MODEL}{parameter}" if is_main else name
+
+
+def _check_layers(manifest: Manifest, num_layers: int) -> None:
+    """Refuse weights of more layers than run.json says: no rank would read the others."""
+    found = (_LAYER.match(name) for name in manifest.tensors)
+    count = 1 + max((int(match[1]) for match in found if match), default=-1)
+    if count > num_layers:
+        raise ValueError(f"{RUN} says num_layers {num_layers}, and there are weights of {count} layers")
+
+
+def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
+    """Refuse a checkpoint without the optimizer's state if the run needs it."""
+    if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
+        raise UserError(
+            f"checkpoint {manifest.folder} has no optimizer state (it was saved with --no-save-optim, or "
+            "converted): give --no-load-optim to continue with Adam's moments at zero, or --finetune to "
+            "start a new run from its weights"
+        )
+
+
+def _check_plain_tensors(manifest: Manifest, wanted: Tensors) -> None:
+    """Refuse a checkpoint with a plain tensor that this version does not have."""
+    plain = {
+        name for name, pieces in manifest.tensors.items() if any(piece.range is None for piece in pieces)
+    }
+    known = {name for name, tensor in wanted.items() if isinstance(tensor, Tensor)} | {_NUM_STEPS}
+    if unknown := sorted(name for name in plain - known if not name.startswith(_SCALER)):
+        raise UserError(
+            f"checkpoint {manifest.folder} has tensors that this run does not have: {few(unknown)}; load "
+            "another, or remove --load"
+        )
+
+
+def _loss_scale_notices(saved: Collection[str], wanted: Tensors) -> list[str]:
+    """Report a loss scale that is new or no longer needed, because of fp16 or --loss-scale."""
+    has = any(name.startswith(_SCALER) for name in saved)
+    needs = any(name.startswith(_SCALER) for name in wanted)
+    if needs and not has:
+        return ["the checkpoint has no dynamic loss scale: it starts at --initial-loss-scale"]
+    if has and not needs:
+        return ["the checkpoint's dynamic loss scale is not used: this run has none"]
+    return []
 
 
 def load_checkpoint(
@@ -28,22 +193,22 @@ def load_checkpoint(
     topology: Topology,
     local: LocalSaves | None = None,
     data: DataRecord | None = None,
-) -> Intake | None:
-    """Copies the checkpoint of `load_iteration`, else the latest whole one, into this rank's tensors.
+) -> LoadPlan | None:
+    """Copy the checkpoint of `load_iteration`, or else the latest whole one, into this rank's tensors.
 
-    Every rank calls it, and every rank gets the same or raises the same.
+    Every rank calls this; every rank returns the same or raises the same.
 
     Args:
-        tensors: all that this rank holds, by name; what the intake does not name stays as it is.
-        local: the run's non-persistent saves: the newest is taken where it is newer, and the run goes on
-            from its own folder with all of its state.
+        tensors: all that this rank holds, by name; those that the plan does not name stay as they are.
+        local: the run's non-persistent saves: if the newest of them is newer, it is loaded instead, from each
+            rank's own folder and with all of its state.
         data: what the run reads, to be compared with what the checkpoint's run read.
 
     Returns:
-        What was taken; None where the folder holds no checkpoint.
+        What was loaded; None if the folder holds no checkpoint.
 
     Raises:
-        UserError: the checkpoint is of another model or run, or none can be read.
+        UserError: the checkpoint belongs to another model or run, or none can be read.
     """
     manifest = _newest_local(folder, tensors, config.checkpoint, topology, local)
     manifest = manifest or choose_checkpoint(folder, topology, config.checkpoint.load_iteration)
@@ -60,9 +225,9 @@ def _newest_local(
     topology: Topology,
     local: LocalSaves | None,
 ) -> Manifest | None:
-    """This rank's non-persistent save, where all ranks have one that is newer than what the folder holds."""
-    goes_on = takes_state(checkpoint) and checkpoint.load_iteration is None
-    if local is None or not goes_on or not checkpoint.loads_own:
+    """Return this rank's non-persistent save, if all ranks have one that is newer than the folder's."""
+    continues = loads_optimizer(checkpoint) and checkpoint.load_iteration is None
+    if local is None or not continues or not checkpoint.loads_own:
         return None
     found = local.newest(tensors)
     if found is None:
@@ -71,18 +236,18 @@ def _newest_local(
     newest = _newest_persistent(folder, topology)
     if newest >= iteration:
         log.info(
-            "the non-persistent checkpoint of iteration %d is left out: --save has a newer one", iteration
+            "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration
         )
         return None
-    log.info("the non-persistent checkpoint of iteration %d is loaded: --save has none so new", iteration)
+    log.info("the non-persistent checkpoint of iteration %d is loaded: --save has none as new", iteration)
     return manifest
 
 
 def _newest_persistent(folder: Path, topology: Topology) -> int:
-    """The newest iteration that rank 0 sees, whole or not; -1 where there is none."""
+    """Return the newest iteration that rank 0 sees, whole or not; -1 if there is none."""
     newest = [-1]
     if topology.rank == 0:
-        with suppress(OSError):  # it is told by who reads the folder next
+        with suppress(OSError):  # reported when the folder is read next
             newest = [max(iterations_in(folder), default=-1)]
     dist.broadcast_object_list(newest)
     return newest[0]
@@ -90,13 +255,13 @@ def _newest_persistent(folder: Path, topology: Topology) -> int:
 
 def _read(
     manifest: Manifest, tensors: Tensors, config: Config, topology: Topology, data: DataRecord | None
-) -> Intake:
+) -> LoadPlan:
     try:
-        intake = intake_of(manifest, tensors, config, topology, data)
-        taken = {name: tensors[name] for name in intake.sources}
-        read_tensors(manifest, taken, topology, intake.sources)
+        plan = plan_load(manifest, tensors, config, topology, data)
+        loaded = {name: tensors[name] for name in plan.sources}
+        read_tensors(manifest, loaded, topology, plan.sources)
     except UserError:
         raise
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(manifest.folder, [str(error)]) from error
-    return intake
+    return plan

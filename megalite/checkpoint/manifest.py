@@ -1,18 +1,18 @@
-"""What a checkpoint's folder says of itself: four text files, and whether the files are what they were.
+"""Read and write what a checkpoint's folder says about itself: four text files.
 
     run.json      format, versions, progress, model, run and layout: small, for people and for checks
     config.yaml   the config of the run that saved it
-    index.json    of each tensor its pieces: which file holds which elements of it; and the files' names
+    index.json    the pieces of each tensor: which file holds which elements of it; and the files' names
     SHA256SUMS    a line for every other file, as sha256sum writes it: `sha256sum -c` reads it
 
-Nothing here is run or imported, and no name leads out of the folder: a stranger's checkpoint is data.
+Nothing here is executed or imported, and no name leads out of the folder: an untrusted checkpoint is only
+data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ import torch
 
 import megalite
 from megalite.checkpoint.folder import NAME
-from megalite.checkpoint.place import Place
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.parameter_range import ParameterRange
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.errors import UserError
-from megalite.folders import no_follow, open_regular, read_regular
+from megalite.files import new_file, open_regular, parse_json, read_regular
 
 FORMAT = 3
 RUN, CONFIG, INDEX, SUMS = "run.json", "config.yaml", "index.json", "SHA256SUMS"
@@ -38,11 +38,11 @@ _SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = {RUN: 1 << 24, CONFIG: 1 << 24, SUMS: 1 << 28, INDEX: 1 << 32}
-"""Of the text files, far more than the largest run needs: a file may be anything."""
+"""Limits of the text files, far above what the largest run needs: an untrusted file may be of any size."""
 
 
 class DamagedCheckpoint(UserError):
-    """A folder that is no whole checkpoint.
+    """Raised for a folder that is not a whole checkpoint.
 
     Attributes:
         folder: the checkpoint's.
@@ -51,51 +51,51 @@ class DamagedCheckpoint(UserError):
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         self.folder, self.problems = folder, tuple(problems)
-        super().__init__(f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): take another")
+        super().__init__(f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): load another")
 
     def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
-        """Travels from a rank as what it was made of, not as its message."""
+        """Pickle the constructor's arguments, so that it can be sent to other ranks."""
         return type(self), (self.folder, self.problems)
 
 
 class OtherFormat(DamagedCheckpoint):
-    """A checkpoint that another version of megalite wrote: and this one cannot read."""
+    """Raised for a checkpoint that another version of megalite wrote and this one cannot read."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One piece of a tensor, as the index tells of it.
+    """Record one piece of a tensor, as in the index.
 
     Attributes:
         file: name of the file that holds it, under the tensor's own name.
         dtype: torch's name of it, as in ``bfloat16``.
-        place: of its elements in the full tensor; None where the piece is the whole of a plain tensor.
+        range: of its elements in the full tensor; None if the piece is a whole plain tensor.
     """
 
     file: str
     dtype: str
-    place: Place | None
+    range: ParameterRange | None
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> TensorRecord:
-        """The piece that `record` and JSON made this of.
+        """Return the piece that `record` and JSON made this record from.
 
         Raises:
-            ValueError: its place is none.
+            ValueError: its range is malformed.
         """
-        place = record["place"]
+        saved = record["place"]
         return TensorRecord(
-            record["file"], record["dtype"], None if place is None else Place.from_record(place)
+            record["file"], record["dtype"], None if saved is None else ParameterRange.from_record(saved)
         )
 
     def record(self) -> dict[str, Any]:
-        """The piece for JSON."""
-        return {"file": self.file, "dtype": self.dtype, "place": self.place and self.place.record()}
+        """Return the piece for JSON."""
+        return {"file": self.file, "dtype": self.dtype, "place": self.range and self.range.record()}
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a writer says of a file that it wrote.
+    """Record a file that a rank wrote.
 
     Attributes:
         sha256: hexadecimal digest of all the file's bytes.
@@ -109,7 +109,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's text files, read and found whole.
+    """Hold a checkpoint's text files, read and verified.
 
     Attributes:
         description: run.json.
@@ -126,27 +126,27 @@ class Manifest:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the tensor files, sorted."""
+        """Return the names of the tensor files, sorted."""
         return tuple(sorted(self.digests.keys() - set(TEXTS)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a `TensorRecord` calls it."""
+    """Return a type's name in a `TensorRecord`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type of a `TensorRecord` that was read."""
+    """Return the type of a `TensorRecord` that was read."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: Sequence[FileRecord]) -> None:
-    """Writes the four text files of a folder whose tensor files are written, each synced to the disk.
+    """Write the four text files of a folder whose tensor files are written, each synced to the disk.
 
     Args:
-        description: what run.json tells; the format and the versions are added.
+        description: for run.json; the format and the versions are added.
         files: of every rank.
 
     Raises:
@@ -168,16 +168,16 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
     digests = {file.name: file.sha256 for file in files}
     for name, text in texts.items():
         digests[name] = hashlib.sha256(text.encode()).hexdigest()
-        write_synced(folder / name, text)
-    write_synced(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+        _write_text(folder / name, text)
+    _write_text(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the text files and checks them by their digests; the tensor files are only known to be named.
+    """Read the text files and check their digests; that tensor files exist is not checked.
 
     Raises:
-        DamagedCheckpoint: a text file is missing, altered or not what it should be; the folder is another
-            iteration's.
+        DamagedCheckpoint: a text file is missing, altered or malformed; the folder belongs to another
+            iteration.
         OtherFormat: an earlier or a later version wrote it.
     """
     reader = _Reader(folder)
@@ -190,17 +190,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage_of(manifest: Manifest, files: Sequence[str]) -> list[str]:
-    """Reads the files through and tells which of them are missing or hold other bytes than were saved."""
+    """Read files through, and return which of them are missing or hold other bytes than were saved."""
     return [problem for name in files if (problem := _damage(manifest.folder / name, manifest.digests[name]))]
 
 
 def _damage(file: Path, expected: str) -> str | None:
     try:
-        if file.is_symlink():
-            return f"{file.name} is a link"
-        if file.exists() and not file.is_file():
-            return f"{file.name} is no file"
-        if file.stat().st_size > (limit := _MAX_BYTES.get(file.name, sys.maxsize)):
+        if file.lstat().st_size > (limit := _MAX_BYTES.get(file.name, sys.maxsize)):
             return f"{file.name} has more than {limit:,} bytes"
         found = sha256_of(file)
     except FileNotFoundError:
@@ -211,7 +207,7 @@ def _damage(file: Path, expected: str) -> str | None:
 
 
 def sha256_of(file: Path) -> str:
-    """Hexadecimal digest of a file's bytes; as much memory as one chunk."""
+    """Return the hexadecimal digest of a file's bytes; it needs the memory of one chunk."""
     digest = hashlib.sha256()
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     with open_regular(file) as stream:
@@ -221,7 +217,7 @@ def sha256_of(file: Path) -> str:
 
 
 class _Reader:
-    """Reads text files of a folder that may hold anything."""
+    """Read the text files of a folder that may hold anything."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -230,7 +226,7 @@ class _Reader:
         return DamagedCheckpoint(self.folder, problems)
 
     def digests(self) -> dict[str, str]:
-        """SHA256SUMS; a checkpoint that has none may be of a format that had none."""
+        """Return the digests in SHA256SUMS; a checkpoint without it may be in a format that had none."""
         if not self.folder.is_dir():
             raise self.damaged("the folder is missing")
         if not (self.folder / SUMS).exists():
@@ -247,7 +243,14 @@ class _Reader:
         return digests
 
     def text(self, name: str) -> str:
-        return self._decoded(name, self._bytes(name))
+        try:
+            return read_regular(self.folder / name, _MAX_BYTES[name]).decode()
+        except FileNotFoundError:
+            raise self.damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise self.damaged(f"{name} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise self.damaged(f"{name} is damaged: it is not text") from None
 
     def description(self) -> dict[str, Any]:
         description = self._json(RUN)
@@ -256,13 +259,13 @@ class _Reader:
         if not all(isinstance(description.get(part), dict) for part in parts):
             raise self.damaged(f"{RUN} is damaged: it lacks {', '.join(parts)}")
         try:
-            iteration = Progress.from_record(description["progress"]).iteration
+            iteration = TrainingProgress.from_record(description["progress"]).iteration
         except ValueError as error:
             raise self.damaged(str(error)) from None
         name = self.folder.name
         match = NAME.fullmatch(name)
         if match and int(match[1]) != iteration:
-            raise self.damaged(f"{RUN} is of iteration {iteration}, not of {name}")
+            raise self.damaged(f"{RUN} belongs to iteration {iteration}, not to {name}")
         return description
 
     def index(self) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
@@ -280,50 +283,31 @@ class _Reader:
             advice = (
                 "upgrade megalite to read it"
                 if number > FORMAT
-                else "only the version of megalite that wrote it reads it"
+                else "only the version of megalite that wrote it can read it"
             )
             problem = f"it has format {number}, this version reads {FORMAT}: {advice}"
             raise OtherFormat(self.folder, (problem,))
 
-    def _bytes(self, name: str) -> bytes:
-        file = self.folder / name
-        try:
-            if file.is_symlink():
-                raise self.damaged(f"{name} is a link")
-            if file.exists() and not file.is_file():
-                raise self.damaged(f"{name} is no file")
-            return read_regular(file, _MAX_BYTES[name])
-        except FileNotFoundError:
-            raise self.damaged(f"{name} is missing") from None
-        except OSError as error:
-            raise self.damaged(f"{name} cannot be read: {error.strerror}") from None
-
-    def _decoded(self, name: str, content: bytes) -> str:
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            raise self.damaged(f"{name} is damaged: it is no text") from None
-
     def _json(self, name: str) -> dict[str, Any]:
         text = self.text(name)
         try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
-            raise self.damaged(f"{name} is damaged: it is no JSON") from None
+            parsed = parse_json(text)
+        except ValueError:
+            raise self.damaged(f"{name} is damaged: it is not JSON") from None
         if not isinstance(parsed, dict):
             raise self.damaged(f"{name} is not megalite's")
         return parsed
 
 
 def _parsed_index(index: dict[str, Any]) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
-    """The pieces by tensor, and the files, of parsed JSON that may be anything.
+    """Return the pieces by tensor, and the files, from parsed JSON that may be anything.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: it is not what `seal` writes.
     """
     files = index["files"]
     if not isinstance(files, list) or not all(_is_file_name(name) for name in files):
-        raise ValueError("its files are none of this folder")
+        raise ValueError("its files are not in this folder")
     known = frozenset(files)
     tensors = {
         name: tuple(_tensor_record(name, piece, known) for piece in pieces)
@@ -335,14 +319,14 @@ def _parsed_index(index: dict[str, Any]) -> tuple[dict[str, tuple[TensorRecord, 
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether it is a file in the folder itself, and not hidden."""
+    """Return whether it names a file in the folder itself that is not hidden."""
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
 def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -> TensorRecord:
     file, dtype = piece["file"], piece["dtype"]
     if not isinstance(file, str) or file not in files:
-        raise ValueError(f"{name} is in {file!r}, which is none of its files")
+        raise ValueError(f"{name} is in {file!r}, which is not one of its files")
     if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{name} has dtype {dtype!r}")
     try:
@@ -352,14 +336,11 @@ def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -
 
 
 def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]) -> str:
-    """JSON with a line for each tensor."""
+    """Return JSON with a line for each tensor."""
     lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
     return '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(files)}}}\n'
 
 
-def write_synced(file: Path, text: str) -> None:
-    """Writes a text that is on disk when this returns; a symbolic link is not followed."""
-    with open(file, "w", encoding="utf-8", newline="", opener=no_follow) as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _write_text(file: Path, text: str) -> None:
+    with new_file(file) as stream:
+        stream.write(text.encode())

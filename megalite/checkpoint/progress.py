@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""Record how far a run is."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _MAX_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
-class Progress:
-    """All that a resumed run must know besides its tensors: data order and schedules follow from it.
+class TrainingProgress:
+    """Hold all that a resumed run must know besides its tensors: data order and schedules follow from it.
 
     Attributes:
-        num_skipped: iterations of the whole run whose update was left out.
+        num_skipped: iterations of the whole run whose update was skipped.
         num_nan: iterations of the whole run whose loss was NaN or infinite.
-        recent_losses: the last ones, oldest first, that a spiky loss is told from; empty where none are.
+        recent_losses: the last ones, oldest first, to which a spiky loss is compared; empty if there is no
+            such check.
     """
 
     iteration: int = 0
@@ -27,13 +28,13 @@ class Progress:
     recent_losses: tuple[float, ...] = ()
 
     @staticmethod
-    def from_record(record: Mapping[str, Any]) -> Progress:
-        """The progress that `dataclasses.asdict` and JSON made this of; a missing count is 0.
+    def from_record(record: Mapping[str, Any]) -> TrainingProgress:
+        """Return the progress that `dataclasses.asdict` and JSON made this record from; a missing count is 0.
 
         Raises:
-            ValueError: it is no progress.
+            ValueError: the record is malformed.
         """
-        names = {field.name for field in fields(Progress)}
+        names = {field.name for field in fields(TrainingProgress)}
         losses = record.get("recent_losses", [])
         counts = {name: count for name, count in record.items() if name != "recent_losses"}
         if (
@@ -42,8 +43,8 @@ class Progress:
             or not isinstance(losses, list | tuple)
             or not all(isinstance(loss, float) for loss in losses)
         ):
-            raise ValueError("run.json is damaged: its progress is none")
-        return Progress(**counts, recent_losses=tuple(losses))
+            raise ValueError("run.json is damaged: its progress is malformed")
+        return TrainingProgress(**counts, recent_losses=tuple(losses))
 
     def after(
         self,
@@ -52,15 +53,15 @@ class Progress:
         skipped: bool = False,
         is_nan: bool = False,
         losses: tuple[float, ...] = (),
-    ) -> Progress:
-        """The progress one iteration of `num_samples` samples later.
+    ) -> TrainingProgress:
+        """Return the progress one iteration of `num_samples` samples later.
 
         Args:
-            skipped: its update was left out.
+            skipped: its update was skipped.
             is_nan: its loss was NaN or infinite.
-            losses: its loss, where it is one to tell later ones by.
+            losses: its loss, if later ones are compared with it.
         """
-        return Progress(
+        return TrainingProgress(
             self.iteration + 1,
             self.consumed_samples + num_samples,
             self.num_skipped + skipped,

@@ -1,12 +1,9 @@
-"""A checkpoint written by all ranks: aside, synced, then moved to its name; `latest` moves last.
-
-A run that dies at any moment of it leaves what it saved before, and a full or lost disk too: nothing old is
-deleted before the new checkpoint is whole. See `manifest` for what is in its folder.
-"""
+"""Write a checkpoint: each element once, what replicas hold alike divided among them by bytes."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import json
 import os
 import shutil
@@ -16,28 +13,110 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.exchange import Answer, Exchange, SaveError
-from megalite.checkpoint.folder import LATEST, name_of, partial_of, prune, put_in_place, remove_leftovers
-from megalite.checkpoint.identity import identity_of
+from torch import Tensor
+
+from megalite.checkpoint.compatibility import compatibility_record
+from megalite.checkpoint.folder import LATEST, name_of, prune, put_in_place, remove_leftovers
 from megalite.checkpoint.lease import FolderLease
-from megalite.checkpoint.manifest import FileRecord, TensorRecord, seal, write_synced
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.tensor_writer import Piece, write_file
+from megalite.checkpoint.manifest import FileRecord, TensorRecord, seal
+from megalite.checkpoint.parameter_range import ParameterRange, Tensors
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveError
+from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
+from megalite.distributed.topology import AXES, Topology
+from megalite.files import partial_name, replace_file
 from megalite.log import log
-from megalite.topology import AXES, Topology
+from megalite.optim.flat_buffers import ParameterShard
+
+_CUT_BYTES = 16 << 20
+"""A larger tensor is cut among replicas. The cut depends only on the tensor and their number: the two stages
+that hold a tied table cut it alike, so that a reader finds two equal pieces."""
+
+
+def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES) -> dict[str, FilePiece]:
+    """Return what this rank writes of what it holds.
+
+    It writes its own shards; a share by bytes of what all replicas hold, equal up to one tensor of
+    `cut_bytes`; and the plain tensors if it is a stage's first rank. Every rank computes the same division.
+
+    Returns:
+        Pieces by tensor's name.
+    """
+    mine = {name: tensor for name, tensor in tensors.items() if _is_for_tp_rank(tensor, topology)}
+    copied = {
+        name: part
+        for name, part in mine.items()
+        if isinstance(part, ParameterShard) and part.is_copied and _numel(part)
+    }
+    pieces = {
+        name: whole_piece(tensor, topology)
+        for name, tensor in mine.items()
+        if name not in copied
+        and (isinstance(tensor, ParameterShard) or topology.dp.is_first)
+        and _numel(tensor)
+    }
+    for name, start, end in _divide(copied, topology.dp.size, cut_bytes)[topology.dp.rank]:
+        pieces[name] = _cut(copied[name], start, end, topology)
+    return pieces
+
+
+def whole_piece(tensor: Tensor | ParameterShard, topology: Topology) -> FilePiece:
+    """Return all that this rank holds of a tensor; a whole slice keeps its shape, other shards are flat."""
+    if isinstance(tensor, Tensor):
+        return FilePiece(tensor)
+    elements = tensor.tensor.view(tensor.shape) if tensor.is_copied else tensor.tensor
+    return FilePiece(elements, ParameterRange.of(tensor, topology))
+
+
+def _is_for_tp_rank(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
+    """Return whether this rank of tp is the only one, or the first, that holds the tensor."""
+    return topology.tp.is_first or (isinstance(tensor, ParameterShard) and tensor.spec.shard is not None)
+
+
+def _numel(tensor: Tensor | ParameterShard) -> int:
+    return tensor.numel() if isinstance(tensor, Tensor) else tensor.tensor.numel()
+
+
+def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> FilePiece:
+    """Return elements ``[start, end)`` of a slice that all replicas hold."""
+    whole = whole_piece(part, topology)
+    if (start, end) == (0, part.tensor.numel()):
+        return whole
+    assert whole.range is not None
+    return FilePiece(part.tensor[start:end], dataclasses.replace(whole.range, start=start, end=end))
+
+
+def _divide(
+    parts: Mapping[str, ParameterShard], num_replicas: int, cut_bytes: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return each replica's (name, start, end): the largest tensors first, to the replicas with the least."""
+    sizes = {name: part.tensor.numel() * part.tensor.element_size() for name, part in parts.items()}
+    shares: list[list[tuple[str, int, int]]] = [[] for _ in range(num_replicas)]
+    loads = [(0, replica) for replica in range(num_replicas)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        numel, size = parts[name].tensor.numel(), sizes[name]
+        num_cuts = min(num_replicas, max(1, -(-size // cut_bytes)))
+        least = [heapq.heappop(loads) for _ in range(num_cuts)]
+        for number, (load, replica) in enumerate(least):
+            start, end = numel * number // num_cuts, numel * (number + 1) // num_cuts
+            shares[replica].append((name, start, end))
+            heapq.heappush(loads, (load + size * (end - start) // numel, replica))
+    return shares
+
 
 _SPLIT_BYTES = 64 << 20
+"""A rank that writes more writes two files at once."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds besides tensors, the same on every rank.
+    """Hold what a checkpoint has besides tensors, the same on every rank.
 
     Attributes:
-        description: run.json's.
-        config_text: config.yaml's.
+        description: of run.json.
+        config_text: of config.yaml.
     """
 
     iteration: int
@@ -46,31 +125,31 @@ class Contents:
 
     @staticmethod
     def of(
-        progress: Progress, config: Config, topology: Topology, data: DataRecord | None = None
+        progress: TrainingProgress, config: Config, topology: Topology, data: DataRecord | None = None
     ) -> Contents:
-        """Those of a run that has come so far, and reads these data."""
+        """Return the contents for a run with this progress that reads this data."""
         description = {
             "progress": dataclasses.asdict(progress),
             "layout": {axis: getattr(topology, axis).size for axis in AXES},
-            **identity_of(config, topology, data),
+            **compatibility_record(config, topology, data),
         }
         return Contents(progress.iteration, description, to_yaml(config))
 
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint for every layout, and this rank's share of it.
+    """Write one checkpoint for every layout, and this rank's pieces of it.
 
     Attributes:
         folder: of all the run's checkpoints, which every rank sees.
-        file_name: of this rank's file, or with a number of one of two: no other rank has the same.
+        file_name: of this rank's file, or of two with numbers: no other rank has the same.
         keep_last, keep_every: which older ones to keep; None for both: all.
-        lease: on the folder; None where no other run can write there.
+        lease: on the folder; None if no other run can write there.
     """
 
     folder: Path
     contents: Contents
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, FilePiece]
     file_name: str
     keep_last: int | None = None
     keep_every: int | None = None
@@ -80,20 +159,20 @@ class Save:
     def final(self) -> Path:
         return self.folder / name_of(self.contents.iteration)
 
-    def run(self, exchange: Exchange) -> None:
-        """Writes it; every rank calls this.
+    def run(self, agreement: SaveAgreement) -> None:
+        """Write it; every rank calls this.
 
         Raises:
             SaveError: some rank could not; raised on every rank, and nothing half-written is left.
         """
-        aside: Path | None = None
+        partial: Path | None = None
         try:
-            aside = self.folder / exchange.from_first("begin", self._begin)
-            answers = exchange.to_first("files", lambda: self._write(aside))
-            exchange.from_first("end", lambda: self._commit(aside, answers))
+            partial = self.folder / agreement.from_first("begin", self._begin)
+            answers = agreement.to_first("files", lambda: self._write(partial))
+            agreement.from_first("end", lambda: self._commit(partial, answers))
         except SaveError as error:
-            if exchange.is_first and aside is not None:
-                shutil.rmtree(aside, ignore_errors=True)
+            if agreement.is_first and partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
             raise SaveError(
                 f"checkpoint {self.final} cannot be written ({error}): free space or change --save; "
                 "every rank must see the folder"
@@ -102,39 +181,42 @@ class Save:
     def _begin(self) -> str:
         """Make the folder that all ranks write to, and return its name.
 
-        A folder of checkpoints that is gone is not made anew: of a lost file system the empty mount point is
-        left.
+        A folder of checkpoints that is gone is not made again: a lost file system leaves an empty mount
+        point.
         """
         self._check_lease()
         remove_leftovers(self.folder)
-        aside = partial_of(self.final)
-        aside.mkdir()
-        return aside.name
+        partial = partial_name(self.final)
+        partial.mkdir()
+        return partial.name
 
     def _check_lease(self) -> None:
         if self.lease is not None:
             self.lease.check()
 
-    def _write(self, aside: Path) -> str:
-        """Writes a large share as two files at once: it takes as long as their hashing, a core for each."""
-        hands = _hands(self.pieces)
-        names = [self.file_name]
-        if len(hands) > 1:
-            stem = self.file_name.removesuffix(".safetensors")
-            names = [f"{stem}_{number}.safetensors" for number in range(len(hands))]
-        if not hands:
-            return "[]"
-        with ThreadPoolExecutor(len(hands), "write-checkpoint") as pool:
-            files = pool.map(lambda name, hand: write_file(aside / name, hand), names, hands)
-            return json.dumps([_listed(file) for file in files])
+    def _write(self, partial: Path) -> str:
+        """Write this rank's pieces, and return the records of its files as JSON.
 
-    def _commit(self, aside: Path, answers: Sequence[Answer]) -> str:
+        Two files at once take as long as their hashing, with a core for each.
+        """
+        files = _split_files(self.pieces)
+        names = [self.file_name]
+        if len(files) > 1:
+            stem = self.file_name.removesuffix(".safetensors")
+            names = [f"{stem}_{number}.safetensors" for number in range(len(files))]
+        if not files:
+            return "[]"
+        with ThreadPoolExecutor(len(files), "write-checkpoint") as pool:
+            records = pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files)
+            return json.dumps([_as_json(record) for record in records])
+
+    def _commit(self, partial: Path, answers: Sequence[SaveAnswer]) -> str:
         files = [file for answer in answers for file in _files_of(answer)]
         contents = self.contents
-        seal(aside, contents.description, contents.config_text, files)
-        sync_folder(aside)
+        seal(partial, contents.description, contents.config_text, files)
+        sync_folder(partial)
         self._check_lease()
-        put_in_place(aside, self.final)
+        put_in_place(partial, self.final)
         sync_folder(self.folder)
         replace_text(self.folder / LATEST, self.final.name + "\n", self._check_lease)
         self._check_lease()
@@ -152,7 +234,7 @@ class Save:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder last."""
+    """Wait until the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -161,48 +243,39 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Replaces a file in one step, for good: a reader sees the old text or the new.
+    """Replace a file by a text in one step: a reader sees the old text or the new. The change is durable.
 
     Args:
         check: called right before that step; what it raises leaves the old text.
     """
-    aside = partial_of(file)
-    try:
-        write_synced(aside, text)
-        check()
-        os.replace(aside, file)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with replace_file(file, before_rename=check) as stream:
+        stream.write(text.encode())
     sync_folder(file.parent)
 
 
-def _hands(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
-    """The pieces in one file's hands, or in two of about the same size where there is much; none of none."""
+def _split_files(pieces: Mapping[str, FilePiece]) -> list[dict[str, FilePiece]]:
+    """Return the pieces of each file: one file, or two of about the same size if there is much to write."""
     if sum(piece.num_bytes for piece in pieces.values()) < _SPLIT_BYTES:
         return [dict(pieces)] if pieces else []
-    hands: list[dict[str, Piece]] = [{}, {}]
+    files: list[dict[str, FilePiece]] = [{}, {}]
     sizes = [0, 0]
     for name in sorted(pieces, key=lambda name: (-pieces[name].num_bytes, name)):
-        lighter = int(sizes[1] < sizes[0])
-        hands[lighter][name] = pieces[name]
-        sizes[lighter] += pieces[name].num_bytes
-    return [hand for hand in hands if hand]
+        smaller = int(sizes[1] < sizes[0])
+        files[smaller][name] = pieces[name]
+        sizes[smaller] += pieces[name].num_bytes
+    return [file for file in files if file]
 
 
-def _listed(file: FileRecord) -> list[Any]:
-    """A file for JSON."""
+def _as_json(file: FileRecord) -> list[Any]:
     return [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
 
 
-def _files_of(answer: Answer) -> Iterator[FileRecord]:
-    """The files that a rank wrote.
+def _files_of(answer: SaveAnswer) -> Iterator[FileRecord]:
+    """Yield the files that a rank wrote.
 
     Raises:
-        SaveError: it could not.
+        SaveError: it could not write them.
     """
-    if not answer.is_well:
-        raise SaveError(answer.text)
-    for name, sha256, tensors in json.loads(answer.text):
+    for name, sha256, tensors in json.loads(answer.result()):
         records = {tensor: TensorRecord.from_record(record) for tensor, record in tensors.items()}
         yield FileRecord(name, sha256, records)

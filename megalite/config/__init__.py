@@ -1,20 +1,19 @@
-"""Frozen dataclasses that describe a run; one noun a file, `Config` holds them all.
+"""Configuration of a run: frozen dataclasses, their validation, and the command line.
 
-The docstring under a field is its help on the command line.
+The docstring under a field is its `--help`.
 """
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.data import DataConfig
-from megalite.config.dry_run import DryRunConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
-from megalite.config.text import to_yaml
-from megalite.config.training import TrainingConfig
+from megalite.config.training import DryRunConfig, TrainingConfig
 from megalite.config.validate import check_config
+from megalite.config.yaml_writer import to_yaml
 
 __all__ = [
     "CheckpointConfig",

@@ -1,4 +1,4 @@
-"""Where a run is saved and resumed from."""
+"""The configuration of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -13,48 +13,50 @@ NonPersistentType = Literal["local"]
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Folders of checkpoints, and how often to write one."""
+    """Describe where and when checkpoints are saved, and what is loaded."""
 
     save: str | None = None
-    """Folder to save checkpoints to, at the end of the run and at each interval."""
+    """Folder to save checkpoints to. They are saved at every --save-interval, and at the end of the run."""
     load: str | None = None
-    """Folder whose last checkpoint the run resumes from."""
+    """Folder to load the latest checkpoint from; the run resumes from it."""
     load_iteration: int | None = field(default=None, metadata=flags("--ckpt-step"))
-    """Iteration of the checkpoint to load; by default the one that the folder's `latest` names."""
+    """Iteration of the checkpoint to load. By default the latest one."""
     save_interval: int | None = None
-    """Iterations between checkpoints; by default only the end is saved."""
+    """Iterations between checkpoints. By default only the end of the run is saved."""
     async_save: bool = False
-    """Save in the background, from a copy in host memory, while training goes on; the last save waits."""
+    """Save in the background from a copy in host memory, while training continues."""
     non_persistent_save_interval: int | None = None
-    """Iterations between saves that each rank keeps for itself, for a restart on the same nodes."""
+    """Iterations between non-persistent saves. Each rank keeps its own state on its node, for a restart
+    there."""
     non_persistent_ckpt_type: NonPersistentType | None = None
-    """Kind of those saves: local, the default, is each rank's own in a folder of its node."""
+    """Type of non-persistent saves. local: each rank's own state, in a folder on its node."""
     non_persistent_local_ckpt_dir: str | None = None
-    """Folder of those saves on each node's disk or in its memory, such as /dev/shm/megalite."""
+    """Folder of non-persistent saves, on each node's disk or in its memory. For example /dev/shm/megalite."""
     exit_on_save_failure: bool = False
-    """End the run with status 1 where a save fails; by default it goes on, and the next save tries again."""
+    """Exit with status 1 if a save fails. By default the run continues, and the next save tries again."""
     keep_last: int | None = None
-    """Newest checkpoints to keep: once a new one is whole, older ones are deleted. By default all stay."""
+    """Number of checkpoints to keep; older ones are deleted after each save. By default all are kept."""
     keep_every: int | None = field(default=None, metadata=flags("--save-retain-interval"))
-    """Keep checkpoints of iterations that this divides; of the others --keep-last, or the newest alone."""
+    """Keep the checkpoints of iterations that are multiples of this; of the others the last --keep-last, by
+    default 1."""
     finetune: bool = False
-    """Take the weights alone from --load: the run starts at iteration 0, with its own data and schedule."""
+    """Load only the weights; the run starts at iteration 0 with its own data and schedules."""
     load_optim: bool = True
-    """Load the optimizer's state too; --no-load-optim starts it anew, with the loss scale."""
+    """Load the optimizer state and the loss scale too; --no-load-optim resets them."""
     save_optim: bool = True
-    """Save the optimizer's state too; --no-save-optim makes checkpoints that no run goes on from exactly."""
+    """Save the optimizer state too; without it no run can resume exactly."""
     use_checkpoint_args: bool = False
-    """Take the fields of the model that are not given from the checkpoint in --load."""
+    """Take the model's options from the checkpoint in --load; flags override them."""
     override_opt_param_scheduler: bool = False
-    """Go on with the given schedule of learning rate and weight decay where the checkpoint has another."""
+    """Resume with the learning-rate and weight-decay schedules of the flags, if the checkpoint's differ."""
     use_checkpoint_opt_param_scheduler: bool = False
-    """Go on with the checkpoint's schedule of learning rate and weight decay, whatever is given."""
+    """Resume with the checkpoint's learning-rate and weight-decay schedules, whatever the flags are."""
     allow_data_change: bool = False
-    """Resume on other training data than the checkpoint's: samples are then read in the new data's order."""
+    """Allow other training data than the checkpoint's; samples are read in the order of the new data."""
     allow_settings_change: bool = False
-    """Resume with other settings than the checkpoint's: Adam's, clipping, dropout, precision."""
+    """Allow other settings of Adam, clipping, dropout and precision than the checkpoint's."""
 
     @property
     def loads_own(self) -> bool:
-        """Whether --load and --save name one folder, however it is spelled: `runs/a` is also `runs/a/`."""
+        """Return whether --load and --save name the same folder; `runs/a` and `runs/a/` are the same."""
         return None not in (self.load, self.save) and Path(self.load or "") == Path(self.save or "")

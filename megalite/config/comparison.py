@@ -1,4 +1,4 @@
-"""How each config field is compared: between the ranks of one run, and between a run and its checkpoint."""
+"""Comparison of each config field: between the ranks of a run, and between a run and its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from megalite.config.data import CORPUS_FIELDS, TOKENIZER_FIELDS
 
 
 class OnResume(Enum):
-    """What happens when a run resumes with another value than the checkpoint was saved with."""
+    """List the consequences of resuming with another value than the checkpoint's."""
 
-    MODEL = "refused: other weights; a few are allowed with --finetune"
-    RUN = "refused: other samples and dropout masks; allowed with --finetune"
+    MODEL = "refused: the weights differ; some fields may change with --finetune"
+    RUN = "refused: samples and dropout masks differ; --finetune allows it"
     SCHEDULE = "refused: --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler allow it"
-    SETTING = "refused: other updates; --allow-settings-change allows it"
-    DATA = "refused: other samples; --allow-data-change allows it"
-    CORPUS = "compared by what the corpora hold and which parts are read, not by the flag's words"
-    TOKENIZER = "logged where the tokenizer that results is another one"
-    LOGGED = (
-        "logged: it changes neither the weights' updates nor the samples, or acts only where a log says so"
-    )
-    FREE = "ignored: layout, folders, logging, and when a run ends"
+    SETTING = "refused: the updates differ; --allow-settings-change allows it"
+    DATA = "refused: the samples differ; --allow-data-change allows it"
+    CORPUS = "compared by the content of the corpora and the parts that are read, not by the flag's text"
+    TOKENIZER = "logged if the resulting tokenizer differs"
+    LOGGED = "logged: it changes neither updates nor samples, or the log says where it does"
+    FREE = "ignored: layout, folders, logging, and the end of the run"
 
 
 _NAMES: Mapping[OnResume, str] = {
@@ -84,10 +82,10 @@ MAY_DIFFER_BETWEEN_RANKS = frozenset(
         "non_persistent_local_ckpt_dir",  # likewise
         "num_threads",  # nodes may have different CPUs
         "keep_freed_memory",
-        *("dry_run", "world_size", "rank", "dry_run_json"),  # without effect in a run of ranks
+        *("dry_run", "world_size", "rank", "dry_run_json"),  # no effect in a run of several ranks
     )
 )
-"""Config fields that need not be the same on all ranks; every other one must be."""
+"""Config fields that may differ between ranks; all others must be equal."""
 
 
 def fields_with(rule: OnResume) -> tuple[str, ...]:

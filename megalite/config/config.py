@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from megalite.config.batch_size import BatchSize
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
-from megalite.config.dry_run import DryRunConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
-from megalite.config.training import TrainingConfig
+from megalite.config.training import DryRunConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is told. Parts of megalite take the sub-config they need, never the whole."""
+    """Hold all settings of a run. A part of megalite takes the sub-config that it needs, not the whole."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -30,33 +30,38 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
+    def values(self) -> dict[str, Any]:
+        """Return the value of every field of every group, by the field's name: no two groups share one."""
+        groups = [getattr(self, group.name) for group in fields(self)]
+        return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+
     def global_batch(self, dp: int) -> int:
-        """Samples of one optimizer step over `dp` replicas, once a ramp-up has come to its end."""
-        given = self.training.global_batch_size
-        return self.training.micro_batch_size * dp if given is None else given
+        """Return the samples of an optimizer step over `dp` replicas, after any ramp-up."""
+        batch = self.training.global_batch_size
+        return self.training.micro_batch_size * dp if batch is None else batch
 
     def num_microbatches(self, dp: int) -> int:
-        """Microbatches of one optimizer step on each of `dp` replicas, once a ramp-up is at its end."""
+        """Return the microbatches of an optimizer step on each of `dp` replicas, after any ramp-up."""
         return self.global_batch(dp) // (self.training.micro_batch_size * dp)
 
     def batch_size(self, dp: int) -> BatchSize:
-        """The global batch of every iteration over `dp` replicas."""
+        """Return the global batch size of every iteration over `dp` replicas."""
         return BatchSize(self.global_batch(dp), self.training.rampup_batch_size)
 
     @property
     def hang_timeout(self) -> float:
-        """Seconds without progress after which a rank is stuck; 0 for never."""
-        given = self.training.hang_timeout
-        return self.parallel.distributed_timeout_minutes * 60 / 2 if given is None else given
+        """Return the seconds without progress after which the watchdog ends the run; 0 for never."""
+        seconds = self.training.hang_timeout
+        return self.parallel.distributed_timeout_minutes * 60 / 2 if seconds is None else seconds
 
     def num_iterations(self, dp: int) -> int:
-        """Optimizer steps of the whole run over `dp` replicas."""
+        """Return the optimizer steps of the whole run over `dp` replicas."""
         if self.training.train_samples is not None:
             return self.batch_size(dp).num_iterations(self.training.train_samples)
         return self.training.length
 
     def num_samples(self, dp: int) -> int:
-        """Samples that the whole run trains on, over `dp` replicas."""
+        """Return the samples that the whole run trains on, over `dp` replicas."""
         if self.training.train_samples is not None:
             return self.training.train_samples
         return self.batch_size(dp).consumed_before(self.training.length + 1)

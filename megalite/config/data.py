@@ -1,4 +1,4 @@
-"""Where the tokens come from."""
+"""The configuration of the corpus, its splits and the tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEEDED_FILES: dict[TokenizerType, tuple[tuple[str, ...], ...]] = {
     "Llama2Tokenizer": (("tokenizer_model",),),
     "NullTokenizer": (),
 }
-"""For each tokenizer the fields it cannot do without, one of each tuple."""
+"""For each tokenizer the fields that it needs, one of each tuple."""
 
 WEIGHTED_SPLIT_FIELDS = tuple(
     f"{split}_weighted_split_paths{path}" for split in ("train", "valid", "test") for path in ("", "_path")
@@ -57,75 +57,78 @@ TOKENIZER_FIELDS = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The corpus, its split and the tokenizer it was made with."""
+    """Describe the corpus, its splits, and the tokenizer that it was preprocessed with."""
 
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin/.idx pairs, or weight prefix weight prefix ... for a blend."""
+    """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
+    blend."""
     data_args_path: str | None = None
-    """File whose words stand for those of --data-path."""
+    """File with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = ()
-    """As --data-path, for training alone and whole; with it validation and test are given apart too."""
+    """Corpora of the training set alone, as in --data-path; --split does not apply."""
     valid_data_path: tuple[str, ...] = ()
-    """As --train-data-path, for validation."""
+    """Corpora of the validation set, as in --train-data-path."""
     test_data_path: tuple[str, ...] = ()
-    """As --train-data-path, for the test after training."""
+    """Corpora of the test set, evaluated after training, as in --train-data-path."""
     per_split_data_args_path: str | None = None
-    """JSON file with the words of the three flags before: {"train": [...], "valid": [...], "test": [...]}."""
+    """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
+    [...], "test": [...]}."""
     train_weighted_split_paths: tuple[str, ...] = ()
-    """A quoted "NAME: WEIGHT BEGIN:END PREFIX, ..." to train on; BEGIN:END is a part of 0:1."""
+    """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
     train_weighted_split_paths_path: str | None = None
-    """File with the line that would follow --train-weighted-split-paths, quotes and all."""
+    """File with the argument of --train-weighted-split-paths, quotes included."""
     valid_weighted_split_paths: tuple[str, ...] = ()
-    """As --train-weighted-split-paths; each of several groups is evaluated and told under its name."""
+    """Blends to validate on, as in --train-weighted-split-paths. Each is evaluated and logged by its NAME."""
     valid_weighted_split_paths_path: str | None = None
-    """File with the line that would follow --valid-weighted-split-paths, quotes and all."""
+    """File with the argument of --valid-weighted-split-paths, quotes included."""
     test_weighted_split_paths: tuple[str, ...] = ()
-    """As --valid-weighted-split-paths, for the test after training."""
+    """Blends of the test after training, as in --valid-weighted-split-paths."""
     test_weighted_split_paths_path: str | None = None
-    """File with the line that would follow --test-weighted-split-paths, quotes and all."""
+    """File with the argument of --test-weighted-split-paths, quotes included."""
     blend_by: Literal["tokens", "documents"] = "tokens"
-    """What datasets given without weights are weighed by: their tokens, in whole samples, or documents."""
+    """Weight of datasets without an explicit one: their tokens (in whole samples), or their documents."""
     data_cache_path: str | None = None
-    """Folder for the orders of samples, built once; by default PREFIX/cache beside each large corpus."""
+    """Folder of the cached sample indices. By default PREFIX/cache next to each large corpus."""
     fim_rate: float = 0.0
-    """Share of the documents in training samples that are turned into prefix, suffix and middle."""
+    """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
+    and middle."""
     fim_spm_rate: float = 0.5
-    """Share of these documents that have their suffix first (SPM)."""
+    """Fill-in-the-middle: share of these documents in the order suffix, prefix, middle (SPM)."""
     fim_prefix_token: str = "<fim_prefix>"
-    """Token of the vocabulary that marks a prefix."""
+    """Fill-in-the-middle: token of the vocabulary that marks the prefix."""
     fim_middle_token: str = "<fim_middle>"
-    """Token of the vocabulary that marks a middle."""
+    """Fill-in-the-middle: token of the vocabulary that marks the middle."""
     fim_suffix_token: str = "<fim_suffix>"
-    """Token of the vocabulary that marks a suffix."""
+    """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
     reset_position_ids: bool = False
-    """Count positions from 0 in each document of a sample, not through the whole sample."""
+    """Restart position ids at 0 in each document of a sample."""
     reset_attention_mask: bool = False
-    """Let a token attend to its own document alone, not to those before it in the sample."""
+    """Mask attention between documents: a token attends only to its own document."""
     eod_mask_loss: bool = False
-    """Leave out the loss where the input is an end-of-document token; the mean is over the other tokens."""
+    """Mask the loss where the input is an end-of-document token; the mean is over the other tokens."""
     mock_data: bool = False
-    """Train on random tokens instead of a corpus, to try a config or measure its speed."""
+    """Train on random tokens instead of a corpus, to test a configuration or its speed."""
     split: str = "969,30,1"
-    """Weights of the train, validation and test parts of each dataset."""
+    """Weights of the training, validation and test parts of each dataset."""
     tokenizer_type: TokenizerType | None = None
-    """The tokenizer that the corpus was made with; by default the one that the given files are for."""
+    """Tokenizer that the corpus was preprocessed with. By default it follows from the tokenizer's files."""
     tokenizer_model: str | None = None
-    """File of the tokenizer: a tokenizer.json or a SentencePiece .model."""
+    """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
     vocab_file: str | None = None
-    """GPT-2's vocab.json."""
+    """Vocabulary file of a GPT-2 tokenizer (vocab.json)."""
     merge_file: str | None = None
-    """GPT-2's merges.txt."""
+    """Merge file of a GPT-2 tokenizer (merges.txt)."""
     tokenizer_name_or_path: str | None = None
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
 
     @property
     def document_options(self) -> tuple[str, ...]:
-        """The fields that are on of those that do something at the end of a document."""
+        """Return the names of the enabled options that act at the end of a document."""
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return tuple(name for name in names if getattr(self, name))
 
-    def ways_given(self) -> list[tuple[str, ...]]:
-        """The ways in which corpora are given, one tuple a way with its fields; a run has one of them."""
+    def corpus_options(self) -> list[tuple[str, ...]]:
+        """Return the ways in which corpora are set, each as a tuple of fields; a run must have one way."""
         ways = (
             ("data_path",),
             ("data_args_path",),
@@ -133,12 +136,12 @@ class DataConfig:
             ("per_split_data_args_path",),
             WEIGHTED_SPLIT_FIELDS,
         )
-        given = [tuple(name for name in way if getattr(self, name)) for way in ways]
-        return [way for way in given if way]
+        used = [tuple(name for name in way if getattr(self, name)) for way in ways]
+        return [way for way in used if way]
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType | None:
-        """The tokenizer as given, or the one that the given files are for; None where there is neither."""
+        """Return the tokenizer as set, or the one that its files are for; None without either."""
         if self.tokenizer_type is not None:
             return self.tokenizer_type
         if self.vocab_file is not None or self.merge_file is not None:
@@ -151,7 +154,7 @@ class DataConfig:
         return None
 
     def files_missing_for(self, kind: TokenizerType) -> list[str]:
-        """Flags of the files that this tokenizer lacks, each with its alternatives."""
+        """Return the flags of the files that this tokenizer lacks, each with its alternatives."""
         return [
             " or ".join(flag_of(name) for name in names)
             for names in _NEEDED_FILES[kind]
@@ -160,9 +163,9 @@ class DataConfig:
 
 
 def split_weights(text: str) -> list[float]:
-    """The words of --split as numbers; none where they are not one to three weights with a positive sum."""
+    """Return the weights of --split; empty if they are not one to three numbers with a positive sum."""
     try:
-        weights = [float(word) for word in text.split(",")]
+        weights = [float(weight) for weight in text.split(",")]
     except ValueError:
         return []
     usable = len(weights) <= 3 and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0

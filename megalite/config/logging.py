@@ -1,4 +1,4 @@
-"""What a run tells about itself."""
+"""The configuration of logs, metrics, timers and profilers."""
 
 from __future__ import annotations
 
@@ -13,75 +13,78 @@ TimingLogOption = Literal["max", "minmax", "all"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """The log line, TensorBoard, the metrics file and the profiler."""
+    """Describe logs, TensorBoard, Weights & Biases, the metrics file, timers, traces and profilers."""
 
     log_interval: int = 100
     """Iterations between log lines."""
     profile_modules: int | None = None
-    """Iteration before which the forward is taken apart: parameters, FLOPs and latency of each module."""
+    """Log the parameters, FLOPs and latency of each module of the forward pass, before this iteration."""
     log_throughput: bool = False
-    """Show TFLOP/s a rank in the log line and in TensorBoard."""
+    """Log TFLOP/s per rank, in the log line and in TensorBoard."""
     log_params_norm: bool = False
-    """Show the 2-norm of all weights in the log line, TensorBoard and the metrics file."""
+    """Log the 2-norm of all weights, in the log line, TensorBoard and the metrics file."""
     log_num_zeros_in_grad: bool = False
-    """Show there how many elements of the gradient are zero."""
+    """Log the number of zeros in the gradient, in the log line, TensorBoard and the metrics file."""
     log_straggler_interval: int | None = field(default=None, metadata=flags(sets={"--log-straggler": 100}))
-    """Iterations between lines that name the rank which computes slowest; --log-straggler stands for 100."""
+    """Iterations between log lines that name the slowest rank; --log-straggler sets 100."""
     tensorboard_dir: str | None = None
-    """Folder of TensorBoard's files."""
+    """Folder to write TensorBoard files to."""
     tensorboard_log_interval: int | None = None
-    """Iterations between points in TensorBoard (and wandb); by default --log-interval."""
+    """Iterations between points in TensorBoard and Weights & Biases. By default --log-interval."""
     tensorboard_queue_size: int = 1000
-    """Events held in memory before TensorBoard's file is written."""
+    """TensorBoard events to hold in memory before its file is written."""
     log_timers_to_tensorboard: bool = False
-    """Write the timers to TensorBoard too."""
+    """Log the timers to TensorBoard."""
     log_batch_size_to_tensorboard: bool = False
-    """Write the global batch size to TensorBoard too."""
+    """Log the global batch size to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False
-    """Write the validation perplexity to TensorBoard too."""
+    """Log the validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = False
-    """Write the memory of the reporting rank to TensorBoard too."""
+    """Log the memory of the reporting rank to TensorBoard."""
     log_layer_grad_norms_interval: int | None = None
-    """Iterations between histograms of each layer's gradient norm in TensorBoard (and wandb)."""
+    """Iterations between histograms of the layers' gradient norms in TensorBoard and Weights & Biases."""
     wandb_project: str | None = None
-    """Project in Weights & Biases that gets the scalars; needs the package wandb."""
+    """Weights & Biases project to log to; needs the package wandb."""
     wandb_exp_name: str | None = None
-    """The run's name there; by default one that wandb makes up."""
+    """Name of the run in Weights & Biases. By default a random one."""
     wandb_save_dir: str | None = None
-    """Folder for wandb's own files; by default the --save folder, or the working directory."""
+    """Folder of wandb's own files. By default the --save folder, or the working directory."""
     metrics_file: str | None = None
-    """JSON Lines file that gets one object for each logged iteration and evaluation."""
+    """Write a JSON Lines file with an object for each logged iteration and evaluation."""
     timing_log_level: int | None = None
-    """Timers: 0 of rare things, 1 of an iteration's parts, 2 of each microbatch's; by default 0, or 1 for
-    TensorBoard."""
+    """Detail of the timers. 0: evaluation, saving and so on; 1: the parts of an iteration; 2: the parts of a
+    microbatch. By default 0, or 1 with --log-timers-to-tensorboard."""
     timing_log_option: TimingLogOption = "minmax"
-    """What of the ranks' timers is shown: the largest, the smallest and the largest, or each rank's."""
+    """Timers to log: the maximum over ranks, the minimum and maximum, or every rank's."""
     trace_pipeline: str | None = None
-    """Iterations FIRST:LAST whose every action and wait, on every rank, goes into one file for Perfetto."""
+    """Iterations to trace, for example 5:6. All actions and waits of all ranks go to one file for
+    Perfetto."""
     trace_pipeline_path: str | None = None
-    """That file; by default pipeline_trace_FIRST-LAST.json in TensorBoard's folder, or the --save folder."""
+    """File of --trace-pipeline. By default pipeline_trace_FIRST-LAST.json in TensorBoard's folder, or the
+    --save folder."""
     profile_execution: bool = False
-    """Write a PyTorch profiler trace of three iterations of every rank into TensorBoard's folder."""
+    """Write a PyTorch profiler trace of three iterations of every rank to TensorBoard's folder."""
     profile_name: str | None = None
-    """Name of the profiler's folder there."""
+    """Name of the PyTorch profiler's folder in TensorBoard's folder."""
     profile: bool = False
-    """Profile some iterations of --profile-ranks: for nsys, or with --use-pytorch-profiler."""
+    """Profile iterations on --profile-ranks with nsys, or with --use-pytorch-profiler."""
     profile_step_start: int = 10
-    """Iterations that are over when --profile begins."""
+    """With --profile: iterations before the first profiled one."""
     profile_step_end: int = 12
-    """The last iteration of --profile."""
+    """With --profile: the last profiled iteration."""
     profile_ranks: tuple[int, ...] = (0,)
-    """Ranks that --profile and --record-memory-history are for."""
+    """Ranks for --profile and --record-memory-history."""
     use_pytorch_profiler: bool = False
-    """Write the trace of --profile by PyTorch's profiler, as --profile-execution does."""
+    """With --profile: write a PyTorch profiler trace, as --profile-execution does."""
     record_memory_history: bool = False
-    """Record who takes a GPU's memory, and write it at the run's end or when memory runs out."""
+    """Record GPU memory allocations. They are written at the end of the run, or when memory runs out."""
     memory_snapshot_path: str = "snapshot.pickle"
-    """File of --record-memory-history, for pytorch.org/memory_viz; another rank's has its number besides."""
+    """File of --record-memory-history, for pytorch.org/memory_viz. All but the first of --profile-ranks add
+    their number to the name."""
 
     @property
     def timers_level(self) -> int:
-        """Level of the timers that are run."""
+        """Return the detail of the timers, resolved."""
         if self.timing_log_level is not None:
             return self.timing_log_level
         has_board = self.tensorboard_dir is not None or self.wandb_project is not None
@@ -89,10 +92,10 @@ class LoggingConfig:
 
     @property
     def traced_iterations(self) -> range:
-        """The iterations of --trace-pipeline, counted from 1; none without it."""
+        """Return the iterations of --trace-pipeline, counted from 1; empty without it."""
         return iteration_range(self.trace_pipeline or "") or range(0)
 
     @property
     def board_interval(self) -> int:
-        """Iterations between points in TensorBoard and wandb."""
+        """Return the iterations between points in TensorBoard and Weights & Biases, resolved."""
         return self.tensorboard_log_interval or self.log_interval

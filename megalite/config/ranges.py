@@ -1,4 +1,4 @@
-"""The range of each numeric field by itself."""
+"""The range of values of each numeric field."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from megalite.config.config import Config
 from megalite.config.flags import flag_of
-from megalite.config.problem import Problem
+from megalite.errors import Problem
 
 
 class Range(NamedTuple):
-    """Values that a field may take."""
+    """Hold the values that a field may have, and their description."""
 
     holds: Callable[[float], bool]
-    words: str
+    text: str
 
 
 POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
@@ -58,11 +58,11 @@ _FIELDS_OF_RANGE = {
     SEED: "seed",
 }
 RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()}
-"""The range of every numeric field; of each element where the field holds several."""
+"""The range of every numeric field; of each element if the field is a tuple."""
 
 
 def range_problems(config: Config) -> Iterator[Problem]:
-    """Finds fields whose value is outside what the field may be, whatever the others are."""
+    """Yield a problem for each field whose value is invalid on its own."""
     for group in fields(config):
         part = getattr(config, group.name)
         hints = get_type_hints(type(part))
@@ -73,11 +73,10 @@ def range_problems(config: Config) -> Iterator[Problem]:
 def _field_problems(name: str, hint: Any, value: Any) -> Iterator[Problem]:
     if value is None:
         return
-    flag = flag_of(name)
-    allowed = RANGES.get(name)
+    flag, allowed = flag_of(name), RANGES.get(name)
     if allowed is not None:
-        values = value if isinstance(value, tuple) else (value,)
-        for wrong in (item for item in values if not allowed.holds(item)):
-            yield Problem((name,), f"{flag} {wrong} is out of range: it must be {allowed.words}")
+        for item in value if isinstance(value, tuple) else (value,):
+            if not allowed.holds(item):
+                yield Problem((name,), f"{flag} {item} is out of range: it must be {allowed.text}")
     elif get_origin(hint) is Literal and value not in get_args(hint):
         yield Problem((name,), f"{flag} {value} is not known: choose one of {', '.join(get_args(hint))}")

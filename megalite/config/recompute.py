@@ -1,4 +1,4 @@
-"""Which activations backward computes again."""
+"""The configuration of activation recomputation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Module = Literal["core_attn", "mlp", "mlp_act", "layernorm"]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Memory of activations against time in backward.
+    """Describe which activations backward recomputes: less memory for more time.
 
-    The run is bitwise the same with any of it but the loss in chunks: the sum of a weight's gradient then has
-    another order.
+    The run stays bitwise the same, except that --cross-entropy-chunks changes the order in which a weight
+    gradient is summed.
     """
 
     recompute_granularity: Granularity | None = field(
@@ -30,25 +30,28 @@ class RecomputeConfig:
             }
         ),
     )
-    """Recompute whole layers (full) or parts of each (selective); by default nothing."""
+    """Recompute whole layers (full) or parts of each layer (selective) in backward. By default nothing."""
     recompute_method: Method = "uniform"
-    """Of full: every layer, in groups that keep their input (uniform), or only a stage's first (block)."""
+    """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
+    first layers of a stage."""
     recompute_num_layers: int = field(default=1, metadata=flags("--checkpoint-num-layers"))
-    """Of full: layers of a group (uniform), or layers that a stage recomputes (block)."""
+    """Layers per group (uniform), or layers that a stage recomputes (block)."""
     recompute_modules: tuple[Module, ...] = ("core_attn",)
-    """Of selective: the attention product, the MLP with its norm, its activation (mlp_act), or the norms."""
+    """Modules of selective recomputation. core_attn: core attention, mlp: the MLP with its norm, mlp_act: the
+    MLP's activation, layernorm: the norms."""
     distribute_saved_activations: bool = field(default=False, metadata=flags("--partition-activations"))
-    """Of full: keep a slice of each saved input on every tensor-parallel rank, and gather it in backward."""
+    """Shard what full recomputation saves over tensor-parallel ranks. Backward gathers it."""
     cross_entropy_chunks: int = 1
-    """Compute the logits and the loss in this many parts, and again in backward: they never exist whole."""
+    """Number of chunks of logits and loss. Backward recomputes each, which saves the memory of full
+    logits."""
 
     @property
     def modules(self) -> frozenset[Module]:
-        """Parts of every layer that are recomputed; none where whole layers are, or nothing is."""
+        """Return the parts of every layer that are recomputed; empty unless the granularity is selective."""
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     def groups(self, num_layers: int) -> list[tuple[range, bool]]:
-        """A stage's layers, by their place in it, in groups; each with whether it is recomputed as one."""
+        """Return a stage's layers, counted from 0, in groups, each with whether it is recomputed whole."""
         if self.recompute_granularity != "full":
             return [(range(num_layers), False)]
         if self.recompute_method == "block":

@@ -1,4 +1,4 @@
-"""How long, in what batches, and from which seed."""
+"""The configuration of the training loop, and of a dry run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ Fp8Format = Literal["hybrid", "e4m3"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The loop: batches, iterations, evaluation and when to stop."""
+    """Describe the training loop: batch sizes, length, evaluation, and when to stop."""
 
     micro_batch_size: int = 1
-    """Samples of one forward pass on one replica."""
+    """Samples per forward pass on one replica."""
     global_batch_size: int | None = None
-    """Samples of one optimizer step over all replicas; by default micro batch x dp."""
+    """Samples per optimizer step over all replicas. By default micro-batch size x data-parallel size."""
     rampup_batch_size: tuple[int, ...] | None = None
-    """START INCREMENT SAMPLES: START samples a step at first, INCREMENT more at a time, all after SAMPLES."""
+    """Ramp up the global batch size: START INCREMENT SAMPLES. It grows from START by INCREMENT at a time,
+    over SAMPLES samples."""
     train_iters: int | None = None
-    """Optimizer steps of the whole run; this or --train-samples must be given."""
+    """Length of the run in optimizer steps. Either this or --train-samples is required."""
     train_samples: int | None = None
-    """Samples of the whole run, instead of its steps; what makes no whole batch at the end is left out."""
+    """Length of the run in samples, instead of --train-iters. An incomplete batch at the end is dropped."""
     eval_interval: int = 1000
-    """Iterations between evaluations on the validation part."""
+    """Iterations between evaluations on the validation set."""
     eval_iters: int = 100
-    """Global batches of one evaluation; 0 evaluates never."""
+    """Global batches per evaluation; 0 turns evaluation off."""
     exit_interval: int | None = None
-    """Save and exit at the first iteration divisible by this."""
+    """Save and exit at the first iteration that is a multiple of this."""
     exit_duration_in_mins: float | None = None
-    """Save and exit after the first iteration that ends later than this many minutes after the start."""
+    """Save and exit after this many minutes, at the end of an iteration."""
     exit_signals: tuple[ExitSignal, ...] = field(
         default=("SIGTERM", "SIGUSR1"),
         metadata=flags(
@@ -41,62 +42,77 @@ class TrainingConfig:
             sets={"--exit-signal-handler": ("SIGTERM", "SIGUSR1"), "--no-exit-signal-handler": ()},
         ),
     )
-    """Signals that save at the end of the iteration and exit with status 75; Ctrl-C does with 130."""
+    """Signals after which a run saves and exits with status 75. It finishes its iteration first. Ctrl-C does
+    the same with status 130."""
     kill_switch_path: str | None = None
-    """File that keeps a run from starting where it exists, and makes a run save and exit once it appears."""
+    """File that makes a run save and exit as soon as it exists. It also keeps a run from starting."""
     seed: int = 1234
-    """Seed of the weights, of dropout and of the order of samples."""
+    """Random seed of initial weights, dropout and the order of samples."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Leave out an update whose loss or gradient is NaN or infinite, and tell the layer it began in."""
+    """Skip updates with a NaN or infinite loss or gradient. The layer where it began is logged."""
     check_for_spiky_loss: bool = False
-    """Leave out an update whose loss is far above those before it, and tell where in the batch it is."""
+    """Skip updates whose loss is far above the previous ones. The samples that caused it are logged."""
     spiky_loss_factor: float = 10.0
-    """A loss above this many times the median of the last 100 is spiky."""
+    """With --check-for-spiky-loss: the limit of a loss, relative to the median of the last 100."""
     iterations_to_skip: tuple[str, ...] = ()
-    """Iterations whose samples are passed over without training: FIRST:LAST, both included, or one number."""
+    """Iterations whose samples are skipped without training. For example 120:125 (both included) or 130."""
     hang_timeout: float | None = None
-    """Seconds without progress that end the run with a report (0: never); by default half of
-    --distributed-timeout-minutes."""
+    """Seconds without progress after which the watchdog reports and ends the run; 0 for never. By default
+    half of --distributed-timeout-minutes."""
     fp8_format: Fp8Format | None = field(
         default=None, metadata=flags(sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"})
     )
-    """Multiply in 8 bits in the linear layers of a bf16 model: e4m3, or hybrid with gradients in e5m2."""
+    """Use 8-bit GEMMs in the linear layers of a bf16 model. e4m3, or hybrid: e4m3 with gradients in e5m2."""
     compile: bool = False
-    """Compile the transformer layers with torch.compile at their first calls (docs/precision.md)."""
+    """Compile the transformer layers with torch.compile (docs/precision.md)."""
     deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
-    """Use only operations whose result is bitwise the same from run to run."""
+    """Use only deterministic operations: results are bitwise equal from run to run."""
 
     @property
     def is_counted_in_samples(self) -> bool:
-        """Whether the run's length and its schedules are given in samples, not in iterations."""
+        """Return whether the run's length and its schedules are in samples, not in iterations."""
         return self.train_samples is not None
 
     @property
     def length(self) -> int:
-        """Length of the run in the unit that it is counted in."""
+        """Return the length of the run, in iterations or in samples."""
         length = self.train_iters if self.train_samples is None else self.train_samples
         assert length is not None
         return length
 
     def position(self, iteration: int, consumed_samples: int) -> int:
-        """How far the run is once `iteration` has consumed its samples, in the unit of `length`."""
+        """Return the progress of the run after `iteration`, in the unit of `length`."""
         return consumed_samples if self.is_counted_in_samples else iteration
 
     def is_skipped(self, iteration: int) -> bool:
-        """Whether --iterations-to-skip names this iteration, counted from 1."""
-        ranges = (iteration_range(word) for word in self.iterations_to_skip)
+        """Return whether --iterations-to-skip names this iteration, counted from 1."""
+        ranges = map(iteration_range, self.iterations_to_skip)
         return any(found is not None and iteration in found for found in ranges)
 
     def skips_any(self, num_iterations: int) -> bool:
-        """Whether --iterations-to-skip names any of the first iterations of a run."""
-        ranges = (iteration_range(word) for word in self.iterations_to_skip)
+        """Return whether --iterations-to-skip names any of the first `num_iterations` iterations."""
+        ranges = map(iteration_range, self.iterations_to_skip)
         return any(found is None or found.start <= num_iterations for found in ranges)
 
 
-def iteration_range(word: str) -> range | None:
-    """The iterations that a word of --iterations-to-skip names; None where it is neither A:B nor A."""
-    first, colon, last = word.partition(":")
+def iteration_range(text: str) -> range | None:
+    """Return the iterations that `FIRST:LAST` or one number names; None if the text is neither."""
+    first, colon, last = text.partition(":")
     last = last if colon else first
     if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
         return None
     return range(int(first), int(last) + 1)
+
+
+@dataclass(frozen=True)
+class DryRunConfig:
+    """Describe a dry run: what one rank would hold, compute and send, reported without other ranks."""
+
+    dry_run: bool = False
+    """Report what one rank would hold, compute and send, and exit. Nothing is computed."""
+    world_size: int | None = None
+    """With --dry-run: number of ranks of the run. By default tp x pp x dp."""
+    rank: int = 0
+    """With --dry-run: the rank to report."""
+    dry_run_json: str | None = None
+    """With --dry-run: write the report as a JSON object to this file too."""

@@ -1,120 +1,103 @@
-"""All of a config's mistakes at once."""
+"""Validation of a config: all its errors at once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 
 from megalite.config.config import Config
-from megalite.config.problem import Problem, Rule, one_line
 from megalite.config.ranges import range_problems
-from megalite.config.rules import (
-    batch_size,
-    checkpoint,
-    corpus,
-    dry_run,
-    layout,
-    learning_rate,
-    model,
-    pipeline,
-    precision,
-    recompute,
-    run,
-)
-from megalite.errors import ConfigError
+from megalite.config.rules import data_rules, logging_rules, model_rules, parallel_rules, training_rules
+from megalite.errors import ConfigError, Problem, one_line
+
+Rule = Callable[[Config, int | None], Iterator[Problem]]
+"""Yields what is wrong with a config; the second argument is the number of ranks, None if it is unknown."""
 
 RULES: tuple[Rule, ...] = (
-    model.head_size,
-    model.query_groups,
-    model.attention_backend,
-    model.position_table,
-    layout.tensor_parallel,
-    layout.grouped_heads,
-    layout.sequence_parallel,
-    pipeline.chunks,
-    pipeline.split,
-    pipeline.layers,
-    pipeline.microbatches,
-    layout.world,
-    layout.batch,
-    recompute.num_layers,
-    recompute.modules,
-    recompute.saved_slices,
-    batch_size.ramp_up,
-    batch_size.enough_samples,
-    learning_rate.bounds,
-    learning_rate.unit,
-    learning_rate.warmup,
-    learning_rate.wsd,
-    learning_rate.weight_decay,
-    precision.loss_scale,
-    precision.gradient_messages,
-    precision.zero_stage,
-    precision.fp8,
-    run.required,
-    run.local_paths,
-    run.skipped_iterations,
-    run.hang_timeout,
-    run.pipeline_trace,
-    checkpoint.schedule,
-    checkpoint.non_persistent,
-    checkpoint.model,
-    checkpoint.finetune,
-    checkpoint.no_load_optim,
-    corpus.given,
-    corpus.train_part,
-    corpus.weighted_split_files,
-    corpus.fill_in_middle,
-    corpus.document_ends,
-    run.split,
-    run.tokenizer,
-    run.profiler,
-    run.profiled_ranks,
-    run.layer_norms,
-    dry_run.rank_of_world,
-    dry_run.whole_weights,
-    dry_run.json_folder,
+    model_rules.head_size,
+    model_rules.query_groups,
+    model_rules.attention_backend,
+    model_rules.position_table,
+    parallel_rules.tensor_parallel,
+    parallel_rules.grouped_heads,
+    parallel_rules.sequence_parallel,
+    parallel_rules.chunks,
+    parallel_rules.split,
+    parallel_rules.layers,
+    parallel_rules.microbatches,
+    parallel_rules.world,
+    parallel_rules.batch,
+    parallel_rules.num_layers,
+    parallel_rules.modules,
+    parallel_rules.saved_slices,
+    training_rules.ramp_up,
+    training_rules.enough_samples,
+    training_rules.bounds,
+    training_rules.unit,
+    training_rules.warmup,
+    training_rules.wsd,
+    training_rules.weight_decay,
+    model_rules.loss_scale,
+    model_rules.gradient_messages,
+    model_rules.zero_stage,
+    model_rules.fp8,
+    training_rules.run_length,
+    training_rules.local_paths,
+    training_rules.skipped_iterations,
+    training_rules.hang_timeout,
+    logging_rules.pipeline_trace,
+    data_rules.resumed_schedule,
+    data_rules.non_persistent,
+    data_rules.checkpoint_model,
+    data_rules.finetune,
+    data_rules.no_load_optim,
+    data_rules.corpus,
+    data_rules.training_split,
+    data_rules.weighted_split_files,
+    data_rules.fill_in_middle,
+    data_rules.document_ends,
+    data_rules.split,
+    data_rules.tokenizer,
+    logging_rules.profiler,
+    logging_rules.profiled_ranks,
+    logging_rules.layer_norms,
+    data_rules.dry_run_rank,
+    data_rules.dry_run_zero,
+    data_rules.dry_run_json,
 )
-"""Every rule between fields; a new one is a function and a line here."""
+"""Every rule between fields, in the order of their messages."""
 
 
 def check_config(config: Config, world_size: int | None = None) -> None:
-    """Checks every field and every rule between fields.
+    """Check every field and every rule between fields.
 
     Args:
-        world_size: ranks that were started; None leaves out what depends on it.
+        world_size: number of ranks; None skips the rules that need it.
 
     Raises:
-        ConfigError: with all mistakes, each naming the flags, their values and the fix.
+        ConfigError: with all problems, each of which names the flags, their values and the fix.
     """
     if problems := problems_of(config, world_size):
         raise ConfigError(problems)
 
 
-def problems_of(config: Config, world_size: int | None, doubted: Collection[str] = ()) -> list[str]:
-    """Everything that is wrong with a config, in words.
+def problems_of(config: Config, world_size: int | None, invalid_fields: Collection[str] = ()) -> list[str]:
+    """Return everything that is wrong with a config, one line per problem.
 
     Args:
-        config: what to check.
-        world_size: ranks that were started; None leaves out what depends on it.
-        doubted: fields whose value is already known to be wrong; nothing that rests on them is told.
+        world_size: number of ranks; None skips the rules that need it.
+        invalid_fields: fields that are already known to be invalid: rules that involve them are not reported.
     """
-    problems = [problem for problem in range_problems(config) if problem.fields[0] not in doubted]
-    wrong = {*doubted, *(name for problem in problems for name in problem.fields)}
-    sound = _with_defaults(config, wrong)
-    problems += [
-        problem for problem in _broken_rules(sound, world_size) if not wrong.intersection(problem.fields)
-    ]
+    problems = [problem for problem in range_problems(config) if problem.fields[0] not in invalid_fields]
+    invalid = {*invalid_fields, *(name for problem in problems for name in problem.fields)}
+    valid = _with_defaults(config, invalid)
+    for rule in RULES:
+        problems += [problem for problem in rule(valid, world_size) if not invalid & {*problem.fields}]
     return [one_line(problem.text) for problem in problems]
 
 
-def _broken_rules(config: Config, world_size: int | None) -> Iterator[Problem]:
-    for rule in RULES:
-        yield from rule(config, world_size)
-
-
 def _with_defaults(config: Config, names: Collection[str]) -> Config:
-    """The config with these fields at their defaults, so that no rule divides by a zero in them."""
+    """Return the config with these fields at their defaults: a rule may divide by an invalid 0."""
     parts = {}
     for group in fields(config):
         part = getattr(config, group.name)

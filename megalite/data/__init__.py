@@ -1,5 +1,6 @@
-"""From text files to the microbatches of a training step.
+"""Read text into the microbatches of a training step.
 
-Preprocessing: `documents` (reads text) -> `tokenizer` -> `indexed_writer` (.bin and .idx).
-Training: `indexed` (reads them) -> `gpt_index`, `gpt` (samples) -> `blend` -> `build` -> `sampler`, `batch`.
+Preprocessing: `preprocessing/` reads text, and `tokenizers/` encode it -> `indexed_dataset` (.bin and .idx).
+Training: `corpus_sources` (which parts of which corpora) -> `gpt_dataset` (samples) -> `blend` ->
+`build_datasets` -> `sampler`, `batch`.
 """

@@ -1,4 +1,4 @@
-"""Several datasets as one, in given proportions."""
+"""Blend several datasets in given proportions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.build_progress import told
-from megalite.data.gpt import Dataset, gather
+from megalite.data.build_progress import reported_progress
+from megalite.data.gpt_dataset import Dataset, gather
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache
 from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
@@ -22,63 +22,61 @@ SURPLUS = 0.005
 MAX_DATASETS = 2**15 - 1
 
 _FORMAT = 1
-"""Part of the digest under which an order is kept: raise it when the same weights give another."""
+"""Part of the digest under which an order is cached: raise it when the same weights give another order."""
 
 
-def parse_data_path(words: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
-    """The prefixes that a flag names, and their weights where it gives them.
+def parse_data_path(
+    values: Sequence[str], flag: str = "--data-path"
+) -> tuple[list[str], tuple[float, ...] | None]:
+    """Return the prefixes that a flag names, and their weights if it has any.
 
-    An odd number of words are prefixes. An even number are weight prefix weight prefix ..., or all prefixes
-    if none of the words in a weight's place is a number.
+    An odd number of values are prefixes. An even number are WEIGHT PREFIX WEIGHT PREFIX ..., or all prefixes
+    if none of the values at a weight's position is a number.
 
     Raises:
-        UserError: there is no word, weights and prefixes are mixed up, or a weight is not positive.
+        UserError: there is no value, weights and prefixes are mixed up, or a weight is not positive.
     """
-    words = [word.strip() for word in words]
-    if not words:
-        raise UserError(f"no dataset is given: {flag} PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
-    if len(words) % 2:
-        _refuse_weight_among_prefixes(words, flag)
-        return words, None
-    weights = [_number(word) for word in words[::2]]
+    values = [value.strip() for value in values]
+    if not values:
+        raise UserError(f"there is no dataset: give {flag} PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
+    if len(values) % 2:
+        for value in values:
+            if len(values) > 1 and _number(value) is not None and not os.path.exists(f"{value}.idx"):
+                raise UserError(
+                    f"{flag} has {len(values)} values, an odd number, so that all are prefixes, "
+                    f"but {value} is a number: give WEIGHT PREFIX WEIGHT PREFIX ..., or only prefixes"
+                )
+        return values, None
+    weights = [_number(value) for value in values[::2]]
     if all(weight is None for weight in weights):
-        return words, None
-    for word, weight in zip(words[::2], weights, strict=True):
+        return values, None
+    for value, weight in zip(values[::2], weights, strict=True):
         if weight is None or not 0 < weight < math.inf:
-            raise UserError(f"{flag} has {word} where a positive weight must stand before a prefix")
-    return words[1::2], [weight for weight in weights if weight is not None]
+            raise UserError(f"{flag} has {value} before a prefix: give a positive weight there")
+    return values[1::2], tuple(weight for weight in weights if weight is not None)
 
 
-def _refuse_weight_among_prefixes(words: Sequence[str], flag: str) -> None:
-    for word in words:
-        if len(words) > 1 and _number(word) is not None and not os.path.exists(f"{word}.idx"):
-            raise UserError(
-                f"{flag} has {len(words)} words, an odd number, so that all are prefixes, "
-                f"but {word} is a number: give WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes only"
-            )
-
-
-def _number(word: str) -> float | None:
+def _number(text: str) -> float | None:
     try:
-        return float(word)
+        return float(text)
     except ValueError:
         return None
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum."""
+    """Return the weights divided by their sum."""
     values = np.array(weights, dtype=np.float64)
     result: list[float] = (values / np.sum(values)).tolist()
     return result
 
 
 def num_samples_to_build(num_samples: int, weight: float) -> int:
-    """How many samples a dataset of normalised weight is built for, in a blend of num_samples."""
+    """Return how many samples a dataset of normalised weight is built for, in a blend of `num_samples`."""
     return math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS))
 
 
 class BlendedDataset:
-    """Draws each sample from the dataset that is furthest behind its share; no randomness.
+    """Draw each sample from the dataset that is furthest behind its share; no randomness.
 
     Attributes:
         datasets: what is blended.
@@ -95,23 +93,25 @@ class BlendedDataset:
         prefix: str = "",
         split_name: str = "train",
     ) -> None:
-        """Orders the samples.
+        """Order the samples.
 
         Args:
             datasets: each holds as many samples as the blend draws from it.
             weights: of the datasets, in any unit.
             num_samples: of the blend.
-            cache: if given, where the order is mapped from and kept.
-            prefix: of the first corpus, beside which the default cache stands.
+            cache: maps and keeps the order; None to build it in memory.
+            prefix: of the first corpus, beside which the default cache is.
             split_name: for the names of files in the cache.
         """
         self.datasets = tuple(datasets)
 
         def build() -> Arrays:
-            with told(f"the order of the {split_name} blend", "samples", num_samples) as progress:
+            with reported_progress(
+                f"the order of the {split_name} blend", "samples", num_samples
+            ) as progress:
                 chosen, numbers = _index_builder.build_blend_index(normalized(weights), num_samples, progress)
-            taken = np.bincount(chosen, minlength=len(datasets))
-            assert all(n <= len(d) for n, d in zip(taken, datasets, strict=True)), "a dataset is too small"
+            drawn = np.bincount(chosen, minlength=len(datasets))
+            assert all(n <= len(d) for n, d in zip(drawn, datasets, strict=True)), "a dataset is too small"
             return {"dataset_index": chosen, "dataset_sample_index": numbers}
 
         if cache is None:
@@ -131,16 +131,16 @@ class BlendedDataset:
         return self.gather(np.array([index], np.int64))[0]
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The samples of these numbers, int64 [b, S + 1], those of one dataset in one go."""
+        """Return the samples with these numbers, int64 [b, S + 1]; those of one dataset are read together."""
         for sample in samples.tolist():
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a blend of {len(self)}")
         datasets, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
         self._files.check()
-        parts = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
-        texts = {d: gather(self.datasets[d], numbers[where]) for d, where in parts.items()}
+        rows = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
+        texts = {d: gather(self.datasets[d], numbers[of_d]) for d, of_d in rows.items()}
         width = next(iter(texts.values())).shape[1]
         result = np.empty((len(samples), width), np.int64)
-        for d, where in parts.items():
-            result[where] = texts[d]
+        for d, of_d in rows.items():
+            result[of_d] = texts[d]
         return result

@@ -1,4 +1,4 @@
-"""What a long build in C++ says while it runs."""
+"""Log the progress of a long build in C++."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megalite.data import _index_builder
 from megalite.log import THIS_RANK, log
 
 INTERVAL_SECONDS = 10.0
-"""Between two lines; a build that takes less says nothing."""
+"""Between two lines; a shorter build logs none."""
 
 
 @contextmanager
-def told(what: str, unit: str, total: int) -> Iterator[_index_builder.Progress]:
-    """Logs how far the build of this block is, from a thread; whichever rank builds is the one that tells.
+def reported_progress(what: str, unit: str, total: int) -> Iterator[_index_builder.Progress]:
+    """Log the progress of the build in this block, from a thread, on whichever rank builds.
 
     Args:
         what: is built.
         unit: of what is counted, in the plural.
-        total: of them in the end.
+        total: number of units at the end.
     """
     progress, done = _index_builder.Progress(), threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         start, last_count = time.monotonic(), 0
         while not done.wait(INTERVAL_SECONDS):
             count = progress.done
@@ -40,7 +40,7 @@ def told(what: str, unit: str, total: int) -> Iterator[_index_builder.Progress]:
             )
             last_count = count
 
-    thread = threading.Thread(target=tell, name="progress", daemon=True)
+    thread = threading.Thread(target=report, name="progress", daemon=True)
     thread.start()
     try:
         yield progress

@@ -1,4 +1,4 @@
-"""What corpora hold and which parts of them a run reads: recorded in checkpoints, compared between ranks."""
+"""Record what corpora hold and which parts a run reads, for checkpoints and for comparing ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.blend import normalized
-from megalite.data.indexed import IndexedDataset
-from megalite.data.sources import Blend, Sources
-from megalite.data.splits import SPLIT_NAMES
+from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.errors import few
 
 _WHOLE_BYTES = 4 << 20
 _BLOCK_BYTES = 16 << 10
-"""Arrays of the index up to the first size are hashed whole, of others as many bytes in spaced blocks."""
+"""Index arrays up to the first size are hashed whole, larger ones in as many bytes of spaced blocks."""
 _NUM_SAMPLED_SEQUENCES = 8
 _NUM_SAMPLED_TOKENS = 1024
 _MAX_SHOWN = 5
@@ -26,7 +26,7 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class CorpusIdentity:
-    """A corpus by its contents: equal for copies of it, wherever they are.
+    """Identify a corpus by its contents: copies of it are equal, wherever they are.
 
     Attributes:
         bin_bytes, sequences, documents: sizes.
@@ -44,7 +44,7 @@ class CorpusIdentity:
 
     @staticmethod
     def of(corpus: IndexedDataset) -> CorpusIdentity:
-        """Read and hash at most some 12 MB of the index and 8 kilotokens, whatever the corpus's size."""
+        """Read and hash at most 12 MB of the index and 8 kilotokens, whatever the corpus's size."""
         index = hashlib.sha256()
         for array in (corpus.sequence_lengths, corpus.sequence_offsets, corpus.document_index):
             for block in _sampled(array):
@@ -64,17 +64,17 @@ class CorpusIdentity:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> CorpusIdentity:
-        """Return the identity that `asdict` and JSON made this of.
+        """Return the identity that `asdict` and JSON made this record from.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a record of one.
         """
         if not isinstance(record, Mapping) or set(record) != {field.name for field in fields(CorpusIdentity)}:
-            raise ValueError("run.json is damaged: a corpus in it is none")
+            raise ValueError("run.json is damaged: a corpus in it lacks fields or has others")
         return CorpusIdentity(**record)
 
     def is_equal(self, other: CorpusIdentity) -> bool:
-        """Whether both hold the same, as far as both are known."""
+        """Return whether both hold the same, as far as both are known."""
         of_tokens = self.tokens_sha256, other.tokens_sha256
         return self._without_tokens() == other._without_tokens() and (
             None in of_tokens or of_tokens[0] == of_tokens[1]
@@ -99,12 +99,12 @@ def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What each split reads.
+    """Record what each split reads.
 
     Attributes:
         sources: the blends of each split.
         corpora: the identity of every corpus, by its prefix.
-        blend_by: what corpora without weights are weighed by.
+        blend_by: how corpora without weights are weighted.
     """
 
     sources: Sources
@@ -119,9 +119,9 @@ class DataRecord:
         }
 
     def for_ranks(self) -> dict[str, str]:
-        """Return what must be the same on all ranks that read data, in words."""
+        """Return what must be the same on all ranks that read data, as text for messages."""
         return {f"corpus {prefix}": str(identity) for prefix, identity in self.corpora.items()} | {
-            f"the data of {split}": f"{_words_of_split(blends)}, {_short_digest(blends)}"
+            f"the data of {split}": f"{_describe(blends)}, {_short_digest(blends)}"
             for split in SPLIT_NAMES
             for blends in [[self._blend(blend) for blend in self.sources[split]]]
         }
@@ -140,7 +140,7 @@ def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
     """Compare two records of `DataRecord.for_json`; where corpora are does not matter.
 
     Returns:
-        What differs in the data that is trained on, and in the data for evaluation alone, in words.
+        Descriptions of differences in the data that is trained on, and in the data for evaluation only.
 
     Raises:
         ValueError: a record is damaged.
@@ -148,7 +148,7 @@ def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
     try:
         found = {split: _split_differences(saved, here, split) for split in SPLIT_NAMES}
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise ValueError("run.json is damaged: its corpora are none") from error
+        raise ValueError("run.json is damaged: its corpora cannot be read") from error
     evaluated = [text for split in SPLIT_NAMES[1:] for text in found[split] if text not in found["train"]]
     return found["train"], list(dict.fromkeys(evaluated))
 
@@ -156,7 +156,7 @@ def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
 def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split: str) -> list[str]:
     blends, blends_here = saved["splits"][split], here["splits"][split]
     if [_shape(blend) for blend in blends] != [_shape(blend) for blend in blends_here]:
-        return [f"{split} {_words_of_split(blends)} (now {_words_of_split(blends_here)})"]
+        return [f"{split} {_describe(blends)} (now {_describe(blends_here)})"]
     pairs = [
         (part[0], part_here[0])
         for blend, blend_here in zip(blends, blends_here, strict=True)
@@ -172,31 +172,24 @@ def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split:
 
 
 def _shape(blend: Mapping[str, Any]) -> tuple[object, ...]:
-    """What is read of which corpus, but for the corpora themselves."""
+    """Return what is read of which corpus, without the corpora themselves."""
     return blend["weights"], blend["blend_by"], [part[1:] for part in blend["parts"]]
 
 
-def _words_of_split(blends: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(map(_words, blends)) or "nothing"
-
-
-def _words(blend: Mapping[str, Any]) -> str:
-    """Say which parts a blend is made of, as in "0.3 a, 0.7 b[0:0.5]"."""
-    weights = blend["weights"] or [None] * len(blend["parts"])
-    words = [
-        f"{'' if weight is None else f'{weight:.4g} '}{prefix}"
-        f"{'' if (begin, end) == (0, 1) else f'[{begin:.6g}:{end:.6g}]'}"
-        for weight, (prefix, begin, end) in zip(weights, blend["parts"], strict=True)
-    ]
-    by = f" by {blend['blend_by']}" if blend["blend_by"] else ""
-    return f"{_listed(words)}{by}"
+def _describe(blends: Sequence[Mapping[str, Any]]) -> str:
+    """Return which parts the blends are made of, as in "0.3 a, 0.7 b[0:0.5]"."""
+    texts = []
+    for blend in blends:
+        weights = blend["weights"] or [None] * len(blend["parts"])
+        parts = [
+            f"{'' if weight is None else f'{weight:.4g} '}{prefix}"
+            f"{'' if (begin, end) == (0, 1) else f'[{begin:.6g}:{end:.6g}]'}"
+            for weight, (prefix, begin, end) in zip(weights, blend["parts"], strict=True)
+        ]
+        by = f" by {blend['blend_by']}" if blend["blend_by"] else ""
+        texts.append(f"{few(parts, _MAX_SHOWN) or 'nothing'}{by}")
+    return "; ".join(texts) or "nothing"
 
 
 def _short_digest(record: object) -> str:
     return f"digest {hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:8]}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    """Join words, of many the first few alone."""
-    shown = ", ".join(words[:_MAX_SHOWN])
-    return f"{shown} and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else shown or "nothing"

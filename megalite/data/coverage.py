@@ -1,26 +1,26 @@
-"""How often training goes through each corpus, and what of it it will never see."""
+"""Log how often training goes through each corpus, and how much of it training will never see."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.data.gpt_index import plan_epochs
+from megalite.data.gpt_dataset import plan_epochs
 from megalite.log import log
 
 _MAX_LINES = 24
-"""Corpora that are told one by one; of more, those most and those least gone through."""
+"""Corpora that are logged one by one; of more, the most and the least repeated ones."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a whole run takes of one corpus.
+    """Describe what a whole run reads of one corpus.
 
     Attributes:
         num_tokens: of the part that is trained on.
-        num_samples: taken of it, to within one.
-        epochs: how often its tokens are gone through, on average.
-        unseen: share of its tokens that no sample holds; expected where chance decides.
+        num_samples: drawn from it, to within one.
+        epochs: how often its tokens are read, on average.
+        unseen: share of its tokens that no sample holds; the expected one if chance decides.
     """
 
     prefix: str
@@ -33,7 +33,7 @@ class Coverage:
     def of(
         cls, prefix: str, num_tokens: int, seq_length: int, num_samples: float, num_built: int | None
     ) -> Coverage:
-        """Works it out from how the corpus's samples are cut and ordered.
+        """Compute it from how the corpus's samples are cut and ordered.
 
         Args:
             prefix: the corpus.
@@ -43,24 +43,24 @@ class Coverage:
             num_built: samples that its order is made for, some more; None for those of one epoch.
         """
         if num_tokens <= seq_length:
-            return cls(prefix, num_tokens, num_samples, 0.0, 1.0)  # refused when it is built
+            return cls(prefix, num_tokens, num_samples, 0.0, 1.0)  # GPTDataset refuses it
         plan = plan_epochs(num_tokens, num_built, seq_length)
-        left_out = 1 - min(1.0, num_samples / plan.num_samples)
+        not_drawn = 1 - min(1.0, num_samples / plan.num_samples)
         if plan.num_samples_before_last is not None and num_samples >= plan.num_samples_before_last:
             unseen = 0.0
         elif plan.num_epochs == 1:
             unseen = 1 - min(1.0, num_samples * seq_length / num_tokens)
         else:
-            unseen = left_out**plan.num_epochs
+            unseen = not_drawn**plan.num_epochs
         return cls(prefix, num_tokens, num_samples, num_samples * seq_length / num_tokens, unseen)
 
     @property
     def epochs_text(self) -> str:
-        """The epochs with three digits, and never with an exponent."""
+        """Return the epochs with three digits, and never with an exponent."""
         return f"{self.epochs:,.0f}" if self.epochs >= 100 else f"{self.epochs:.3g}"
 
     def line(self) -> str:
-        """A sentence for the log."""
+        """Return a sentence for the log."""
         text = (
             f"training takes {self.num_samples:,.0f} samples of {self.prefix}: "
             f"{self.epochs_text} epochs of its {self.num_tokens:,} tokens"
@@ -72,10 +72,9 @@ class Coverage:
 
 
 def log_coverage(corpora: Sequence[Coverage]) -> None:
-    """Logs a line for each corpus, the most repeated ones first."""
+    """Log a line for each corpus, the most repeated ones first."""
     ordered = sorted(corpora, key=lambda corpus: -corpus.epochs)
-    num_left_out = len(ordered) - _MAX_LINES
-    if num_left_out > 0:
+    if len(ordered) > _MAX_LINES:
         half = _MAX_LINES // 2
         between = ordered[half:-half]
         for corpus in ordered[:half]:

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: documents of training samples with their middle moved to the end."""
+"""Apply fill-in-the-middle: move the middle of documents of training samples to their end."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.gpt import Dataset, gather
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import UserError
 
 Tokens = npt.NDArray[np.int64]
 
 
 class FillInMiddle(NamedTuple):
-    """How documents are turned round.
+    """Hold the settings of fill-in-the-middle.
 
     Attributes:
-        rate: share of the documents that are.
+        rate: share of the documents that are permuted.
         spm_rate: of these, the share in the order suffix, prefix, middle; else prefix, suffix, middle.
         prefix, middle, suffix: ids of the tokens that mark the parts.
-        seed: of the choices.
+        seed: of the random choices.
     """
 
     rate: float
@@ -33,81 +33,84 @@ class FillInMiddle(NamedTuple):
 
 
 class FillInMiddleDataset:
-    """Another dataset's samples, in which some documents are cut in three and put together in another order.
+    """Cut some documents of another dataset's samples in three, and put the parts in another order.
 
     Each document of a sample, or part of one, is chosen with a probability of `rate`, and cut between two
     characters (not tokens) drawn evenly; the orders are PSM and variant 2 of SPM in Bavarian et al. 2022,
     "Efficient Training of Language Models to Fill in the Middle". A sample keeps its length: what the marks
-    push out of it is cut off its end. Every choice is a function of the seed and the sample's number alone.
+    push beyond its end is cut off. Every choice is a function of the seed and the sample's number alone.
 
     Args:
         plain: the dataset.
-        tokenizer: the one that it was made with.
+        tokenizer: the one that the dataset was made with.
 
     Attributes:
-        plain: as given.
+        plain: as passed.
     """
 
-    def __init__(self, plain: Dataset, tokenizer: Tokenizer, how: FillInMiddle) -> None:
+    def __init__(self, plain: Dataset, tokenizer: Tokenizer, settings: FillInMiddle) -> None:
         self.plain = plain
         self._tokenizer = tokenizer
-        self._how = how
+        self._settings = settings
 
     def __len__(self) -> int:
         return len(self.plain)
 
     def __getitem__(self, index: int) -> Tokens:
-        return self._turned(self.plain[index], index)
+        return self._permute(self.plain[index], index)
 
     def gather(self, samples: npt.NDArray[np.int64]) -> Tokens:
-        """The samples of these numbers, int64 [b, S + 1]."""
+        """Return the samples with these numbers, int64 [b, S + 1]."""
         plain = gather(self.plain, samples)
-        return np.stack([self._turned(row, i) for row, i in zip(plain, samples.tolist(), strict=True)])
+        return np.stack([self._permute(row, i) for row, i in zip(plain, samples.tolist(), strict=True)])
 
-    def _turned(self, sample: Tokens, index: int) -> Tokens:
-        rng = np.random.default_rng((self._how.seed, index))
+    def _permute(self, sample: Tokens, index: int) -> Tokens:
+        rng = np.random.default_rng((self._settings.seed, index))
         ends = np.flatnonzero(sample == self._tokenizer.eod)
         pieces = []
         start = 0
         for end in [*ends.tolist(), len(sample)]:
             document = sample[start:end]
-            chosen = rng.random() < self._how.rate and len(document) > 0
-            pieces += [self._permuted(document, rng) if chosen else document, sample[end : end + 1]]
+            chosen = rng.random() < self._settings.rate and len(document) > 0
+            pieces += [self._permute_document(document, rng) if chosen else document, sample[end : end + 1]]
             start = end + 1
-        turned = np.concatenate(pieces)[: len(sample)]
-        missing = len(sample) - len(turned)  # where the parts take fewer tokens than the whole did
-        return np.pad(turned, (0, missing), constant_values=self._tokenizer.eod)
+        permuted = np.concatenate(pieces)[: len(sample)]
+        missing = len(sample) - len(permuted)  # the parts may encode to fewer tokens than the whole
+        return np.pad(permuted, (0, missing), constant_values=self._tokenizer.eod)
 
-    def _permuted(self, document: Tokens, rng: np.random.Generator) -> Tokens:
+    def _permute_document(self, document: Tokens, rng: np.random.Generator) -> Tokens:
         text = self._tokenizer.decode(document.tolist())
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
-        is_suffix_first = rng.random() < self._how.spm_rate
-        if "\ufffd" in text:  # begins or ends inside a character: its tokens could not be had back
+        is_suffix_first = rng.random() < self._settings.spm_rate
+        if "\ufffd" in text:  # it begins or ends inside a character, which could not be encoded again
             return document
         prefix, middle, suffix = (
             np.array(ids, np.int64)
             for ids in self._tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
         )
-        mark_prefix, mark_middle, mark_suffix = self._how.prefix, self._how.middle, self._how.suffix
+        settings = self._settings
+        mark_prefix, mark_middle, mark_suffix = settings.prefix, settings.middle, settings.suffix
         if is_suffix_first:
             return np.concatenate([[mark_prefix, mark_suffix], suffix, [mark_middle], prefix, middle])
         return np.concatenate([[mark_prefix], prefix, [mark_suffix], suffix, [mark_middle], middle])
 
 
 def find_marks(tokenizer: Tokenizer, names: dict[str, str]) -> tuple[int, int, int]:
-    """Ids of the three marks.
+    """Return the ids of the three marks.
 
     Args:
-        tokenizer: whose vocabulary they are in.
-        names: of the prefix, middle and suffix token, by the flags that give them.
+        tokenizer: its vocabulary has them.
+        names: of the prefix, middle and suffix token, by the flags that set them.
 
     Raises:
-        UserError: one is no token of the vocabulary, or two are the same.
+        UserError: one is not a token of the vocabulary, or two are the same.
     """
     ids = {flag: tokenizer.token_id(name) for flag, name in names.items()}
     lacking = [f"{flag} {names[flag]}" for flag, found in ids.items() if found is None]
     if lacking:
-        raise UserError(f"{', '.join(lacking)}: no token of the vocabulary; name those that it has for this")
+        raise UserError(
+            f"{', '.join(lacking)}: not in the tokenizer's vocabulary; give the names of its tokens for this"
+        )
     prefix, middle, suffix = (found for found in ids.values() if found is not None)
     if len({prefix, middle, suffix}) < 3:
         raise UserError(f"{', '.join(names)} name the same token twice: give three different ones")

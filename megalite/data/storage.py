@@ -1,7 +1,7 @@
-"""The bytes of a file as an array: mapped from disk, or fetched by blocks from object storage.
+"""Read a file's bytes as an array: mapped from disk, or fetched in blocks from object storage.
 
-A mapped file that another process cuts shorter, or that its disk can no longer read, would end this process
-by SIGBUS. Here its bytes read as zeros, and `MappedBytes.check` then raises: call it after reading.
+If another process truncates a mapped file, or its disk fails, reading it would end this process by SIGBUS.
+Here the missing bytes read as zeros, and `MappedBytes.check` raises: call it after reading.
 """
 
 from __future__ import annotations
@@ -22,34 +22,24 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data._index_builder import MappedFile, all_whole
-from megalite.errors import UserError
+from megalite.errors import UserError, first_line
 
 BLOCK_BYTES = 4 << 20
-"""What is fetched at a time: large enough for a store's throughput, small against a corpus."""
+"""Bytes of one request: large enough for a store's throughput, small compared with a corpus."""
 _MAX_REQUEST_BLOCKS = 16
 
 
 SIZE_AGE_MS = 20
-"""Milliseconds for which a loader takes a file's size for what it was."""
+"""Milliseconds for which a loader relies on the size that a file had."""
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL of a store: s3://, gs://, memory://, ...; file:// is this machine."""
+    """Return whether a path is a URL of a store: s3://, gs://, memory://, ...; file:// is this machine."""
     return "://" in path and not path.startswith("file://")
 
 
-def require_local(flag: str, path: str) -> None:
-    """Refuses a URL where files are written: it would name a folder of this machine.
-
-    Raises:
-        UserError: it is one.
-    """
-    if "://" in path:
-        raise UserError(f"{flag} {path} is a URL: write to this machine, and copy the files to the store")
-
-
 def open_bytes(path: str) -> MappedBytes:
-    """Opens a file of this machine, or of any store that fsspec knows.
+    """Open a file of this machine, or of any store that fsspec knows.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -59,7 +49,7 @@ def open_bytes(path: str) -> MappedBytes:
 
 
 def read_small(path: str) -> bytes:
-    """A small file as it is now, kept nowhere.
+    """Read a small file without caching it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -69,14 +59,14 @@ def read_small(path: str) -> bytes:
     if not is_remote(path):
         return Path(path.removeprefix("file://")).read_bytes()
     files, inner = _file_system(path)
-    return bytes(_ask(path, files.cat_file, inner, start=None, end=None))
+    return bytes(_call_store(path, files.cat_file, inner, start=None, end=None))
 
 
 class MappedBytes:
-    """A file of this machine.
+    """Map a file of this machine.
 
     Attributes:
-        array: uint8, its bytes, mapped.
+        array: uint8, the file's bytes.
         mapped: the mappings that reading it depends on.
     """
 
@@ -94,10 +84,10 @@ class MappedBytes:
         self._name = path
 
     def fetch(self, begin: int, end: int) -> None:
-        """Makes sure that bytes begin to end of the array are there; before, they may be zeros."""
+        """Make bytes `begin` to `end` of the array valid; before, they may be zeros."""
 
     def check(self) -> None:
-        """Check that everything that was read from the array so far came from the file.
+        """Check that all that was read from the array so far came from the file.
 
         Raises:
             UserError: the file became shorter or unreadable while it was in use.
@@ -105,16 +95,16 @@ class MappedBytes:
         if not all_whole(self.mapped, 0):
             raise UserError(
                 f"{self._name} became shorter or unreadable while it was in use: it had {len(self.array)} "
-                "bytes; put the whole file back and start again"
+                "bytes; restore the file and start again"
             )
 
 
 class FilesInUse:
-    """The files that a loader reads, checked after each batch and in one call.
+    """Check the files that a loader reads after each batch, all in one call.
 
-    A system call for each file and batch would take longer than reading the batch: a file's size is looked
-    at again after `SIZE_AGE_MS` alone. What that misses for a moment are zeros in the one page in which a
-    shorter file ends; the rest of what was cut off is noticed when it is read.
+    A system call for each file and batch would take longer than reading the batch, so a file's size is read
+    again only after `SIZE_AGE_MS`. Until then, only zeros in the last page of a truncated file can be
+    missed; what was cut off beyond that page is noticed when it is read.
     """
 
     def __init__(self, files: Sequence[MappedBytes]) -> None:
@@ -122,7 +112,7 @@ class FilesInUse:
         self._mapped = tuple(mapped for file in files for mapped in file.mapped)
 
     def check(self) -> None:
-        """Check that everything that was read so far came from the files.
+        """Check that all that was read so far came from the files.
 
         Raises:
             UserError: a file became shorter or unreadable while it was in use.
@@ -133,20 +123,20 @@ class FilesInUse:
 
 
 class CachedBytes(MappedBytes):
-    """A file of an object store, with the blocks read so far in a file of this machine.
+    """Read a file of an object store, and keep the blocks that were read in a file of this machine.
 
-    That file is sparse and of the whole size, so that it can be mapped, and all processes of a machine share
-    it; a byte for each block, in a second one, says which are there. A block is marked after its bytes are on
-    disk: whatever kills a process or the machine, a marked block is whole. The files' name is a digest of the
-    URL and of the store's mark of this version, so that a changed object is read anew.
+    That file is sparse and has the full size, so that it can be mapped; all processes of a machine share it.
+    A second file has one byte for each block, which says whether the block is there. A block is marked after
+    its bytes are on disk, so a marked block is whole, whatever kills the process or the machine. The files'
+    name is a digest of the URL and of the store's mark of this version: a changed object is read anew.
 
-    The files outlive the run, for the next one. Those that no process has open are removed, unused longest
-    first, while all of them take more than half of what the disk has for them (theirs and free space). What a
-    run has open is never removed: it needs room for all that it reads.
+    The files outlive the run, for the next one. While they take more than half of the disk space that is
+    there for them (theirs and free space), those that no process has open are removed, the least recently
+    used first. The files of a running process are never removed: the disk must hold all that a run reads.
     """
 
     def __init__(self, url: str, folder: Path | None = None) -> None:
-        """Opens a file.
+        """Open a file.
 
         Args:
             url: as fsspec takes it; credentials and options come from fsspec's own configuration.
@@ -154,31 +144,33 @@ class CachedBytes(MappedBytes):
         """
         self._url = url
         self._files, self._path = _file_system(url)
-        info = _ask(url, self._files.info, self._path)
+        info = _call_store(url, self._files.info, self._path)
         if info.get("size") is None or info.get("type", "file") != "file":
-            raise UserError(f"cannot read {url}: it is no file of known size")
+            raise UserError(f"cannot read {url}: it is not a file of known size")
         num_bytes = int(info["size"])
         folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
-        mark = f"{url}\n{num_bytes}\n{_ask(url, self._files.ukey, self._path)}"
+        mark = f"{url}\n{num_bytes}\n{_call_store(url, self._files.ukey, self._path)}"
         name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _check_owner(folder)
-            self._in_use = _held(Path(f"{name}.marks"))
-            _make_room(folder)
+            self._in_use = _open_shared(Path(f"{name}.marks"))
+            _remove_least_used(folder)
             self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
             was_whole = _resize(self._bytes, num_bytes)
             _resize(marks, -(-num_bytes // BLOCK_BYTES))
             self.mapped = (_map(str(self._bytes)), _map(str(marks), writable=True))
         except OSError as error:
-            raise UserError(f"cannot keep {url} in {folder}: {error.strerror}; set TMPDIR") from None
+            raise UserError(
+                f"cannot cache {url} in {folder}: {error.strerror}; set TMPDIR to another folder"
+            ) from None
         self.array, self._marks = (mapped.array() for mapped in self.mapped)
         if not was_whole:  # the file is new, or lost bytes that were marked
             self._marks[:] = 0
         self._name = f"{url} (its copy {self._bytes})"
 
     def fetch(self, begin: int, end: int) -> None:
-        """Reads the blocks of this range that are not there yet.
+        """Read the blocks of this range that are not there yet.
 
         Raises:
             UserError: the store cannot be read, or this machine's disk is full.
@@ -187,17 +179,22 @@ class CachedBytes(MappedBytes):
             return
         for first, last in self._missing(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(self.array))
-            data = _ask(self._url, self._files.cat_file, self._path, start=start, end=stop)
+            data = _call_store(self._url, self._files.cat_file, self._path, start=start, end=stop)
             if len(data) != stop - start:
-                raise UserError(f"cannot read {self._url}: {len(data)} bytes came, not {stop - start}")
+                raise UserError(
+                    f"cannot read {self._url}: the store sent {len(data)} bytes, not {stop - start}"
+                )
             try:
                 _write(self._bytes, start, data)
             except OSError as error:
-                raise UserError(f"cannot keep {self._url} in {self._bytes}: {error.strerror}") from None
+                raise UserError(
+                    f"cannot cache {self._url} in {self._bytes}: {error.strerror}; set TMPDIR to another "
+                    "folder"
+                ) from None
             self._marks[first:last] = 1
 
     def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Runs of blocks to fetch in one request."""
+        """Yield runs of missing blocks, each for one request."""
         absent = first + np.flatnonzero(self._marks[first:last] == 0)
         for run in np.split(absent, np.flatnonzero(np.diff(absent) != 1) + 1):
             for i in range(0, len(run), _MAX_REQUEST_BLOCKS):
@@ -206,10 +203,10 @@ class CachedBytes(MappedBytes):
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuse a folder, or a link to one, where somebody else could change tokens or have files overwritten.
+    """Check that no other user can write to the folder, or to what it links to: they could change tokens.
 
     Raises:
-        PermissionError: it is not the user's own.
+        PermissionError: another user could.
     """
     if any(status.st_uid != os.getuid() for status in (folder.lstat(), folder.stat())):
         raise PermissionError(errno.EPERM, "the folder belongs to another user")
@@ -217,32 +214,30 @@ def _check_owner(folder: Path) -> None:
         raise PermissionError(errno.EPERM, "other users may write to the folder")
 
 
-def _ask(url: str, call: Any, *args: Any, **options: Any) -> Any:
-    """What a store answers."""
+def _call_store(url: str, call: Any, *args: Any, **options: Any) -> Any:
     try:
         return call(*args, **options)
     except FileNotFoundError:
         raise
     except Exception as error:  # each store's library has exceptions of its own
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot read {url}: {reason}") from None
+        raise UserError(f"cannot read {url}: {first_line(error)}") from None
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The store of a URL, and the path in it."""
+    """Return the store of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
         raise UserError(f"reading {url} needs a package that is not installed: pip install fsspec") from None
     try:
         files, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a store's own package is missing, or no store is called so
+    except (ImportError, ValueError) as error:  # the store's own package is missing, or the store is unknown
         raise UserError(f"cannot read {url}: {error}") from None
     return files, path
 
 
-def _held(path: Path) -> BinaryIO:
-    """Opens a file, new or old, so that `_make_room` leaves it alone until it is closed."""
+def _open_shared(path: Path) -> BinaryIO:
+    """Open or create a file; `_remove_least_used` leaves it alone until it is closed."""
     while True:
         file = path.open("ab")
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -252,14 +247,14 @@ def _held(path: Path) -> BinaryIO:
                 return file
         except FileNotFoundError:
             pass
-        file.close()  # it was removed before it was held
+        file.close()  # it was removed before it was locked
 
 
-def _make_room(folder: Path) -> None:
-    """Removes objects that no process has open while the folder holds over half of what there is room for."""
+def _remove_least_used(folder: Path) -> None:
+    """Remove objects that no process has open, while all of them take over half of the space for them."""
     entries = []
     for marks in folder.glob("*.marks"):
-        with suppress(FileNotFoundError):  # another process makes room too, or has yet to write
+        with suppress(FileNotFoundError):  # another process removes it too, or has yet to write
             num_bytes = marks.with_suffix(".bytes").stat().st_blocks * 512
             entries.append((marks.stat().st_mtime, marks, num_bytes))
     kept = sum(num_bytes for _, _, num_bytes in entries)
@@ -270,7 +265,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _remove_unused(marks: Path) -> bool:
-    """Removes an object's files, unless a process has them open."""
+    """Remove an object's files, unless a process has them open."""
     with suppress(FileNotFoundError, BlockingIOError), marks.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         marks.with_suffix(".bytes").unlink(missing_ok=True)
@@ -280,7 +275,7 @@ def _remove_unused(marks: Path) -> bool:
 
 
 def _resize(path: Path, num_bytes: int) -> bool:
-    """Give a file this size, with zeros for what it lacks; return whether it had that size before."""
+    """Truncate or extend a file to this size with zeros; return whether it had that size."""
     with path.open("ab") as stream:
         had_size = stream.tell() == num_bytes
         if not had_size:

@@ -1,4 +1,4 @@
-"""Operators of our own, one file each: schema, fake implementation, autograd, plain PyTorch reference."""
+"""Define our own operators, one file each: schema, fake implementation, autograd, plain PyTorch reference."""
 
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
@@ -45,11 +45,11 @@ _OPS = (
     "rms_norm",
     "rotate",
 )
-_CUDA_OPS = ("layer_norm",)  # PyTorch's own serves on a CPU
+_CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
 
 
 def describe(device_type: str = "cpu") -> str:
-    """One line for the log that names what each operator runs on."""
+    """Return one line for the log that names what each operator runs on."""
     names: dict[str, list[str]] = {}
     for op in (*_OPS, *(_CUDA_OPS if device_type == "cuda" else ())):
         names.setdefault(implementation(op, device_type), []).append(op)

@@ -1,7 +1,7 @@
-"""Cross-entropy over a part of the vocabulary: two passes over the logits, and no other memory of their size.
+"""Compute cross-entropy over a part of the vocabulary in the memory of the logits.
 
-The first pass finds three numbers a token; the second one, in backward, leaves the gradient where the logits
-were. What ranks tell each other in between is in `megalite.parallel.loss`.
+The forward reads them once and finds three numbers a token; the backward reads them again and replaces them
+by their gradient. What ranks exchange in between is in `megalite.tensor_parallel.vocab_cross_entropy`.
 """
 
 import torch
@@ -11,8 +11,8 @@ from megalite.kernels.library import NAMESPACE
 
 _STATISTICS = f"{NAMESPACE}::cross_entropy_statistics"
 _GRADIENT = f"{NAMESPACE}::cross_entropy_gradient_"
-# Logits the reference computes at a time, which bounds its temporaries: a CPU's stay in its caches, and a
-# GPU is to wait for memory and not for launches.
+# Logits the reference computes at a time, which bounds its temporaries: on a CPU they stay in its caches, and
+# on a GPU they are enough to be bound by memory and not by launches.
 _PIECE, _PIECE_OF_GPU = 1 << 20, 1 << 24
 
 torch.library.define(_STATISTICS, "(Tensor logits, Tensor targets, int start, int num_real) -> Tensor")
@@ -23,17 +23,17 @@ torch.library.define(
 
 
 def cross_entropy_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
-    """What a part of the vocabulary adds to each token's cross-entropy. It has no gradient of its own.
+    """Return what a part of the vocabulary adds to each token's cross-entropy. It has no gradient of its own.
 
     Args:
         logits: contiguous, ``[rows, columns]``, of the tokens of the vocabulary from `start` on.
         targets: int64 ``[rows]``, token ids.
         start: the first column's token.
-        num_real: columns from here on are padding and take no part.
+        num_real: columns from here on are padding and are ignored.
 
     Returns:
-        ``[3, rows]`` in fp32, in fp64 for fp64: the largest logit (-inf where no column is real), the sum of
-        exp(logit - largest), and the target's logit (0 where the target is none of these columns).
+        ``[3, rows]`` in fp32, in fp64 for fp64: the largest logit (-inf if no column is real), the sum of
+        exp(logit - largest), and the target's logit (0 if the target is not in these columns).
     """
     result: Tensor = torch.ops.megalite.cross_entropy_statistics(logits, targets, start, num_real)
     return result
@@ -42,10 +42,10 @@ def cross_entropy_statistics(logits: Tensor, targets: Tensor, start: int, num_re
 def cross_entropy_gradient_(
     logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
 ) -> Tensor:
-    """Puts grad * (softmax - onehot(target)) in the logits' place, and 0 in the padding's.
+    """Replace the logits by grad * (softmax - onehot(target)), and padding by 0.
 
     Args:
-        logits: as in `cross_entropy_statistics`, and so `targets`, `start` and `num_real`.
+        logits: as in `cross_entropy_statistics`, like `targets`, `start` and `num_real`.
         statistics: ``[2, rows]`` over the whole vocabulary: the largest logit and the sum of exponentials.
         grad: ``[rows]``, of the tokens' losses, in the statistics' dtype.
 
@@ -53,13 +53,13 @@ def cross_entropy_gradient_(
         `logits`.
     """
     torch.ops.megalite.cross_entropy_gradient_(logits, targets, statistics, grad, start, num_real)
-    torch.autograd.graph.increment_version(logits)  # who has saved the logits for a backward must know
+    torch.autograd.graph.increment_version(logits)  # so that autograd detects uses of the old values
     return logits
 
 
 @torch.no_grad()
 def statistics_reference(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
-    """Plain PyTorch implementation of the first pass."""
+    """Implement the forward in plain PyTorch."""
     rows = len(logits)
     out = logits.new_zeros(3, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
     out[0] = -torch.inf
@@ -79,7 +79,7 @@ def statistics_reference(logits: Tensor, targets: Tensor, start: int, num_real: 
 def gradient_reference(
     logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
 ) -> None:
-    """Plain PyTorch implementation of the second pass."""
+    """Implement the backward in plain PyTorch."""
     for piece in _pieces(logits):
         largest, total = statistics[:, piece]
         real = logits[piece, :num_real].to(statistics.dtype).sub_(largest[:, None]).exp_()
@@ -99,13 +99,13 @@ def _pieces(logits: Tensor) -> list[slice]:
 
 
 def _columns(targets: Tensor, start: int, num_real: int) -> tuple[Tensor, Tensor]:
-    """The targets' columns, ``[rows, 1]`` and 0 where there is none, and whether there is one, ``[rows]``."""
+    """Return the targets' columns ``[rows, 1]``, 0 for missing ones, and which targets have one."""
     column = targets - start
     is_mine = (column >= 0) & (column < num_real)
     return column.where(is_mine, 0)[:, None], is_mine
 
 
-torch.library.impl(_STATISTICS, "default", statistics_reference)  # a compiled kernel goes before it
+torch.library.impl(_STATISTICS, "default", statistics_reference)  # unless a kernel is compiled
 torch.library.impl(_GRADIENT, "default", gradient_reference)
 
 
@@ -119,4 +119,4 @@ def _fake_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int)
 def _fake_gradient(
     logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
 ) -> None:
-    """Changes nothing that a meta tensor knows."""
+    """Do nothing: a meta tensor has no values to change."""

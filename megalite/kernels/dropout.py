@@ -1,6 +1,6 @@
-"""Dropout by counter: a mask that depends on the sample and the element alone.
+"""Compute dropout by counter: the mask depends only on the sample and the element.
 
-Neither layout, microbatch size, recomputation nor resumption changes a mask, and none is ever stored: the
+Neither layout, microbatch size, recomputation nor resumption changes a mask, and none is stored: the
 backward computes it again.
 """
 
@@ -24,18 +24,18 @@ torch.library.define(
 def dropout(
     x: Tensor, p: float, key: int, sample_numbers: Tensor, *, base: int = 0, stride: int | None = None
 ) -> Tensor:
-    """Zeroes each element with probability `p` and scales the others by 1 / (1 - p).
+    """Set each element to zero with probability `p` and scale the others by 1 / (1 - p).
 
     `x` is [outer, b, *rest] with the sample in dim 1. Within its sample, element (o, ..., r) has the index
-    `base + o * stride + r`, r being its linear index in `rest`; with the same key, sample number and index
-    it meets the same fate everywhere. It is kept if its random 32-bit word is at least round(p * 2^32).
+    `base + o * stride + r`, where r is its linear index in `rest`; the same key, sample number and index give
+    the same result everywhere. An element is kept if its random 32-bit word is at least round(p * 2^32).
 
     Hidden states [s, b, h] need only the defaults, a shard of the sequence base = first position * h.
-    Attention probabilities [b, heads, s, s] go in as `x.unsqueeze(0)`, with base = first head * s * s.
+    Attention probabilities [b, heads, s, s] are passed as `x.unsqueeze(0)`, with base = first head * s * s.
 
     Args:
         x: [outer, b, *rest], fp64, fp32, bf16 or fp16.
-        p: probability of a zero, 0 <= p < 1; at 0 `x` itself comes back.
+        p: probability of a zero, 0 <= p < 1; at 0 `x` itself is returned.
         key: 64 bits, from `site_key(seed, site's name)`.
         sample_numbers: int64, [b], each sample's number in the run.
         base: index of the first element within the sample's full tensor.
@@ -62,7 +62,7 @@ def dropout(
 
 
 def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, stride: int) -> Tensor:
-    """Plain PyTorch implementation: bitwise equal to the compiled one."""
+    """Implement it in plain PyTorch, with the same bits as the compiled one."""
     outer, num_samples = x.shape[:2]
     rest = math.prod(x.shape[2:])
     flat = x.reshape(outer, num_samples, rest)
@@ -80,7 +80,7 @@ def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, 
     return out.view(x.shape)
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 
 
 @torch.library.register_fake(_OP)

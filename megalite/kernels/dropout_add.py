@@ -1,4 +1,4 @@
-"""What ends a block of the transformer in one pass: residual + dropout(x + bias)."""
+"""End a block of the transformer with one kernel: residual + dropout(x + bias)."""
 
 from typing import Any
 
@@ -31,10 +31,10 @@ def bias_dropout_add(
     *,
     base: int = 0,
 ) -> Tensor:
-    """Residual + dropout(x + bias), with the mask that `dropout` has for the same key, samples and base.
+    """Return residual + dropout(x + bias), with the mask of `dropout` for the same key, samples and base.
 
-    Computed in fp32 (fp64 in fp64) and rounded once. No mask is stored, and `x` neither: backward makes the
-    mask again, and adds up the bias' gradient on its way.
+    Computed in fp32 (fp64 in fp64) and rounded once. Neither a mask nor `x` is stored: the backward computes
+    the mask again, and sums the bias' gradient in the same kernel.
 
     Args:
         x: ``[n, b, h]``, fp64, fp32, bf16 or fp16.
@@ -72,10 +72,10 @@ def reference(
     key: int,
     base: int,
 ) -> Tensor:
-    """Plain PyTorch implementation: bitwise equal to the compiled one."""
+    """Implement it in plain PyTorch, with the same bits as the compiled one."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype) if bias is None else x.to(dtype) + bias
-    # Nothing to drop is the case of every evaluation: no random words are made for it.
+    # Every evaluation has nothing to drop: no random words are made for it.
     dropped = dropout_reference(wide, sample_numbers, p, key, base, x.shape[-1]) if p else wide
     return (residual + dropped).to(x.dtype)
 
@@ -83,13 +83,13 @@ def reference(
 def backward_reference(
     grad: Tensor, sample_numbers: Tensor, p: float, key: int, base: int
 ) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch implementation of the gradients of `x` (bitwise the compiled one's) and of the bias."""
+    """Implement the gradients of `x` (same bits as compiled) and of the bias in plain PyTorch."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     dropped = dropout_reference(wide, sample_numbers, p, key, base, grad.shape[-1])
     return dropped.to(grad.dtype), dropped.flatten(0, 1).sum(0).to(grad.dtype)
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 torch.library.impl(_BACKWARD, "default", backward_reference)
 
 

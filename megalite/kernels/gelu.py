@@ -1,4 +1,4 @@
-"""Bias and GELU in one pass, in the tanh form; the erf form is PyTorch's own, which is as fast."""
+"""Add a bias and apply GELU in one kernel, in the tanh form; for the erf form PyTorch's own is as fast."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ torch.library.define(_BACKWARD, "(Tensor grad, Tensor x, Tensor? bias) -> (Tenso
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Y / 2 (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))) of y = x + bias (Hendrycks and Gimpel 2016).
+    """Return y / 2 (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))) of y = x + bias (Hendrycks and Gimpel 2016).
 
-    Computed in fp32 (fp64 in fp64) and rounded once. Backward adds up the bias' gradient on its way.
+    Computed in fp32 (fp64 in fp64) and rounded once. The backward sums the bias' gradient in the same kernel.
 
     Args:
         x: ``[..., n]``, fp64, fp32, bf16 or fp16.
@@ -29,12 +29,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reference(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Plain PyTorch implementation."""
+    """Implement it in plain PyTorch."""
     return F.gelu(_sum(x, bias), approximate="tanh").to(x.dtype)
 
 
 def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch implementation of the gradients of `x` and of the bias."""
+    """Implement the gradients of `x` and of the bias in plain PyTorch."""
     wide = _sum(x, bias)
     result = torch.ops.aten.gelu_backward(grad.to(wide.dtype), wide, approximate="tanh")
     return result.to(x.dtype), result.flatten(0, -2).sum(0).to(x.dtype)
@@ -45,7 +45,7 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     return wide if bias is None else wide + bias
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 torch.library.impl(_BACKWARD, "default", backward_reference)
 
 

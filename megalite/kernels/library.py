@@ -1,4 +1,4 @@
-"""The compiled libraries of kernels: loads those that are there, and says what serves where one is not."""
+"""Load the compiled libraries of kernels, and say what is used if one is missing."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ _CAPABILITIES = ("default", "avx2", "avx512")
 
 
 def _load(library: str, needed: str) -> str:
-    """Registers the kernels of a library with torch; returns why it could not, or an empty string."""
+    """Register the kernels of a library with torch; return why it could not be loaded, or an empty string."""
     try:
         importlib.import_module(library)
     except ModuleNotFoundError:
@@ -43,13 +43,13 @@ CUDA_LOAD_ERROR = "torch has no CUDA" if torch.version.cuda is None else _load(_
 
 
 def is_compiled(op: str, device_type: str) -> bool:
-    """Whether a compiled kernel serves `op` on `device_type`."""
+    """Return whether `op` has a compiled kernel on `device_type`."""
     key = _DISPATCH_KEYS.get(device_type)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
 
 
 def implementation(op: str, device_type: str) -> str:
-    """What serves `op` on `device_type`: `compiled` and for what, or `reference` and why."""
+    """Return what runs `op` on `device_type`: `compiled` and for what, or `reference` and why."""
     is_cpu = device_type == "cpu"
     if is_compiled(op, device_type):
         return f"compiled ({LOAD_ERROR or sys.modules[_LIBRARY].capability()})" if is_cpu else "compiled"

@@ -1,9 +1,10 @@
-"""LayerNorm and RMSNorm over the last dim, in one pass over memory in each direction.
+"""Compute LayerNorm and RMSNorm over the last dim, with one kernel in each direction.
 
 On a CPU LayerNorm is PyTorch's own: ours took 0.7 to 1.1 times as long in fp32 and bf16, and twice as long in
-fp16. Forward's residual is added by `bias_dropout_add` and not here: to have both in one pass would spare the
+fp16. The forward's residual is added by `bias_dropout_add` and not here: one kernel for both would save the
 norm one read of its input, at most 4 to 8% of the two together (1024 tokens of 768 and of 4096 features, fp32
-and bf16, one thread of a busy Zen 4). Backward's is added here: autograd makes no pass over three tensors.
+and bf16, one thread of a busy Zen 4). The backward's is added here, which saves autograd a kernel over three
+tensors.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,11 @@ for _op in (_RMS, _LAYER):
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """X / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019).
+    """Return x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019).
 
-    Computed in fp32 (fp64 in fp64) and rounded once. Backward keeps `x` alone: it finds a row's statistics
-    again while it reads the row, and adds up the weight's gradient on its way, in an order that depends on
-    the shape alone (on a GPU on whether rows begin at multiples of 16 bytes, too).
+    Computed in fp32 (fp64 in fp64) and rounded once. The backward keeps only `x`: it computes a row's
+    statistics again while it reads the row, and sums the weight's gradient in the same kernel, in an order
+    that depends only on the shape (on a GPU also on whether rows begin at multiples of 16 bytes).
 
     Args:
         x: ``[..., h]``, fp64, fp32, bf16 or fp16.
@@ -43,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Each row centred and scaled: (x - mean) / sqrt(var + epsilon) * weight + bias (Ba et al. 2016).
+    """Return (x - mean) / sqrt(var + epsilon) * weight + bias for each row (Ba et al. 2016).
 
     Args:
         x: ``[..., h]``, fp64, fp32, bf16 or fp16.
@@ -54,10 +55,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 
 def rms_norm_with_residual(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm`, and `x` again for the residual connection past what the norm goes into.
+    """Return `rms_norm`, and `x` again for the residual connection around the block that follows the norm.
 
-    Whoever takes the residual from here and not from `x` has the gradients of both added in the norm's own
-    pass over memory, in fp32, and rounded once.
+    If the residual is taken from here and not from `x`, the norm's backward adds the gradients of both in its
+    own kernel, in fp32, and rounds once.
     """
     normal, residual = _WithResidual.apply(x, weight, None, epsilon)
     return normal, residual
@@ -66,34 +67,34 @@ def rms_norm_with_residual(x: Tensor, weight: Tensor, epsilon: float) -> tuple[T
 def layer_norm_with_residual(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm`, and `x` again, as `rms_norm_with_residual`."""
+    """Return `layer_norm`, and `x` again, as `rms_norm_with_residual`."""
     normal, residual = _WithResidual.apply(x, weight, bias, epsilon)
     return normal, residual
 
 
 class NormFunctions(NamedTuple):
-    """One norm on one kind of device, both of the same arguments."""
+    """Hold one norm for one kind of device, with and without the residual; both have the same arguments."""
 
     alone: Callable[..., Tensor]
     with_residual: Callable[..., tuple[Tensor, Tensor]]
 
 
 def rms_norm_on(device_type: str) -> NormFunctions:
-    """`rms_norm` where it is compiled, else PyTorch's own, which is faster than the reference."""
+    """Return `rms_norm` if it is compiled, else PyTorch's own, which is faster than the reference."""
     if _is_compiled("rms_norm", device_type):
         return NormFunctions(rms_norm, rms_norm_with_residual)
     return _and_input(_torch_rms_norm)
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
-    """`layer_norm` where it is compiled, which is on a GPU alone: on a CPU PyTorch's own is as fast."""
+    """Return `layer_norm` if it is compiled, which is only on a GPU: on a CPU PyTorch's own is as fast."""
     if _is_compiled("layer_norm", device_type):
         return NormFunctions(layer_norm, layer_norm_with_residual)
     return _and_input(_torch_layer_norm)
 
 
 def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
-    """A norm whose input's gradients autograd adds up."""
+    """Return a norm for whose input autograd adds the gradients."""
     return NormFunctions(norm, lambda x, *rest: (norm(x, *rest), x))
 
 
@@ -110,19 +111,19 @@ def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -
 
 
 def rms_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Plain PyTorch implementation."""
+    """Implement RMSNorm in plain PyTorch."""
     return _torch_rms_norm(_wide(x), _wide(weight), epsilon).to(x.dtype)
 
 
 def layer_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Plain PyTorch implementation."""
+    """Implement LayerNorm in plain PyTorch."""
     return _torch_layer_norm(_wide(x), _wide(weight), _wide(bias), epsilon).to(x.dtype)
 
 
 def rms_backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch implementation of the gradients of `x`, with the residual's, and of the weight."""
+    """Implement the gradients of `x`, with the residual's, and of the weight in plain PyTorch."""
     inverse = (_wide(x).square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = _wide(x) * inverse, _wide(grad)
     weighted = upper * _wide(weight)
@@ -133,7 +134,7 @@ def rms_backward_reference(
 def layer_backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `rms_backward_reference`; the weight's gradient and the bias' are one tensor, ``[2 h]``."""
+    """Implement the same for LayerNorm; the gradients of weight and bias are one tensor, ``[2 h]``."""
     centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
     inverse = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = centred * inverse, _wide(grad)
@@ -155,7 +156,7 @@ def _summed(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-torch.library.impl(_RMS, "default", rms_reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_RMS, "default", rms_reference)  # on every device without a compiled kernel
 torch.library.impl(_LAYER, "default", layer_reference)
 torch.library.impl(f"{_RMS}_backward", "default", rms_backward_reference)
 torch.library.impl(f"{_LAYER}_backward", "default", layer_backward_reference)
@@ -198,9 +199,9 @@ torch.library.register_autograd(_LAYER, _layer_backward, setup_context=_setup_co
 
 
 class _WithResidual(torch.autograd.Function):
-    """A norm and its input as outputs of one node, in which backward has both gradients at hand.
+    """Return a norm and its input as outputs of one autograd node, whose backward then has both gradients.
 
-    No operator: one may not return its input.
+    It is not an operator: an operator must not return its input.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""Normal numbers by counter: initial weights that do not depend on the layout.
+"""Generate normal numbers by counter: initial weights that do not depend on the layout.
 
-The same bits on every machine and device, so that a rank fills its shard alone: no full tensor, no broadcast.
+The bits are the same on every machine and device, so that a rank fills its shard alone: without a full tensor
+or a broadcast.
 """
 
 import torch
@@ -27,7 +28,7 @@ def fill_normal_(
     run_length: int | None = None,
     run_stride: int | None = None,
 ) -> Tensor:
-    """Fills a local shard with the normal numbers that its elements have in the full tensor.
+    """Fill a local shard with the normal numbers that its elements have in the full tensor.
 
     Element e of `out` is element `base + (e // run_length) * run_stride + e % run_length` of the full
     tensor: a shard of dimension d is runs of consecutive elements, evenly spaced. Computed in fp64 and
@@ -64,7 +65,7 @@ def fill_normal_(
 def reference(
     out: Tensor, std: float, mean: float, key: int, base: int, run_length: int, run_stride: int
 ) -> None:
-    """Plain PyTorch implementation: bitwise equal to the compiled one."""
+    """Implement it in plain PyTorch, with the same bits as the compiled one."""
     flat = out.view(-1)
     sample = torch.zeros((), dtype=torch.int64, device=out.device)
     for begin in range(0, flat.numel(), _PIECE):
@@ -76,11 +77,11 @@ def reference(
         piece.copy_(value if out.dtype == torch.float64 else value.float())
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 
 
 @torch.library.register_fake(_OP)
 def _fake(
     out: Tensor, std: float, mean: float, key: int, base: int, run_length: int, run_stride: int
 ) -> None:
-    """Changes nothing that a meta tensor knows."""
+    """Do nothing: a meta tensor has no values to change."""

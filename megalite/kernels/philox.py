@@ -1,11 +1,11 @@
-"""Philox4x32-10, the counter-based generator behind every random number, in plain PyTorch.
+"""Implement Philox4x32-10, the counter-based generator of every random number, in plain PyTorch.
 
-A random number is a pure function of (key, sample, element): the key names the site (a parameter, a
-dropout), the sample is its number in the run, the element its index in the *full* tensor. Who computes it,
-and in which order, makes no difference. `csrc/philox.h` is the same arithmetic in C++, operation by
-operation, and both give the same bits: IEEE 754 fixes fp64 add, multiply and divide to the last bit, and
-nothing else is used. Logarithm and square root are our own: torch's go through MKL on some processors,
-where even the square root is not the nearest.
+A random number is a pure function of (key, sample, element): the key names the site (a parameter, a dropout),
+the sample is its number in the run, the element its index in the *full* tensor. It does not matter which rank
+computes it, and in which order. `csrc/philox.h` is the same arithmetic in C++, operation by operation, and
+both give the same bits: IEEE 754 fixes fp64 add, multiply and divide to the last bit, and nothing else is
+used. Logarithm and square root are our own: torch's use MKL on some processors, where even the square root is
+not correctly rounded.
 
 Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox);
 Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988
@@ -72,16 +72,16 @@ _LOG_SERIES = tuple(2.0 / (2 * k + 1) for k in range(12))
 
 
 def site_key(seed: int, name: str) -> int:
-    """Derives the 64-bit key of the site called `name`: a parameter's full name, or a dropout's.
+    """Derive the 64-bit key of the site called `name`: a parameter's full name, or a dropout's.
 
-    A hash and not a counter, so that adding a site leaves every other site's numbers as they were.
+    It is a hash and not a counter, so that a new site leaves every other site's numbers unchanged.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def signed64(value: int) -> int:
-    """Maps a 64-bit word to the signed integer of the same bits, the only kind an operator's schema carries.
+    """Convert a 64-bit word to the signed integer with the same bits: an operator's schema has no other kind.
 
     Raises:
         ValueError: `value` is not in [0, 2^64).
@@ -92,10 +92,10 @@ def signed64(value: int) -> int:
 
 
 def philox(counter: Sequence[Tensor], key: int) -> list[Tensor]:
-    """Philox4x32-10: four random 32-bit words from four counter words and a 64-bit key.
+    """Return four random 32-bit words from four counter words and a 64-bit key (Philox4x32-10).
 
     Words are int64 tensors with values in [0, 2^32), lowest word first. A 32 by 32 bit product wraps into
-    the sign bit of int64; the masks bring both halves back.
+    the sign bit of int64; the masks restore both halves.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
@@ -108,13 +108,13 @@ def philox(counter: Sequence[Tensor], key: int) -> list[Tensor]:
 
 
 def random_words(first: Tensor, length: int, sample: Tensor, key: int) -> Tensor:
-    """Random 32-bit words of the elements first, first + 1, ... first + length - 1 of each sample.
+    """Return random 32-bit words of the elements first, first + 1, ... first + length - 1 of each sample.
 
     Element e of sample n is word e % 4 of the block with counter (e // 4, n), 64 bits each.
 
     Args:
         first: int64, [...], index of the first element.
-        length: how many consecutive elements.
+        length: number of consecutive elements.
         sample: int64, broadcastable against `first`.
         key: 64 bits, signed or unsigned.
 
@@ -132,10 +132,10 @@ def random_words(first: Tensor, length: int, sample: Tensor, key: int) -> Tensor
 
 
 def standard_normal(words: Tensor) -> Tensor:
-    """Maps 32-bit words to fp64 standard normal numbers by the inverse of the distribution function (AS 241).
+    """Convert 32-bit words to fp64 standard normal numbers by the inverse distribution function (AS 241).
 
     The uniform number (word + 1/2) / 2^32 is exact in fp64; |normal| is at most 6.34. Scalars are only added
-    and multiplied: CUDA turns a division by a scalar into a product with its reciprocal, which rounds
+    and multiplied: CUDA replaces a division by a scalar with a product with its reciprocal, which rounds
     differently.
     """
     p = (words.double() + 0.5) * 2.0**-32

@@ -1,4 +1,4 @@
-"""Rotary position embedding in one pass (Su et al. 2021), in the form that pairs a head's two halves."""
+"""Apply rotary position embedding in one kernel (Su et al. 2021), pairing the two halves of each head."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ torch.library.define(_OP, "(Tensor x, Tensor cosine, Tensor sine, bool inverse) 
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns each pair (i, i + d/2) of a head's elements by its token's angle.
+    """Rotate each pair (i, i + d/2) of a head's elements by its token's angle.
 
-    Computed in the tables' dtype and rounded once. The gradient is turned back: of `x` nothing is kept.
+    Computed in the tables' dtype and rounded once. The backward rotates the gradient back and keeps nothing
+    of `x`.
 
     Args:
-        x: ``[s, b, n, d]``, fp64, fp32, bf16 or fp16; heads that lie apart are read where they lie.
+        x: ``[s, b, n, d]``, fp64, fp32, bf16 or fp16; heads need not be contiguous, and are read in place.
         cosine: ``[s, b or 1, 1, d]`` in fp32, in fp64 for fp64; its two halves are equal.
         sine: likewise.
 
@@ -30,13 +31,13 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def reference(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
-    """Plain PyTorch implementation."""
+    """Implement it in plain PyTorch."""
     first, second = x.chunk(2, dim=-1)
     crossed = torch.cat((second, -first) if inverse else (-second, first), dim=-1)
     return (x * cosine + crossed * sine).to(x.dtype).contiguous()
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 
 
 @torch.library.register_fake(_OP)

@@ -1,11 +1,11 @@
-"""Causal softmax of attention scores: scale, ALiBi, documents and dropout in one pass over a block of them.
+"""Compute the causal softmax of attention scores with scale, ALiBi, documents and dropout in one kernel.
 
-A block is what some consecutive queries make of the keys up to the last of them. Both operators work in
-place, so that a block of scores is the only memory that they need; keys after a query's own are neither
-computed with nor read. The backward gets the scores again, and needs of the forward one number a query: no
-weights are kept, and never a mask of dropout.
+A block has the scores of some consecutive queries with the keys up to the last of them. Both operators work
+in place, so that a block of scores is the only memory that they need; keys after a query's own are neither
+computed with nor read. The backward gets the scores again, and needs one number a query from the forward:
+neither weights nor dropout masks are kept.
 
-Shapes: b samples, n heads, rows queries of the block, keys that the block has, s the whole sequence.
+Shapes: b samples, n heads, rows queries of the block, keys of the block, s the whole sequence.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ torch.library.define(_BACKWARD, f"(Tensor(a!) scores, Tensor(b!) grad, Tensor lo
 
 
 class Drop(NamedTuple):
-    """Dropout of attention weights by counter.
+    """Describe dropout of attention weights by counter.
 
     Weight (query i, key j) of head h has the index ``base + (h * s + i) * s + j`` within its sample, as in
     `megalite.kernels.dropout`.
@@ -38,7 +38,8 @@ class Drop(NamedTuple):
         key: 64 bits, from `site_key(seed, site's name)`.
         sample_numbers: int64 ``[b]``, each sample's number in the run.
         base: index of the first head's first weight.
-        key_tensor: the key in a graph of torch.compile, which serves other keys too, and reads no `key`.
+        key_tensor: the key in a graph of torch.compile, which is reused with other keys; then `key` is not
+            read.
     """
 
     p: float
@@ -49,14 +50,14 @@ class Drop(NamedTuple):
 
 
 class CausalSoftmax(NamedTuple):
-    """softmax(scale * scores + slope * (key - query)) over the keys that a query sees, and then dropout.
+    """Compute softmax(scale * scores + slope * (key - query)) over the keys that a query sees, then dropout.
 
     Attributes:
         seq_length: s, of the whole sequence.
         scale: of the scores.
         slopes: of ALiBi, fp64 ``[n]``; None for no bias.
-        starts: int64 ``[b, s]``, the first key that each query sees, its own at the latest; None where all
-            see from the first on.
+        starts: int64 ``[b, s]``, the first key that each query sees, at most its own; None if all see from
+            the first on.
         drop: of the weights; None for none.
     """
 
@@ -67,31 +68,31 @@ class CausalSoftmax(NamedTuple):
     drop: Drop | None = None
 
     def weights_(self, scores: Tensor, first: int) -> Tensor:
-        """Turns scores into weights, zeros where a query sees nothing.
+        """Turn scores into weights, zeros where a query sees nothing.
 
         Args:
-            scores: ``[b, n, rows, keys]``, contiguous, fp64, fp32, bf16 or fp16, computed with in fp32 at the
-                least.
-            first: the place of the first query in the sequence.
+            scores: ``[b, n, rows, keys]``, contiguous, fp64, fp32, bf16 or fp16, computed with in at least
+                fp32.
+            first: the position of the first query in the sequence.
 
         Returns:
-            Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in fp32 at the least.
+            Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in at least fp32.
         """
         result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self._arguments(first))
         return result
 
     def backward_(self, scores: Tensor, grad: Tensor, log_sums: Tensor, first: int) -> None:
-        """Turns scores into weights again, and the gradient of the weights into that of the unscaled scores.
+        """Turn scores into weights again, and the gradient of the weights into that of the unscaled scores.
 
         Args:
-            scores: as `weights_` got them.
-            grad: of what `weights_` made of them, and of the same shape.
+            scores: as passed to `weights_`.
+            grad: of the weights, of the same shape.
             log_sums: what `weights_` returned.
         """
         torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self._arguments(first))
 
     def part(self, samples: slice, heads: slice) -> "CausalSoftmax":
-        """The same for some of the samples and heads."""
+        """Return the same for some of the samples and heads."""
         drop = self.drop
         if drop is not None:
             drop = drop._replace(
@@ -113,7 +114,7 @@ class CausalSoftmax(NamedTuple):
 
 
 def _biased(scores: Tensor, slopes: Tensor | None, starts: Tensor | None, scale: float, first: int) -> Tensor:
-    """Scaled scores in fp32 at the least, -inf where a query sees nothing."""
+    """Return scaled scores in at least fp32, -inf where a query sees nothing."""
     rows, keys = scores.shape[2:]
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     queries = torch.arange(first, first + rows, device=scores.device)[:, None]
@@ -127,7 +128,7 @@ def _biased(scores: Tensor, slopes: Tensor | None, starts: Tensor | None, scale:
 
 
 def _keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: int) -> Tensor | float:
-    """What dropout multiplies each weight by: 0 or 1 / (1 - p); a head at a time, as dropout counts."""
+    """Return dropout's factor of each weight, 0 or 1 / (1 - p); one head at a time, as dropout counts."""
     if p == 0.0 or samples is None:
         return 1.0
     base, first, seq_length = place
@@ -153,7 +154,7 @@ def reference(
     first: int,
     seq_length: int,
 ) -> Tensor:
-    """Plain PyTorch implementation of `CausalSoftmax.weights_`: the same masks of dropout, bit by bit."""
+    """Implement `CausalSoftmax.weights_` in plain PyTorch, with the same dropout masks to the bit."""
     x = _biased(scores, slopes, starts, scale, first)
     log_sums = x.logsumexp(-1)
     weights = (x - log_sums[..., None]).exp_()
@@ -175,7 +176,7 @@ def reference_backward(
     first: int,
     seq_length: int,
 ) -> None:
-    """Plain PyTorch implementation of `CausalSoftmax.backward_`."""
+    """Implement `CausalSoftmax.backward_` in plain PyTorch."""
     x = _biased(scores, slopes, starts, scale, first)
     is_hidden = x.isneginf()
     weights = (x - log_sums[..., None]).exp_()
@@ -186,7 +187,7 @@ def reference_backward(
     scores.copy_(weights * keep)
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 torch.library.impl(_BACKWARD, "default", reference_backward)
 
 
@@ -197,4 +198,4 @@ def _fake(scores: Tensor, *_: object) -> Tensor:
 
 @torch.library.register_fake(_BACKWARD)
 def _fake_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *_: object) -> None:
-    """Changes nothing that a meta tensor knows."""
+    """Do nothing: a meta tensor has no values to change."""

@@ -1,4 +1,7 @@
-"""Bias and SwiGLU in one pass: SiLU of the first half of the features gates the second (Shazeer 2020)."""
+"""Add a bias and apply SwiGLU in one kernel: SiLU of the first half of the features gates the second.
+
+Source: Shazeer 2020.
+"""
 
 from typing import Any
 
@@ -16,10 +19,10 @@ torch.library.define(_BACKWARD, "(Tensor grad, Tensor x, Tensor? bias) -> (Tenso
 
 
 def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(g) * u of (g, u) = the two halves of x + bias.
+    """Return silu(g) * u of (g, u) = the two halves of x + bias.
 
-    Computed in fp32 (fp64 in fp64) and rounded once. Backward keeps `x` alone, makes the gradients of both
-    halves in one tensor, and adds up the bias' gradient on its way.
+    Computed in fp32 (fp64 in fp64) and rounded once. The backward keeps only `x`, writes the gradients of
+    both halves to one tensor, and sums the bias' gradient in the same kernel.
 
     Args:
         x: ``[..., 2 n]``, fp64, fp32, bf16 or fp16.
@@ -33,13 +36,13 @@ def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reference(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Plain PyTorch implementation."""
+    """Implement it in plain PyTorch."""
     gate, up = _halves(x, bias)
     return (F.silu(gate) * up).to(x.dtype)
 
 
 def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch implementation of the gradients of `x` and of the bias, the latter as ``[2 n]``."""
+    """Implement the gradients of `x` and of the bias, the latter as ``[2 n]``, in plain PyTorch."""
     gate, up = _halves(x, bias)
     wide = grad.to(gate.dtype)
     of_gate = torch.ops.aten.silu_backward(wide * up, gate)
@@ -52,7 +55,7 @@ def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return (wide if bias is None else wide + bias.flatten()).chunk(2, dim=-1)
 
 
-torch.library.impl(_OP, "default", reference)  # every device; a compiled kernel goes before it
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
 torch.library.impl(_BACKWARD, "default", backward_reference)
 
 

@@ -1,7 +1,7 @@
-"""Operators as compiled layers call them: with the key in a tensor, so that one graph serves all layers.
+"""Call operators from compiled layers: with the key in a tensor, so that one graph serves all layers.
 
 An integer is a constant of the graph that torch.compile makes, and each layer's dropout has a key of its own.
-In a tensor on the host a key is the graph's input, which nobody on the GPU waits for.
+In a tensor on the host a key is an input of the graph, for which the GPU need not wait.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ torch.library.define(
 
 
 def key_tensor(key: int) -> Tensor:
-    """The 64 bits of a key as a scalar on the host."""
+    """Return the 64 bits of a key as a scalar on the host."""
     return torch.tensor(signed64(key), dtype=torch.int64, device="cpu")
 
 
 def key_of(tensor: Tensor) -> int:
-    """What `key_tensor` was given."""
+    """Return the key that `key_tensor` was called with."""
     return int(tensor) % (1 << 64)
 
 
@@ -46,12 +46,12 @@ def traced_bias_dropout_add(
     *,
     base: int = 0,
 ) -> Tensor:
-    """What `bias_dropout_add` computes, bit by bit.
+    """Return what `bias_dropout_add` computes, with the same bits.
 
-    Without dropout it is made of PyTorch's own operators, which the compiler joins to those about them.
+    Without dropout it is made of PyTorch's own operators, which the compiler fuses with their neighbours.
 
     Args:
-        key: as `key_tensor` makes it.
+        key: from `key_tensor`.
     """
     if p == 0.0:
         return reference(x, bias, residual, sample_numbers, p, 0, base)

@@ -1,4 +1,4 @@
-"""The product that makes a weight's gradient, added to the sum of gradients in place."""
+"""Compute a weight's gradient by a GEMM that adds to a sum of gradients in place."""
 
 import functools
 
@@ -13,9 +13,9 @@ torch.library.define(_OP, "(Tensor(a!) total, Tensor grad, Tensor x) -> ()")
 
 
 def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds ``grad^T x`` to `total`, without a tensor in between where the device has such a product.
+    """Add ``grad^T x`` to `total`, without a temporary tensor if the device has such a GEMM.
 
-    In one go, the product of 16-bit factors is not rounded to 16 bits on its way into an fp32 sum.
+    Then the product of 16-bit factors is not rounded to 16 bits before it is added to an fp32 sum.
 
     Args:
         total: ``[o, i]``, of the factors' dtype or a wider one.
@@ -27,10 +27,10 @@ def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 @functools.cache
 def has_widening_product(dtype: torch.dtype, total_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies in `dtype` into a sum in `total_dtype`: it is tried, once.
+    """Return whether the device multiplies in `dtype` into a sum in `total_dtype`; it is tried once.
 
-    The product is 257, which needs more bits than bf16 has. Where nothing can be tried, a meta tensor stands
-    for one on a GPU.
+    The test's product is 257, which needs more bits than bf16 has. A meta tensor, where nothing can be tried,
+    counts as one on a GPU.
     """
     if device.type == "meta":
         return True
@@ -44,7 +44,7 @@ def has_widening_product(dtype: torch.dtype, total_dtype: torch.dtype, device: t
 
 
 def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Plain PyTorch implementation."""
+    """Implement it in plain PyTorch."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)
     else:
@@ -52,7 +52,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def _implementation(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """PyTorch's own product where it widens (cuBLAS does), else the reference."""
+    """Return PyTorch's own GEMM if it widens (as cuBLAS does), else the reference."""
     is_wider = total.dtype != grad.dtype
     if is_wider and has_widening_product(grad.dtype, total.dtype, grad.device):
         _add_widened(total, grad, x)

@@ -1,87 +1,83 @@
 """Causal self-attention over the heads of one tensor-parallel rank.
 
 Shapes: s sequence, b microbatch, h hidden size, n query heads, g key/value heads, r = n/g, d head size,
-t = tp.size. A full ``[n]`` is written n, this rank's part n/t.
+tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.distributed.collectives import all_gather_from
 from megalite.model.attention_core import Core
-from megalite.model.positions import Places
-from megalite.parallel.collectives import gather_from
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
-from megalite.parallel.recompute import compute, recompute
-from megalite.parallel.rng import Dropout
-from megalite.parallel.shard import Placement
+from megalite.model.positions import PositionInfo
+from megalite.tensor_parallel.counter_random import Dropout
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.tensor_parallel.parameter_shard import LayerContext
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023); r = 1 is multi-head, g = 1 multi-query.
+    """Compute grouped-query attention (Ainslie et al. 2023), without the bias of the projection.
 
-    The rows of the fused query/key/value weight are grouped by key/value head, ``[g, r + 2, d]``: a rank's
-    heads with their keys and values are one plain slice of it. Where t > g several ranks share a key/value
-    head: the slice then is a part of a group, and the ranks gather their outputs and take what they need.
+    r = 1 is multi-head attention, g = 1 multi-query attention. The rows of the fused query/key/value weight
+    are grouped by key/value head, ``[g, r + 2, d]``, so that a rank's heads with their keys and values are
+    one plain slice of it. If tp > g, several ranks share a key/value head: the slice is then a part of a
+    group, and the ranks all-gather their outputs and select what they need.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        place: Placement,
-        core: Core,
-        layer: int,
-        seed: int,
-        recomputed: Collection[str] = frozenset(),
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
         super().__init__()
-        self.tp = place.tp
-        self.core = core.of_layer(layer)
-        self.run = recompute if "core_attn" in recomputed else compute
+        self.tp = context.tp
+        self.core = core.for_layer(layer)
         self.head_dim = config.head_dim
         self.num_groups = config.num_kv_heads
         self.heads_per_group = config.num_attention_heads // self.num_groups
         self.local_heads = config.num_attention_heads // self.tp.size
+        h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
         qkv_size = self.num_groups * (self.heads_per_group + 2) * self.head_dim
-        bias, std = config.add_bias_linear, config.init_method_std
-        self.qkv = ColumnParallelLinear(config.hidden_size, (qkv_size,), place, bias=bias, std=std)
+        self.qkv = ColumnParallelLinear(h, (qkv_size,), context, bias=bias, std=std)
         self.projection = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
-            config.hidden_size,
-            place,
+            h,
+            context,
             bias=bias,
             std=depth_scaled_std(std, config.num_layers),
             adds_bias=False,
         )
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
-        self.dropout = Dropout(config.attention_dropout, seed, f"layers.{layer}.attention.weights")
+        self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, places: Places) -> Tensor:
-        """``[s, b, h]`` -> ``[s, b, h]`` without the last bias, both ``[s/t, b, h]`` if sequence parallel."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k = self.core.rotate(q, places.angles), self.core.rotate(k, places.angles)
-            q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, n/t, s, d]
-            first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
-            drop = self.dropout.of_weights(sample_numbers, first_weight)
-            return self.core(q, k, v, places.mask, drop).permute(2, 0, 1, 3)
-
-        y = self.run(attend, *self.split(self.qkv(x)))  # [s, b, n/t, d]
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        q, k, v = self.split(self.qkv(x))  # [s, b, n/tp, d], twice [s, b, g', d]
+        y = self.attend(q, k, v, sample_numbers, positions)  # [s, b, n/tp, d]
         return self.projection(y.flatten(2))
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
+    ) -> Tensor:
+        """Compute dropout(softmax(q k^T / sqrt(d) + bias)) v, after rotary embedding of q and k.
+
+        The shapes are as in `forward`.
+        """
+        q, k = self.core.rotate(q, positions.angles), self.core.rotate(k, positions.angles)
+        q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
+        first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
+        drop = self.dropout.of_weights(sample_numbers, first_weight)
+        return self.core(q, k, v, positions.mask, drop).permute(2, 0, 1, 3)
+
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[s, b, g/t (r + 2) d]`` -> queries, keys and values of this rank's g/t groups."""
-        grouped = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))  # [s, b, g/t, r + 2, d]
+        """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups."""
+        grouped = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))  # [s, b, g/tp, r + 2, d]
         q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
     def _split_shared_group(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[s, b, g (r + 2) d / t]`` -> this rank's queries, and the keys and values that it shares."""
+        """Split ``[s, b, g (r + 2) d / tp]`` into this rank's queries and its shared keys and values."""
         ranks_per_group = self.tp.size // self.num_groups
         group, member = divmod(self.tp.rank, ranks_per_group)
-        whole = gather_from(qkv, self.tp).unflatten(-1, (self.num_groups, -1, self.head_dim))[:, :, group]
-        q, k, v = whole.split((self.heads_per_group, 1, 1), dim=-2)  # [s, b, r, d], twice [s, b, 1, d]
+        full = all_gather_from(qkv, self.tp)  # [s, b, g (r + 2) d]
+        own_group = full.unflatten(-1, (self.num_groups, -1, self.head_dim))[:, :, group]  # [s, b, r + 2, d]
+        q, k, v = own_group.split((self.heads_per_group, 1, 1), dim=-2)
         return q.narrow(2, member * self.local_heads, self.local_heads), k, v

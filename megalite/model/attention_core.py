@@ -1,107 +1,117 @@
-"""The attention product that a stage's layers share: what they call, and what its backends have in common.
+"""The attention core, softmax(q k^T / sqrt(d) + bias) v, that the layers of a stage share.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
-from megalite.kernels import Drop
-from megalite.model.documents import Documents
+from megalite.kernels import CausalSoftmax, Drop
+from megalite.microbatch import Microbatch
+from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
     ROTATIONS,
-    WHOLE_SAMPLES,
     Angles,
     NoRotation,
-    Places,
+    PositionInfo,
     attention_bias,
+    document_starts,
+    local_slopes,
     within_documents,
 )
-from megalite.parallel.shard import Placement
+from megalite.model.traced_attention import traced_attention
+from megalite.tensor_parallel.parameter_shard import LayerContext
 
 
 class LayerCore(Protocol):
-    """The attention product as one layer calls it."""
+    """Define the attention core as one layer calls it."""
 
     @property
     def rotate(self) -> Callable[[Tensor, Angles | None], Tensor]: ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, drop: Drop) -> Tensor:
-        """``[b, n, s, d]`` and twice ``[b, g', s, d]`` -> ``[b, n, s, d]``, by `Places.mask`."""
+        """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
+
+        Args:
+            mask: `PositionInfo.mask`.
+            drop: settings of the weights' dropout.
+        """
 
 
 class Core(Protocol):
-    """The attention product of all layers of a stage.
+    """Define the attention core of all layers of a stage.
 
     Attributes:
-        choice: which backend this is and why, for the log.
+        choice: the backend and why it was chosen, for the log.
     """
 
     choice: str
 
-    def places(self, documents: Documents | None) -> Places: ...
+    def position_info(self, microbatch: Microbatch) -> PositionInfo: ...
 
     def prepare(self, seq_length: int) -> None: ...
 
-    def of_layer(self, layer: int) -> LayerCore: ...
+    def for_layer(self, layer: int) -> LayerCore: ...
 
 
 class AttentionCore(ABC):
-    """softmax(q k^T / sqrt(d) + bias) v; one object serves all layers: its tables exist once."""
+    """Share one set of tables among all layers: the base class of the backends of training."""
 
     choice = ""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
-        self.place = place
-        self.rotate = ROTATIONS.get(config.position_embedding_type, NoRotation)(config, place)
+        self.context = context
+        self.rotate = ROTATIONS.get(config.position_embedding_type, NoRotation)(config, context)
 
-    def places(self, documents: Documents | None) -> Places:
-        """Where a microbatch's tokens stand: made once for all layers, and only for packed samples."""
-        if documents is None:
-            return WHOLE_SAMPLES
-        ids, positions = documents.document_ids, documents.position_ids
-        return Places(
+    def position_info(self, microbatch: Microbatch) -> PositionInfo:
+        """Return the positions of a microbatch's tokens, computed once for all layers."""
+        ids, positions = microbatch.document_ids, microbatch.position_ids
+        return PositionInfo(
             mask=None if ids is None else self.mask(ids),
-            angles=None if positions is None else self.rotate.at(positions),
+            angles=None if positions is None else self.rotate.look_up(positions),
         )
 
     def prepare(self, seq_length: int) -> None:
-        """Gets ready for compiled layers: what the first sample of this length would make is made now."""
-        self.rotate.make_tables(seq_length)
+        """Build the tables for samples of this length, for layers that are then compiled."""
+        self.rotate.table(seq_length)
 
-    def of_layer(self, layer: int) -> LayerCore:
-        """What a layer calls: itself, which keeps nothing of a layer's own."""
+    def for_layer(self, layer: int) -> LayerCore:
+        """Return the core of one layer: this object, which holds nothing per layer."""
         return self
 
     @abstractmethod
     def mask(self, document_ids: Tensor) -> Any:
-        """What `__call__` needs to keep tokens within their documents, by their numbers ``[b, s]``."""
+        """Return what `__call__` needs to keep attention within documents ``[b, s]``."""
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, drop: Drop) -> Tensor:
-        """``[b, n, s, d]`` and twice ``[b, g', s, d]`` -> ``[b, n, s, d]``, by `Places.mask`."""
+        """Compute attention; see `LayerCore`."""
 
 
 class SdpaCore(AttentionCore):
-    """PyTorch's scaled_dot_product_attention: no dropout, as its masks would be of the layout's making.
+    """Call PyTorch's scaled_dot_product_attention, without dropout: its masks would depend on the layout.
 
-    ALiBi and documents enter as a bias ``[b or 1, n or 1, s, s]``, which stands in memory once.
+    ALiBi and documents are passed as a bias ``[b or 1, n or 1, s, s]``, which all layers share.
+
+    Args:
+        kernels: that it may run on; by default any.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement, *kernels: SDPBackend) -> None:
-        """Takes the kernels that it may run on; by default any."""
-        super().__init__(config, place)
+    def __init__(self, config: ModelConfig, context: LayerContext, *kernels: SDPBackend) -> None:
+        super().__init__(config, context)
         self.has_bias = config.position_embedding_type == "alibi"
         self.biases: dict[int, Tensor] = {}
         self.kernels: Callable[[], AbstractContextManager[Any]] = (
@@ -109,26 +119,67 @@ class SdpaCore(AttentionCore):
         )
 
     def bias(self, seq_length: int) -> Tensor:
-        """The additive mask of whole samples, made at its first use."""
+        """Return the bias of samples without packed documents, computed at the first call."""
         if seq_length not in self.biases:
-            self.biases[seq_length] = attention_bias(self.config, self.place, seq_length)
+            self.biases[seq_length] = attention_bias(self.config, self.context, seq_length)
         return self.biases[seq_length]
 
     def prepare(self, seq_length: int) -> None:
-        """As `AttentionCore`."""
+        """Build the tables; see `AttentionCore`."""
         super().prepare(seq_length)
         if self.has_bias:
             self.bias(seq_length)
 
     def mask(self, document_ids: Tensor) -> Tensor:
-        """The bias ``[b, n or 1, s, s]``."""
+        """Return the bias ``[b, n or 1, s, s]``."""
         return within_documents(self.bias(document_ids.shape[1]), document_ids)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
-        """As `LayerCore`."""
+        """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "chosen for a model without dropout of attention weights"
         bias = self.bias(q.shape[-2]) if mask is None and self.has_bias else mask
         with self.kernels():
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=q.shape[1] != k.shape[1]
             )
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking
+    ) -> Tensor:
+        out, sums = attend(q, k, v, softmax, blocking)
+        ctx.save_for_backward(q, k, v, sums)
+        ctx.softmax, ctx.blocking = softmax, blocking
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (q, k, v, sums) = grads, ctx.saved_tensors
+        return *attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking), None, None
+
+
+class UnfusedCore(AttentionCore):
+    """Compute attention block by block; it supports every position, head size, dtype, device and dropout."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        slopes = local_slopes(config, context)
+        self.slopes = (
+            None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
+        )
+        self.scale = 1.0 / math.sqrt(config.head_dim)
+        self.blocking = Blocking.for_device(context.device, context.dtype)
+
+    def mask(self, document_ids: Tensor) -> Tensor:
+        """Return the position of the first token of each token's document, ``[b, s]``."""
+        return document_starts(document_ids)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+        """Compute attention; see `LayerCore`."""
+        softmax = CausalSoftmax(q.shape[2], self.scale, self.slopes, mask, drop)
+        if torch.compiler.is_compiling():
+            return traced_attention(q, k, v, softmax, self.blocking)
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking)
+        return out

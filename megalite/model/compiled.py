@@ -1,4 +1,4 @@
-"""Transformer layers compiled by torch.compile, each by itself: one graph serves all that are alike."""
+"""Compile the transformer layers one at a time: layers with the same shapes share one graph."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from megalite.errors import UserError
+from megalite.model.gpt_stage import GPTStage
 from megalite.model.layer import TransformerLayer
-from megalite.model.stage import GPTStage
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
 
 
 def check_compiler(device: torch.device) -> None:
-    """Has a first small graph compiled.
+    """Compile a small graph.
 
     Raises:
         UserError: torch.compile does not work here.
     """
     try:
         torch.compile(_try)(torch.zeros(8, device=device))
-    except (RuntimeError, ImportError, OSError) as error:  # what torch.compile raises is a RuntimeError
+    except (RuntimeError, ImportError, OSError) as error:  # torch.compile's own errors are RuntimeErrors
         needs = _NEEDS.get(device.type, "a compiler")
         raise UserError(
             f"--compile: torch.compile does not work here ({str(error).strip().splitlines()[0]}): install "
-            f"{needs}, or leave --compile out"
+            f"{needs}, or remove --compile"
         ) from error
 
 
@@ -37,38 +37,43 @@ def _try(x: Tensor) -> Tensor:
 
 
 def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
-    """Makes each layer's forward one that is compiled at its first calls, for training and evaluation.
+    """Replace each layer's forward by a compiled one, for training and evaluation; call it once, at the end.
 
-    Hooks of a layer stay outside of the graph, as those that gather its weights (ZeRO stage 3). A linear
-    layer that communicates, or stores its weight's gradient for later, is called between graphs: its
-    backward overlaps collectives with GEMMs, which a graph of torch.compile does not.
+    Hooks of a layer stay outside of its graph, for example those that gather its weights (ZeRO stage 3).
 
     Args:
-        stage: whose layers.
         backend: of torch.compile.
     """
     stage.core.prepare(stage.config.seq_length)
     for layer in stage.layers.values():
         assert isinstance(layer, TransformerLayer)
-        if layer.place.tp.size > 1 or layer.place.weight_gradient_store is not None:
+        if stage.context.tp.size > 1 or stage.context.weight_gradient_store is not None:
             _skip_linear_layers(layer)
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)  # type: ignore[method-assign]
 
 
 def _skip_linear_layers(layer: TransformerLayer) -> None:
+    """Call the linear layers between graphs, and what `apply_recompute` wraps together with them.
+
+    The linear layers' backward overlaps collectives with GEMMs, or stores weight gradients. A graph of
+    torch.compile does neither.
+    """
     for module in layer.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        if is_linear or "forward" in vars(module):  # apply_recompute has replaced it
+            module.forward = torch.compiler.disable(module.forward)
+    if "activate" in vars(layer.mlp):
+        layer.mlp.activate = torch.compiler.disable(layer.mlp.activate)  # type: ignore[method-assign]
     layer.attention.split = torch.compiler.disable(layer.attention.split)
 
 
 def run_as_written(is_compiled: bool) -> AbstractContextManager[Any]:
     """Return a context in which compiled layers run without their graphs, so that all hooks are called.
 
-    A graph calls no hook that was registered after the graph was made.
+    A graph does not call hooks that were registered after it was compiled.
 
     Args:
-        is_compiled: whether `compile_layers` was called; without it nothing changes, and torch's compiler is
-            not imported.
+        is_compiled: whether `compile_layers` was called. If not, the context does nothing.
     """
+    # torch.compiler imports torch's compiler, which takes seconds.
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

@@ -1,9 +1,9 @@
-"""One transformer layer: norm before each block, the blocks' outputs added to the residual stream."""
+"""One transformer layer: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+
+Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Collection
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -12,57 +12,38 @@ from megalite.model.attention import Attention
 from megalite.model.attention_core import Core
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
-from megalite.model.positions import Places
-from megalite.parallel.recompute import compute, compute_between, recompute, recompute_between
-from megalite.parallel.rng import Dropout
-from megalite.parallel.shard import Placement
+from megalite.model.positions import PositionInfo
+from megalite.tensor_parallel.counter_random import Dropout
+from megalite.tensor_parallel.parameter_shard import LayerContext
 
 
 class TransformerLayer(nn.Module):
-    """x + drop(attention(norm(x)) + bias), then x + drop(mlp(norm(x)) + bias).
-
-    Both blocks leave the bias of their last product to the pass that drops and adds.
+    """Compute one pre-norm transformer layer (Radford et al. 2019).
 
     Args:
-        recomputed: parts of it that backward computes again, by their names in `RecomputeConfig`.
+        core: the attention core, shared by all layers of a stage.
+        layer: number of the layer in the whole model, which names its dropouts.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        place: Placement,
-        core: Core,
-        layer: int,
-        seed: int,
-        recomputed: Collection[str] = frozenset(),
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
         super().__init__()
-        self.place = place
-        self.attention_norm = build_norm(config, place, with_residual=True)
-        self.attention = Attention(config, place, core, layer, seed, recomputed)
-        self.attention_dropout = Dropout(config.hidden_dropout, seed, f"layers.{layer}.attention.output")
-        self.mlp_norm = build_norm(config, place, with_residual=True)
-        self.mlp = MLP(config, place, recomputed)
-        self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"layers.{layer}.mlp.output")
-        between = recompute_between if "layernorm" in recomputed else compute_between
-        self.before_attention = between
-        self.before_mlp, self.run = (between, compute)
-        if "mlp" in recomputed:  # norm and all: what is recomputed as a whole holds no recomputed parts
-            self.before_mlp, self.run = compute_between, recompute
+        self.attention_norm = build_norm(config, context, with_residual=True)
+        self.attention = Attention(config, context, core, layer)
+        self.attention_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.attention.output")
+        self.mlp_norm = build_norm(config, context, with_residual=True)
+        self.mlp = MLP(config, context)
+        self.mlp_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, places: Places) -> Tensor:
-        """``[s, b, h]`` -> ``[s, b, h]``, both ``[s/t, b, h]`` if sequence parallel."""
-        base = self.place.first_position(x.shape[0]) * x.shape[-1]
-        attend = partial(self.attention, sample_numbers=sample_numbers, places=places)
-        y, x = self.before_attention(self.attention_norm, x, past(attend))
-        x = self.attention_dropout.add(y, self.attention.projection.bias, x, sample_numbers, base)
-        y, x = self.run(self._mlp, x)
-        return self.mlp_dropout.add(y, self.mlp.down.bias, x, sample_numbers, base)
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # Each norm also returns x: its backward kernel then adds the gradients of the two uses of x.
 
-    def _mlp(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.before_mlp(self.mlp_norm, x, past(self.mlp))
+        # x = x + dropout(attention(norm(x)) + bias)
+        normed, x = self.attention_norm(x)
+        y = self.attention(normed, sample_numbers, positions)
+        x = self.attention_dropout.add_to(x, y, self.attention.projection.bias, sample_numbers)
 
-
-def past(block: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
-    """A block of the first of two tensors that leaves the second, the residual, as it is."""
-    return lambda both: (block(both[0]), both[1])
+        # x = x + dropout(mlp(norm(x)) + bias)
+        normed, x = self.mlp_norm(x)
+        y = self.mlp(normed)
+        return self.mlp_dropout.add_to(x, y, self.mlp.down.bias, sample_numbers)

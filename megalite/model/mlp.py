@@ -1,66 +1,66 @@
-"""The feed-forward block, cut over the tensor-parallel axis by its inner features."""
+"""The feed-forward block, cut over the tensor-parallel axis by its inner features.
+
+Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
-from megalite.parallel.recompute import compute_between, recompute_between
-from megalite.parallel.shard import Placement
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.tensor_parallel.parameter_shard import LayerContext
 
 Activation = Callable[[Tensor, "Tensor | None"], Tensor]
-"""Of ``[..., n]`` and the bias that is still to be added to it, if any."""
+"""Maps ``[..., n]`` and a bias that is still to be added to it, or None."""
 
 
-def after_bias(function: Callable[[Tensor], Tensor]) -> Activation:
-    """An activation that is best given its input with the bias: products add one for nothing."""
+def _of_sum(function: Callable[[Tensor], Tensor]) -> Activation:
+    """Return an activation that adds the bias in a kernel of its own."""
     return lambda x, bias: function(x if bias is None else x + bias)
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": bias_gelu,
-    "gelu_exact": after_bias(F.gelu),
-    "relu": after_bias(F.relu),
+    "gelu_exact": _of_sum(F.gelu),
+    "relu": _of_sum(F.relu),
     "swiglu": bias_swiglu,
 }
 ADD_BIAS = frozenset({"gelu", "swiglu"})
-"""Activations that add the bias on their way."""
+"""Activations whose kernel adds the bias; for the others the GEMM before them adds it at no cost."""
 GATED = frozenset({"swiglu"})
-"""Activations that take two halves."""
+"""Activations of two halves, the gate and the value."""
 
 
 class MLP(nn.Module):
-    """Down(activation(up(x))) without the last bias; a gated activation's halves stack as ``[2, ffn, h]``."""
+    """Compute down(activation(up(x))) without the bias of `down`.
 
-    def __init__(
-        self, config: ModelConfig, place: Placement, recomputed: Collection[str] = frozenset()
-    ) -> None:
+    The weight of `up` is ``[ffn/tp, h]``; a gated activation's halves are stacked, ``[2, ffn/tp, h]``.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
-        ffn, bias, std = config.ffn_size, config.add_bias_linear, config.init_method_std
-        halves = (2, ffn) if config.activation in GATED else (ffn,)
-        adds_bias = config.activation not in ADD_BIAS
-        self.up = ColumnParallelLinear(
-            config.hidden_size, halves, place, bias=bias, std=std, adds_bias=adds_bias
-        )
-        self.down = RowParallelLinear(
-            ffn,
+        h, ffn, bias, std = (
             config.hidden_size,
-            place,
-            bias=bias,
-            std=depth_scaled_std(std, config.num_layers),
-            adds_bias=False,
+            config.ffn_size,
+            config.add_bias_linear,
+            config.init_method_std,
         )
+        up_shape = (2, ffn) if config.activation in GATED else (ffn,)
+        up_adds_bias = config.activation not in ADD_BIAS
+        self.up = ColumnParallelLinear(h, up_shape, context, bias=bias, std=std, adds_bias=up_adds_bias)
+        down_std = depth_scaled_std(std, config.num_layers)
+        self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, adds_bias=False)
         self.activation = ACTIVATIONS[config.activation]
-        self.between = recompute_between if "mlp_act" in recomputed else compute_between
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, h]`` -> ``[s, b, h]``, both ``[s/t, b, h]`` if sequence parallel."""
-        return self.between(self._activate, self.up(x), self.down)
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        return self.down(self.activate(self.up(x)))
 
-    def _activate(self, x: Tensor) -> Tensor:
+    def activate(self, x: Tensor) -> Tensor:
+        """Map `up`'s ``[s, b, ffn/tp]``, or ``[s, b, 2 ffn/tp]`` if gated, to ``[s, b, ffn/tp]``."""
         return self.activation(x, None if self.up.adds_bias else self.up.bias)

@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm, whole on every tensor-parallel rank."""
+"""LayerNorm and RMSNorm, whole on every tensor-parallel rank.
+
+Shapes: s sequence, b microbatch, h hidden size.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +9,55 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import layer_norm_on, rms_norm_on
-from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016).
+    """Compute (x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016).
 
     Args:
-        with_residual: forward returns x too, for the residual connection: the gradients of both are added
-            in one pass.
+        with_residual: forward returns ``(norm(x), x)``. A residual connection that uses this x has its
+            gradient added to the norm's by the norm's backward kernel; autograd would add them in a kernel
+            of its own.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement, with_residual: bool = False) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, with_residual: bool = False) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
-        self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), place)  # [h]
-        functions = layer_norm_on(place.device.type)
-        self.normalise = functions.with_residual if with_residual else functions.alone
+        weight = ParameterSpec((config.hidden_size,), mean=1.0, decay=False)
+        self.weight = new_parameter(weight, context)  # [h]
+        self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), context)  # [h]
+        functions = layer_norm_on(context.device.type)
+        self.normalize = functions.with_residual if with_residual else functions.alone
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.normalise(x, self.weight, self.bias, self.epsilon)
+        """Normalize ``[s, b, h]``."""
+        return self.normalize(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019).
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019).
 
     Args:
-        with_residual: as `LayerNorm`'s.
+        with_residual: see `LayerNorm`.
     """
 
-    def __init__(self, config: ModelConfig, place: Placement, with_residual: bool = False) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, with_residual: bool = False) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), place)  # [h]
-        functions = rms_norm_on(place.device.type)
-        self.normalise = functions.with_residual if with_residual else functions.alone
+        weight = ParameterSpec((config.hidden_size,), mean=1.0, decay=False)
+        self.weight = new_parameter(weight, context)  # [h]
+        functions = rms_norm_on(context.device.type)
+        self.normalize = functions.with_residual if with_residual else functions.alone
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.normalise(x, self.weight, self.epsilon)
+        """Normalize ``[s, b, h]``."""
+        return self.normalize(x, self.weight, self.epsilon)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def build_norm(config: ModelConfig, place: Placement, with_residual: bool = False) -> nn.Module:
-    """The norm that `config.normalization` names."""
-    return NORMS[config.normalization](config, place, with_residual)
+def build_norm(config: ModelConfig, context: LayerContext, with_residual: bool = False) -> nn.Module:
+    """Return the norm that `config.normalization` names."""
+    return NORMS[config.normalization](config, context, with_residual)

@@ -1,6 +1,6 @@
-"""Attention written out as one operator, which a compiled layer calls and does not look into.
+"""Blockwise attention as one operator, which a graph of torch.compile calls and does not trace into.
 
-Its blocks are products of their own already: traced, they would be hundreds of nodes that nothing fuses.
+Traced, its blocks would be hundreds of nodes in the graph, and none of them would be fused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.kernels import CausalSoftmax, Drop
 from megalite.kernels.traced import key_of
-from megalite.model.blockwise import Blocking, attend, attend_backward, empty_results, like_sequence
+from megalite.model.blockwise_attention import Blocking, attend, attend_backward, empty_results, like_sequence
 
 _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"
@@ -29,7 +29,7 @@ torch.library.define(
 
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
-    """What `attend` computes, with its gradients, by a dropout whose key is in a tensor."""
+    """Compute `attend`, differentiable, with the dropout's key in a tensor."""
     _, scale, slopes, starts, drop = softmax
     assert drop is not None and drop.key_tensor is not None
     p, _, samples, base, key = drop
@@ -39,7 +39,7 @@ def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, bl
     return out
 
 
-def _setting(
+def _arguments(
     q: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
@@ -55,13 +55,13 @@ def _setting(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, *_setting(q, *rest))
+    return attend(q, k, v, *_arguments(q, *rest))
 
 
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return attend_backward(grad, q, k, v, sums, *_setting(q, *rest))
+    return attend_backward(grad, q, k, v, sums, *_arguments(q, *rest))
 
 
 torch.library.register_kernel(_OP, None, _forward)

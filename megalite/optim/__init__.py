@@ -1,1 +1,1 @@
-"""Flat gradient buffers, their reduction over data-parallel ranks, clipping, AdamW and the learning rate."""
+"""Gradient buckets, ZeRO stages, AdamW with clipping and loss scaling, and learning-rate schedules."""

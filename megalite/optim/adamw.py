@@ -1,30 +1,35 @@
-"""AdamW's state and update on the elements that a rank owns of each bucket."""
+"""AdamW with unscaling and clipping, on the elements that a rank owns, and its state for one bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from megalite.optim.flat import Bucket, Slot
-from megalite.optim.gradients import main_dtype
-from megalite.optim.part import Part
+from megalite.distributed.observer import Observer, observed
+from megalite.optim.flat_buffers import Bucket, BucketEntry, ParameterShard
+from megalite.optim.gradient_buckets import main_dtype
+from megalite.optim.loss_scaler import LossScaler
 
 
-class Owned(Protocol):
-    """Elements that this rank updates.
+class OptimizerState(Protocol):
+    """Main weights and moments of elements that this rank updates.
 
     Attributes:
         decay: whether weight decay applies.
-        main: weights in the precision that updates need.
-        moments: by torch's names, alike.
+        is_cut: whether the parameters are sharded over tp; otherwise every tp rank has these elements.
+        main: main weights, ``[n]``.
+        moments: by torch's names, ``[n]``.
     """
 
     @property
     def decay(self) -> bool: ...
+
+    @property
+    def is_cut(self) -> bool: ...
 
     @property
     def main(self) -> Tensor: ...
@@ -32,16 +37,16 @@ class Owned(Protocol):
     @property
     def moments(self) -> Mapping[str, Tensor]: ...
 
-    def publish(self) -> None:
-        """Gives the updated main weights to the model."""
+    def copy_main_to_model(self) -> None:
+        """Make the model use the updated main weights."""
 
 
 class BucketState:
     """Main weights and moments of the elements that this rank owns of one bucket.
 
     Attributes:
-        main: weights in the precision that updates need, ``[n]``: a view of the bucket's own where they have
-            it, else apart from them, and the bucket's are the main weights rounded.
+        main: main weights, ``[n]``: a view of the bucket's weights if these have the main dtype; otherwise a
+            copy, and the bucket's weights are the main weights rounded.
         moments: by torch's names, ``[n]``.
     """
 
@@ -52,57 +57,76 @@ class BucketState:
         self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
 
     @property
-    def shard(self) -> Tensor:
-        """The main weights of this rank's shard: the ranks' shards make up the bucket."""
+    def shard_main(self) -> Tensor:
+        """The main weights of this rank's shard; the shards of all ranks make up the bucket."""
         return self.main if self.owned == self.bucket.shard else self.main[self.bucket.shard]
 
     @property
     def has_own_main(self) -> bool:
-        """Whether the main weights are apart from the model's."""
+        """Return whether the main weights are separate from the model's."""
         return self.main.dtype != self.bucket.weight.dtype
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies."""
         return self.bucket.decay
 
-    def publish(self) -> None:
-        """Gives the updated main weights to the model, rounded where they are apart from its own."""
+    @property
+    def is_cut(self) -> bool:
+        return self.bucket.is_cut
+
+    def copy_main_to_model(self) -> None:
+        """Round the main weights into the model's, if they are separate."""
         if self.has_own_main:
             self.bucket.weight[self.owned].copy_(self.main)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint holds of this state besides the model's weights, by name."""
+        """Yield the tensors that a checkpoint holds besides the model's weights, by name."""
         if self.has_own_main:
             yield "main", self.main
         yield from self.moments.items()
 
-    def of_parameter(self, flat: Tensor, slot: Slot) -> Part:
-        """What one of `tensors` has of a parameter: all of it, or the part that this rank owns."""
-        start = min(max(slot.start, self.owned.start), slot.end)
-        end = max(min(slot.end, self.owned.stop), start)
-        return Part(
+    def parameter_shard(self, flat: Tensor, entry: BucketEntry) -> ParameterShard:
+        """Return a parameter's part of a tensor of the owned elements, such as one of `tensors`."""
+        start = min(max(entry.start, self.owned.start), entry.end)
+        end = max(min(entry.end, self.owned.stop), start)
+        return ParameterShard(
             flat[start - self.owned.start : end - self.owned.start],
-            start - slot.start,
-            tuple(slot.parameter.shape),
-            slot.spec,
+            start - entry.start,
+            tuple(entry.parameter.shape),
+            entry.spec,
             is_copied=self.owned.stop - self.owned.start == self.bucket.size,
         )
 
 
 class AdamW:
-    """torch's fused AdamW (Loshchilov and Hutter 2019), by the op itself.
+    """AdamW (Loshchilov and Hutter 2019) on gradients that are unscaled and clipped first.
 
-    The class `torch.optim.AdamW` imports torch's compiler when one is made: a second and more of each rank's
-    start, for a compiler that is not used. And it counts a step for each tensor, where one count is enough.
+    It calls torch's fused op. The class `torch.optim.AdamW` would import torch's compiler when it is made, a
+    second or more of each rank's start, and count the steps of each tensor.
+
+    Everything that an update depends on stays on the device, and the device decides whether to update: the
+    host reads nothing and never waits.
+
+    Args:
+        scaler: of the loss that the gradients come from.
+        observers: notified of clipping and of the update, by the names of Megatron-LM's timers.
 
     Attributes:
         num_steps: updates so far, an fp32 scalar.
     """
 
-    def __init__(self, states: Sequence[Owned], config: OptimizerConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        states: Sequence[OptimizerState],
+        config: OptimizerConfig,
+        scaler: LossScaler,
+        observers: Sequence[Observer[str]],
+        device: torch.device,
+    ) -> None:
         self.states = states
         self.config = config
+        self.scaler = scaler
+        self.observers = observers
         self.num_steps = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
@@ -111,36 +135,58 @@ class AdamW:
         gradients: Sequence[Tensor],
         learning_rate: float,
         weight_decay: float,
-        divisor: Tensor | None,
-        is_good: Tensor,
+        grad_norm: Tensor,
+        is_allowed: Tensor | None = None,
     ) -> None:
-        """Updates the main weights, and with them the owned elements of the model's.
+        """Unscale and clip the gradients in place, and update main weights, moments and the model's weights.
+
+        If the norm is not finite or the update is not allowed, all of them keep their values.
 
         Args:
-            gradients: of the owned elements, for each of the states; they are left divided.
-            divisor: what they are divided by on their way, a scalar on the device; None divides by nothing.
-            is_good: a bool scalar on the device; where it is false, all is left as it was.
+            gradients: one for each of the states.
+            grad_norm: global norm of the unscaled gradient, an fp64 scalar on the device.
+            is_allowed: a bool scalar on the device; None allows the update.
         """
-        pairs = list(zip(self.states, gradients, strict=True))
-        signals = _Signals(
-            self.num_steps + 1,
-            None if divisor is None else divisor.float(),
-            is_good.logical_not().float(),
-        )
-        for decay in (True, False):
-            members = [pair for pair in pairs if pair[0].decay is decay]
-            self._update(members, learning_rate, weight_decay if decay else 0.0, signals)
-        self.num_steps += is_good
-        for state in self.states:
-            state.publish()
+        with observed(self.observers, "optimizer-clip-main-grad"):
+            is_good = grad_norm.isfinite()
+            if is_allowed is not None:
+                is_good = is_good.logical_and_(is_allowed)
+            divisor = self._divisor(grad_norm)
+            if divisor is not None and gradients and gradients[0].dtype == torch.float64:
+                factor = torch.where(is_good, divisor.reciprocal(), 1.0)
+                torch._foreach_mul_(list(gradients), factor)
+                divisor = None  # the fused op would round it to fp32
+        with observed(self.observers, "optimizer-inner-step"):
+            number = self.num_steps + 1
+            grad_scale = None if divisor is None else divisor.float()
+            found_inf = is_good.logical_not().float()
+            pairs = list(zip(self.states, gradients, strict=True))
+            decayed = [pair for pair in pairs if pair[0].decay]
+            others = [pair for pair in pairs if not pair[0].decay]
+            self._update(decayed, learning_rate, weight_decay, number, grad_scale, found_inf)
+            self._update(others, learning_rate, 0.0, number, grad_scale, found_inf)
+            self.num_steps += is_good
+            for state in self.states:
+                state.copy_main_to_model()
+
+    def _divisor(self, grad_norm: Tensor) -> Tensor | None:
+        """Return the number that unscales and clips the gradients, an fp64 scalar; None if it is always 1."""
+        scale = self.scaler.scale
+        if self.config.clip_grad > 0.0:
+            excess = (grad_norm + 1e-6) / self.config.clip_grad  # torch's and Megatron's formula
+            return excess.clamp_min_(1.0).mul_(scale)
+        return None if scale == 1.0 else torch.full_like(grad_norm, scale)
 
     def _update(
         self,
-        pairs: Sequence[tuple[Owned, Tensor]],
+        pairs: Sequence[tuple[OptimizerState, Tensor]],
         learning_rate: float,
         weight_decay: float,
-        signals: _Signals,
+        number: Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor,
     ) -> None:
+        """Run the fused op; it reads the last three arguments, fp32 scalars, on the device."""
         if not pairs:  # a stage without layers has none
             return
         states = [state for state, _ in pairs]
@@ -150,7 +196,7 @@ class AdamW:
             [state.moments["exp_avg"] for state in states],
             [state.moments["exp_avg_sq"] for state in states],
             [],
-            [signals.number] * len(states),
+            [number] * len(states),
             lr=learning_rate,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
@@ -158,20 +204,6 @@ class AdamW:
             eps=self.config.adam_eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=signals.divisor,
-            found_inf=signals.is_bad,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
         )
-
-
-class _Signals(NamedTuple):
-    """Scalars on the device that the update reads there, in fp32 as it takes them.
-
-    Attributes:
-        number: of this update, from 1.
-        divisor: of the gradients; None divides by nothing.
-        is_bad: 1 leaves all as it was, 0 does not.
-    """
-
-    number: Tensor
-    divisor: Tensor | None
-    is_bad: Tensor

@@ -1,35 +1,176 @@
-"""ZeRO stage 3: data-parallel ranks share out the weights, as well as their gradients and Adam's state."""
+"""Optimizer of ZeRO stage 3: torch's FSDP shards weights and gradients, and the state follows the shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.observer import Observer, observed
-from megalite.optim.adamw import AdamW
-from megalite.optim.gradients import MESSAGE_DTYPES, main_dtype
-from megalite.optim.loss_scaler import build_loss_scaler
-from megalite.optim.norm import global_norm, sum_of_squares
-from megalite.optim.part import Part
-from megalite.optim.rows import Rows
-from megalite.optim.sharding import share_out
-from megalite.optim.update import ClippedUpdate
-from megalite.parallel.collectives import all_reduce
-from megalite.parallel.shard import num_used
-from megalite.topology import Topology
+from megalite.distributed.observer import EventStack, Wait
+from megalite.distributed.topology import Axis, Topology
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.optim.gradient_buckets import MESSAGE_DTYPES, main_dtype
+from megalite.optim.optimizer import BaseOptimizer, CountedShard
+from megalite.tensor_parallel.counter_random import fill_initial
+from megalite.tensor_parallel.parameter_shard import ParameterSpec, num_used, spec_of
 
 
-class FullyShardedOptimizer:
-    """What `Optimizer` is to a rank with whole weights, to one that has some rows of each parameter.
+class FullyShardedParameter:
+    """This rank's shard of one parameter: main weights, gradient and moments of consecutive elements.
+
+    FSDP splits the first dim into equal chunks; the last ones may be smaller, or empty.
 
     Attributes:
-        rows: of each parameter.
-        scaler: gives the factor that the loss of each backward pass must be multiplied by.
-        observers: told of each part of the work, by the name of Megatron-LM's timer.
+        parameter: a DTensor of the main weights, which FSDP puts in place of the full parameter between uses.
+        shape: of the full parameter, as the model made it.
+        start: position of this rank's first element among the parameter's.
+        moments: by torch's names, ``[n]``.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], dp: Axis) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.shape = shape
+        num_rows, *row = parameter.shape
+        chunk = -(-num_rows // dp.size)
+        self.start = min(chunk * dp.rank, num_rows) * math.prod(row)
+        self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
+
+    @property
+    def spec(self) -> ParameterSpec:
+        return spec_of(self.parameter)
+
+    @property
+    def decay(self) -> bool:
+        return self.spec.decay
+
+    @property
+    def is_cut(self) -> bool:
+        return self.spec.shard is not None
+
+    @property
+    def main(self) -> Tensor:
+        """The main weights, ``[n]``."""
+        return _local(self.parameter.data)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The reduced gradients of the microbatches so far, ``[n]``."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter.data)
+        return _local(self.parameter.grad)
+
+    def copy_main_to_model(self) -> None:
+        """Do nothing: FSDP casts the main weights at each all-gather."""
+
+    def parameter_shard(self, tensor: Tensor) -> ParameterShard:
+        """Return a tensor of these elements, ``[n]``, as a shard of the parameter."""
+        return ParameterShard(tensor, self.start, self.shape, self.spec, is_copied=False)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """All-gather `parameter.data` or its gradient; every rank of dp must call it."""
+        assert isinstance(tensor, DTensor)
+        return tensor.full_tensor().view(self.shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().view(-1)
+
+
+def shard_module(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    seed: int,
+    topology: Topology,
+    dtype: torch.dtype,
+    message_dtype: torch.dtype | None,
+) -> list[FullyShardedParameter]:
+    """Give the module its initial weights and shard them with FSDP.
+
+    From then on FSDP all-gathers a block's weights for its forward, and again for its backward. Blocks are
+    initialized and sharded one after the other, so that a rank never holds more than one block's full
+    weights.
+
+    Args:
+        module: its parameters are on the meta device, and are replaced.
+        blocks: parts of it that are all-gathered one at a time; the rest is all-gathered as one unit, and
+            stays full from forward to backward.
+        seed: key of the initial weights.
+        dtype: in which the module computes; main weights and gradients have `main_dtype`.
+        message_dtype: gradients are rounded to it for the reduction, which sums in it; None keeps theirs.
+    """
+    main = main_dtype(dtype)
+    policy = MixedPrecisionPolicy(dtype, message_dtype or main, cast_forward_inputs=False)
+    named = dict(module.named_parameters())
+    names = {parameter: name for name, parameter in named.items()}
+    for unit in (*blocks, module):
+        for owner in unit.modules():
+            for key, parameter in list(owner.named_parameters(recurse=False)):
+                if name := names.get(parameter):
+                    weight = torch.empty(parameter.shape, dtype=main, device=topology.device)
+                    fill_initial(weight, name, spec_of(parameter), seed, topology)
+                    setattr(owner, key, nn.Parameter(_flat_outputs(weight, key)))
+        fully_shard(unit, mesh=topology.mesh["dp"], mp_policy=policy)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is a mean already
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        unit.set_custom_all_gather(_PostedAllGather(topology.events))
+        unit.set_custom_reduce_scatter(_PostedReduceScatter(topology.events))
+    sharded = []
+    for name, parameter in module.named_parameters():
+        parameter.spec = spec_of(named[name])  # type: ignore[attr-defined]
+        sharded.append(FullyShardedParameter(name, parameter, tuple(named[name].shape), topology.dp))
+    return sharded
+
+
+class _PostedAllGather(DefaultAllGather):
+    """FSDP's all-gather; posts the wait for it."""
+
+    def __init__(self, events: EventStack) -> None:
+        super().__init__()
+        self._events = events
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.distributed.Work | None:
+        with self._events.during(Wait("dp", "all-gather", "weights")):
+            return super().__call__(*args, **kwargs)
+
+
+class _PostedReduceScatter(DefaultReduceScatter):
+    """FSDP's reduce-scatter; posts the wait for it."""
+
+    def __init__(self, events: EventStack) -> None:
+        super().__init__()
+        self._events = events
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.distributed.Work:
+        with self._events.during(Wait("dp", "reduce-scatter", "gradients")):
+            return super().__call__(*args, **kwargs)
+
+
+def _flat_outputs(weight: Tensor, key: str) -> Tensor:
+    """Flatten the output dims of a linear layer: ``[..., in] -> [out, in]``, a bias ``[...] -> [out]``.
+
+    FSDP splits the first dim, and SwiGLU's ``[2, ffn, h]`` would leave nothing for a third rank.
+    """
+    if key == "bias":
+        return weight.flatten()
+    return weight.flatten(0, -2) if weight.dim() > 1 else weight
+
+
+class FullyShardedOptimizer(BaseOptimizer):
+    """ZeRO stage 3: this rank has a shard of each parameter.
+
+    Attributes:
+        parameters: this rank's shards, some of which may be empty.
+        local: those that are not empty, in the order of AdamW's states.
     """
 
     def __init__(
@@ -42,125 +183,74 @@ class FullyShardedOptimizer:
         dtype: torch.dtype,
         seed: int,
     ) -> None:
-        """Gives the module its initial weights, as `share_out` does, and makes the state.
+        """Give the module its initial weights, as `shard_module` does, and allocate the state.
 
         Args:
-            module: the whole model; `blocks` are its parts that are gathered one at a time.
-            parallel: the dtype of gradients on their way, and whether parameters that are not cut over tp
-                get the gradient of their own rank's positions alone.
-            dtype: that the model computes in.
-            seed: keys the initial weights.
+            module: the whole model; `blocks` are its parts that are all-gathered one at a time.
+            parallel: dtype of gradient messages, and sequence parallelism.
+            dtype: in which the model computes.
+            seed: key of the initial weights.
         """
         message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
-        self.topology = topology
         self.dtype = dtype
-        self.sums_over_tp = parallel.sequence_parallel and topology.tp.size > 1
-        self.rows = share_out(module, blocks, seed, topology, dtype, message_dtype)
+        self.parameters = shard_module(module, blocks, seed, topology, dtype, message_dtype)
         assert isinstance(module, FSDPModule)
         self.root = module
-        self.held = [rows for rows in self.rows if rows.main.numel() > 0]
-        self.adamw = AdamW(self.held, config, topology.device)
-        self.scaler = build_loss_scaler(config, dtype)
-        self.observers: list[Observer[str]] = []
-        self.update = ClippedUpdate(self.adamw, self.scaler, config.clip_grad, self.observers)
+        self.local = [each for each in self.parameters if each.main.numel() > 0]
+        super().__init__(self.local, config, parallel, topology, dtype)
 
     def begin(self, num_microbatches: int) -> None:
-        """Empties the gradients; each microbatch's are summed over the ranks, and added, as backward runs."""
         self.finish_weights()
-        for rows in self.rows:
-            rows.parameter.grad = None
-
-    def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
-        """Completes the gradients over all ranks.
-
-        Args:
-            scale: a scalar on the device that they are multiplied by.
-
-        Returns:
-            Their global norm, as if the scaler had not scaled the loss: an fp64 scalar on the device.
-        """
-        with observed(self.observers, "all-grads-sync"):
-            if self.sums_over_tp:
-                self._sum_over_tp()
-        with observed(self.observers, "optimizer-unscale-and-check-inf"):
-            if scale is not None:
-                torch._foreach_mul_([rows.gradient for rows in self.held], scale)
-            counted = (rows.gradient for rows in self._counted())
-            return global_norm(counted, self.topology) / self.scaler.scale
-
-    def params_norm(self) -> float:
-        """As `Optimizer.params_norm`."""
-        counted = (self._used(rows, rows.main) for rows in self._counted())
-        return global_norm(counted, self.topology).item()
-
-    def num_zeros(self) -> int:
-        """As `Optimizer.num_zeros`."""
-        count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
-        for rows in self._counted():
-            count += (self._used(rows, rows.gradient) == 0.0).sum()
-        return int(all_reduce(count, self.topology.world).item())
-
-    def gradient_squares(self) -> dict[str, Tensor]:
-        """As `Optimizer.gradient_squares`."""
-        device = self.topology.device
-        return {rows.name: sum_of_squares([rows.gradient], device) for rows in self._counted()}
-
-    def bad_gradients(self) -> list[str]:
-        """Names of the parameters of whose complete gradient this rank has a part that is not finite."""
-        return [rows.name for rows in self.held if not rows.gradient.isfinite().all()]
-
-    def step(
-        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
-    ) -> None:
-        """As `Optimizer.step`."""
-        gradients = [rows.gradient for rows in self.held]
-        self.update(gradients, learning_rate, weight_decay, grad_norm, is_allowed)
+        for each in self.parameters:
+            each.parameter.grad = None
 
     def finish_weights(self) -> None:
-        """Gives up what an evaluation has left whole: to be called before weights are read or changed."""
+        """Free the full weights that an evaluation has left, before weights are read or changed."""
         self.root.reshard()
 
     def weight(self, name: str) -> Tensor:
-        """A parameter's main weights, in its local shape; every rank of dp calls it."""
-        return self._rows_of(name).whole_weight()
+        """Return a parameter's main weights in its local shape; every rank of dp must call it."""
+        each = self._find(name)
+        return each.full(each.parameter.data)
 
     def gradient(self, name: str) -> Tensor:
-        """A parameter's complete gradient, in its local shape and unscaled; every rank of dp calls it."""
-        return self._rows_of(name).whole_gradient() / self.scaler.scale
+        each = self._find(name)
+        assert each.parameter.grad is not None
+        return each.full(each.parameter.grad) / self.scaler.scale
 
-    def weights(self) -> dict[str, Part]:
-        """What a checkpoint holds of the model's weights: views, or the main weights rounded.
+    def weights(self) -> dict[str, ParameterShard]:
+        """Return the model's weights for a checkpoint: views of the main weights, or rounded copies.
 
-        Those rounded are there for a run that has them; to write to them changes nothing.
+        Copies exist for runs that load rounded weights; writing to them changes nothing.
         """
-        return {rows.name: rows.part(rows.main.to(self.dtype)) for rows in self.rows}
+        return {each.name: each.parameter_shard(each.main.to(self.dtype)) for each in self.parameters}
 
-    def state(self) -> dict[str, Tensor | Part]:
-        """What a checkpoint holds besides the model's weights, as views; the names are `Optimizer`'s."""
-        state: dict[str, Tensor | Part] = {}
-        for rows in self.rows:
-            if main_dtype(self.dtype) != self.dtype:
-                state[f"{rows.name}.main"] = rows.part(rows.main)
-            state |= {f"{rows.name}.{moment}": rows.part(tensor) for moment, tensor in rows.moments.items()}
-        scaler = {f"loss_scaler.{name}": tensor for name, tensor in self.scaler.state().items()}
-        return {**state, "num_steps": self.adamw.num_steps, **scaler}
-
-    def _rows_of(self, name: str) -> Rows:
-        (found,) = (rows for rows in self.rows if rows.name == name)
+    def _find(self, name: str) -> FullyShardedParameter:
+        (found,) = (each for each in self.parameters if each.name == name)
         return found
 
-    def _counted(self) -> list[Rows]:
-        """What this rank counts of the model: what each tp rank has is counted once."""
-        return [rows for rows in self.held if rows.is_cut or self.topology.tp.is_first]
+    def _parameter_state(self) -> Iterator[tuple[str, ParameterShard]]:
+        for each in self.parameters:
+            if main_dtype(self.dtype) != self.dtype:
+                yield f"{each.name}.main", each.parameter_shard(each.main)
+            for moment, tensor in each.moments.items():
+                yield f"{each.name}.{moment}", each.parameter_shard(tensor)
 
-    def _used(self, rows: Rows, tensor: Tensor) -> Tensor:
-        """Return those of a tensor of these rows' elements that are no padding."""
-        return tensor[: max(0, num_used(rows.spec, self.topology) - rows.start)]
+    def _finish_reduction(self) -> None:
+        """Do nothing: FSDP has summed the gradients in backward."""
 
-    @torch.no_grad()
-    def _sum_over_tp(self) -> None:
-        """Completes the gradients of parameters that every tp rank has, in one message."""
-        if partial_sums := [rows.gradient for rows in self.held if not rows.is_cut]:
-            total = all_reduce(torch.cat(partial_sums), self.topology.tp)
-            sizes = [tensor.numel() for tensor in partial_sums]
-            torch._foreach_copy_(partial_sums, list(total.split(sizes)))
+    def _owned_gradients(self) -> list[Tensor]:
+        return [each.gradient for each in self.local]
+
+    def _norm_gradients(self) -> list[Tensor]:
+        return [shard.gradient for shard in self._counted_shards()]
+
+    def _counted_shards(self) -> Iterator[CountedShard]:
+        for each in self.local:
+            if each.is_cut or self.topology.tp.is_first:
+                used = max(0, num_used(each.spec, self.topology) - each.start)
+                yield CountedShard(each.name, each.main, each.gradient, used)
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for each in self.local:
+            yield each.name, each.gradient

@@ -1,8 +1,6 @@
-"""The factor that keeps fp16 gradients within fp16's range (Micikevicius et al. 2018)."""
+"""Loss scaling, which keeps fp16 gradients within fp16's range (Micikevicius et al. 2018)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ BACKOFF = 0.5
 class LossScaler:
     """A constant factor on the loss; 1 changes nothing.
 
-    It lives on the host, which nobody waits for.
+    It is kept on the host, so that reading it waits for no kernel.
     """
 
     def __init__(self, scale: float) -> None:
@@ -25,30 +23,29 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss of the next backward pass is multiplied by."""
-        return min(
-            self._scale.item(), MAX_LOSS_SCALE
-        )  # a checkpoint of an older version may have a larger one
+        """Factor on the loss of the next backward pass."""
+        # A checkpoint of an older version may have a larger one.
+        return min(self._scale.item(), MAX_LOSS_SCALE)
 
     @property
     def can_go_down(self) -> bool:
-        """Whether an infinite gradient may be the scale's doing, and a lower one will mend it."""
+        """Return whether an infinite gradient may be due to the scale, which can still be lowered."""
         return False
 
     def update(self, overflowed: bool) -> None:
-        """Takes note of an iteration's outcome: whether its gradient was infinite or NaN."""
+        """Update the scale after an iteration, by whether its gradient was infinite or NaN."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed run needs, as views: nothing of a constant."""
+        """Return the state for a checkpoint, as views; empty for a constant."""
         return {}
 
 
 class DynamicLossScaler(LossScaler):
-    """Halves the scale on overflows and doubles it after a long time without one; Megatron's rule.
+    """A scale that is halved on overflows and doubled after a window without one; Megatron's rule.
 
-    `hysteresis` overflows bring it down, and each further one again, until the scale has next grown: that
-    alone forgives the overflows before. Unlike Megatron's, the scale stops at `MAX_LOSS_SCALE`; torch's
-    `GradScaler` stops at the largest finite number.
+    After `hysteresis` overflows, every overflow halves the scale until the scale grows; only growth resets
+    the count. Unlike Megatron's, the scale is limited to `MAX_LOSS_SCALE`; torch's `GradScaler` is limited to
+    the largest finite number.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -80,23 +77,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: OptimizerConfig, dtype: torch.dtype) -> LossScaler:
-    """The scaler that weights of `dtype` need: fp16's range is small, that of the others is fp32's."""
+    """Return the scaler for weights of `dtype`: only fp16 has a smaller range than fp32."""
     if dtype != torch.float16:
         return LossScaler(1.0)
     return DynamicLossScaler(config) if config.loss_scale is None else LossScaler(config.loss_scale)
-
-
-def scale_gradient(loss: Tensor, scale: float) -> Tensor:
-    """The loss as it is, whose backward pass starts from `scale` instead of 1."""
-    return loss if scale == 1.0 else _ScaleGradient.apply(loss, scale)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None

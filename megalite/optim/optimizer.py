@@ -1,39 +1,267 @@
-"""AdamW on flat weights: gradients in, clipped step out."""
+"""The optimizers' common part, and the optimizer of ZeRO stages 0 to 2 on flat buckets."""
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.observer import Observer, observed
-from megalite.optim.adamw import AdamW, BucketState
-from megalite.optim.flat import Bucket, make_buckets
-from megalite.optim.gather import Unit, WeightGatherer
-from megalite.optim.gradients import GRADIENTS, MESSAGE_DTYPES, WholeGradients
+from megalite.distributed.collectives import Pending, all_reduce, flat_all_gather
+from megalite.distributed.observer import Observer, observed
+from megalite.distributed.topology import Axis, Topology
+from megalite.optim.adamw import AdamW, BucketState, OptimizerState
+from megalite.optim.flat_buffers import Bucket, ParameterShard, make_buckets
+from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MESSAGE_DTYPES, GradientBuffer, GradReducer
 from megalite.optim.loss_scaler import build_loss_scaler
-from megalite.optim.norm import global_norm, sum_of_squares
-from megalite.optim.part import Part
-from megalite.optim.reducer import GradReducer
-from megalite.optim.update import ClippedUpdate
-from megalite.parallel.collectives import all_reduce
-from megalite.parallel.rng import fill_initial
-from megalite.parallel.shard import num_used
-from megalite.parallel.tied import TiedWeight, sum_over_edges
-from megalite.topology import Topology
+from megalite.tensor_parallel.counter_random import fill_initial
+from megalite.tensor_parallel.parameter_shard import num_used
+from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_over_edges
+
+BLOCKS = {"cpu": 2**16}
+"""Elements whose squares are summed in one call, by device; elsewhere all, which the op itself splits.
+
+torch's CPU norm adds squares in a few long fp32 chains: 1e8 elements in one call are 1% too small, and by
+another share in another layout. Blocks of this size are exact to 2e-7."""
 
 
-class Optimizer:
-    """Owns the gradients of one rank from backward's first addition to the update of the weights.
+def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:
+    """Return the 2-norm of the whole model's gradient, the same number on every rank.
+
+    Args:
+        gradients: parts of the gradient that no other rank of the world counts.
+
+    Returns:
+        An fp64 scalar: squares of fp32 norms overflow fp32 long before the gradient itself does.
+    """
+    return all_reduce(sum_of_squares(gradients, topology.device), topology.world).sqrt()
+
+
+def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares of all elements, an fp64 scalar."""
+    size = BLOCKS.get(device.type, sys.maxsize)
+    if blocks := [block for gradient in gradients for block in gradient.view(-1).split(size)]:
+        return torch.stack(torch._foreach_norm(blocks)).double().square().sum()
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+class CountedShard(NamedTuple):
+    """Elements of a parameter that this rank counts in norms, and no other rank of the world.
 
     Attributes:
-        gradients: of each bucket.
-        states: main weights and moments of what this rank owns of each bucket, in the same order.
-        scaler: gives the factor that the loss of each backward pass must be multiplied by.
-        observers: told of each part of the work, by the name of Megatron-LM's timer.
+        main: main weights, ``[n]``.
+        gradient: complete gradient, ``[n]``.
+        num_used: number of elements before the vocabulary's padding.
+    """
+
+    name: str
+    main: Tensor
+    gradient: Tensor
+    num_used: int
+
+
+class BaseOptimizer(ABC):
+    """Norms, clipping and AdamW on gradients that data-parallel ranks have reduced, whatever the ZeRO stage.
+
+    Attributes:
+        scaler: its scale multiplies the loss of each backward pass.
+        observers: notified of each part of the work, by the names of Megatron-LM's timers.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[OptimizerState],
+        config: OptimizerConfig,
+        parallel: ParallelConfig,
+        topology: Topology,
+        dtype: torch.dtype,
+    ) -> None:
+        self.topology = topology
+        self.scaler = build_loss_scaler(config, dtype)
+        self.observers: list[Observer[str]] = []
+        self.adamw = AdamW(states, config, self.scaler, self.observers, topology.device)
+        # With sequence parallelism, a parameter that every tp rank has gets the gradient of the rank's own
+        # positions: the sum over tp completes it.
+        self.sums_over_tp = parallel.sequence_parallel and topology.tp.size > 1
+
+    @abstractmethod
+    def begin(self, num_microbatches: int) -> None:
+        """Zero the gradients and prepare for that many backward passes."""
+
+    @abstractmethod
+    def finish_weights(self) -> None:
+        """Wait until weights can be read or changed outside of forward."""
+
+    @abstractmethod
+    def gradient(self, name: str) -> Tensor:
+        """Return a parameter's complete gradient, local shape, unscaled; every rank of dp must call it."""
+
+    @abstractmethod
+    def weight(self, name: str) -> Tensor:
+        """Return a parameter's weights in its local shape; every rank of dp must call it."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, ParameterShard]:
+        """Return the model's weights for a checkpoint."""
+
+    @abstractmethod
+    def _parameter_state(self) -> Iterator[tuple[str, ParameterShard]]:
+        """Yield main weights, if they are separate, and moments, as ``NAME.main`` or ``NAME.MOMENT``."""
+
+    @abstractmethod
+    def _finish_reduction(self) -> None:
+        """Wait until the gradients are summed over dp."""
+
+    @abstractmethod
+    def _owned_gradients(self) -> list[Tensor]:
+        """Return the gradients of the elements that this rank updates, one for each of AdamW's states."""
+
+    @abstractmethod
+    def _norm_gradients(self) -> Iterable[Tensor]:
+        """Return the gradients that this rank, and no other of the world, counts in the norm."""
+
+    @abstractmethod
+    def _counted_shards(self) -> Iterator[CountedShard]:
+        """Yield the same elements by parameter."""
+
+    @abstractmethod
+    def _named_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the gradients of the elements that this rank updates by parameter."""
+
+    def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
+        """Complete the gradients over all ranks.
+
+        Args:
+            scale: multiplies them, a scalar on the device.
+
+        Returns:
+            Their global norm without the loss scale, an fp64 scalar on the device.
+        """
+        with observed(self.observers, "all-grads-sync"):
+            self._finish_reduction()
+            if self.sums_over_tp:
+                self._sum_over_tp()
+        with observed(self.observers, "optimizer-unscale-and-check-inf"):
+            if scale is not None and (gradients := self._owned_gradients()):
+                torch._foreach_mul_(gradients, scale)
+            return global_norm(self._norm_gradients(), self.topology) / self.scaler.scale
+
+    @torch.no_grad()
+    def _sum_over_tp(self) -> None:
+        """All-reduce the gradients of parameters that every tp rank has, in one message."""
+        pairs = zip(self.adamw.states, self._owned_gradients(), strict=True)
+        if gradients := [gradient for state, gradient in pairs if not state.is_cut]:
+            total = all_reduce(torch.cat(gradients), self.topology.tp)
+            torch._foreach_copy_(gradients, list(total.split([tensor.numel() for tensor in gradients])))
+
+    def step(
+        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
+    ) -> None:
+        """Clip the gradients to the config's norm and update the weights.
+
+        The device decides: if the norm is not finite or the update is not allowed, weights and state keep
+        their values. The loss scaler is not updated.
+
+        Args:
+            grad_norm: result of `finish_gradients`.
+            is_allowed: a bool scalar on the device; None allows the update.
+        """
+        self.adamw.step(self._owned_gradients(), learning_rate, weight_decay, grad_norm, is_allowed)
+
+    def params_norm(self) -> float:
+        """Return the 2-norm of the whole model's weights; every rank must call it.
+
+        The padding of the vocabulary, whose size depends on the layout, is not counted, nor in `num_zeros`.
+        """
+        used = (shard.main[: shard.num_used] for shard in self._counted_shards() if shard.num_used)
+        return self.topology.to_host(global_norm(used, self.topology)).item()
+
+    def num_zeros(self) -> int:
+        """Return the number of zeros in the whole model's complete gradient; every rank must call it."""
+        count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
+        for shard in self._counted_shards():
+            count += (shard.gradient[: shard.num_used] == 0.0).sum()
+        return int(self.topology.to_host(all_reduce(count, self.topology.world)).item())
+
+    def gradient_squares(self) -> dict[str, Tensor]:
+        """Return the sum of squares of each parameter's complete gradient that this rank counts, by name.
+
+        The ranks of the world together count each element once. After an update the gradients are unscaled
+        and
+        clipped: only their ratios are those of before.
+        """
+        return {
+            shard.name: sum_of_squares([shard.gradient], self.topology.device)
+            for shard in self._counted_shards()
+        }
+
+    def bad_gradients(self) -> list[str]:
+        """Return the names of parameters whose complete gradient is not finite in elements of this rank."""
+        return [name for name, gradient in self._named_gradients() if not gradient.isfinite().all()]
+
+    def state(self) -> dict[str, Tensor | ParameterShard]:
+        """Return everything that a checkpoint holds besides the model's weights, as views.
+
+        Main weights, if they are separate from the model's, and moments are named ``NAME.main`` and
+        ``NAME.MOMENT`` and have the parameter's shape: this rank's slice of it, or the shard that it owns.
+        """
+        state: dict[str, Tensor | ParameterShard] = dict(self._parameter_state())
+        scaler = {f"loss_scaler.{name}": tensor for name, tensor in self.scaler.state().items()}
+        return {**state, "num_steps": self.adamw.num_steps, **scaler}
+
+
+ForwardUnit = tuple[nn.Module, Sequence[nn.Parameter]]
+"""A module, and the parameters that forward uses from its call to the next unit's call."""
+
+
+class WeightGatherer:
+    """All-gathers each bucket's weights from the ranks that own its shards (ZeRO stages 1 and 2).
+
+    With units, the all-gather overlaps the next forward: buckets are started in the order in which forward
+    first uses them, and each unit's call waits for its own buckets. Without, `start` waits for all of them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], dp: Axis, units: Sequence[ForwardUnit] = ()) -> None:
+        self.dp = dp
+        self.overlap = bool(units)
+        self._in_flight: dict[Bucket, Pending] = {}
+        bucket_of = {entry.parameter: bucket for bucket in buckets for entry in bucket.entries}
+        needs = [dict.fromkeys(bucket_of[parameter] for parameter in parameters) for _, parameters in units]
+        used = dict.fromkeys(bucket for needed in needs for bucket in needed)
+        assert not units or len(used) == len(buckets), "a bucket that no unit waits for"
+        self.buckets = list(used) if units else list(buckets)
+        for (module, _), needed in zip(units, needs, strict=True):
+            module.register_forward_pre_hook(partial(self._wait, list(needed)))
+
+    def start(self) -> None:
+        """Start to all-gather every bucket from up-to-date shards."""
+        for bucket in self.buckets:
+            self._in_flight[bucket] = flat_all_gather(bucket.weight, bucket.weight[bucket.shard], self.dp)
+        if not self.overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for every bucket, before weights are read outside of a unit's forward."""
+        self._wait(list(self._in_flight))
+
+    def _wait(self, buckets: Sequence[Bucket], *_: Any) -> None:
+        for bucket in buckets:
+            if pending := self._in_flight.pop(bucket, None):
+                pending.wait()
+
+
+class Optimizer(BaseOptimizer):
+    """ZeRO stages 0 to 2: owns the rank's gradients from backward's first addition to the update.
+
+    Attributes:
+        buffers: gradients of each bucket.
+        states: main weights and moments of the elements that this rank owns of each bucket, in the same
+            order.
     """
 
     def __init__(
@@ -44,229 +272,146 @@ class Optimizer:
         parallel: ParallelConfig,
         topology: Topology,
         dtype: torch.dtype,
-        units: Sequence[Unit] = (),
+        units: Sequence[ForwardUnit] = (),
         fuses_weight_gradients: bool = False,
     ) -> None:
-        """Moves the parameters into buckets and makes the gradients' buffers and the state.
+        """Move the parameters into buckets and allocate gradients and state.
 
         Args:
-            named_parameters: of this rank, in the order of their use in forward.
-            tied: a word table that two of the pipeline's stages use, on a rank that has it.
-            parallel: ZeRO stage, size of the buckets, what is overlapped, and whether parameters that are not
-                cut over tp get the gradient of their own rank's positions alone.
+            named_parameters: of this rank, in the order in which forward uses them.
+            tied: the word table, on a rank that shares it with another pipeline stage.
+            parallel: ZeRO stage, bucket size, overlap and sequence parallelism.
             dtype: of the weights.
-            units: the rank's modules in the order in which forward calls them; weights that are gathered
-                under forward are waited for there.
+            units: this rank's modules in the order in which forward calls them; each waits for its weights
+                where the all-gather overlaps forward.
             fuses_weight_gradients: linear layers add their weight gradients to the buffers themselves.
         """
-        self.topology = topology
         self.tied = tied
-        self.sums_over_tp = parallel.sequence_parallel and topology.tp.size > 1
         stage = parallel.zero_stage_among(topology.dp.size)
-        self.gradients = self._make_gradients(list(named_parameters), parallel, stage)
-        self.reducer = self._make_reducer(parallel)
+        self.buffers = self._make_buffers(list(named_parameters), parallel, topology.dp, stage)
+        self.reducer = self._make_reducer(parallel, topology)
         self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
-        self.states = [BucketState(each.bucket, each.owned) for each in self.gradients]
-        self.adamw = AdamW(self.states, config, topology.device)
-        self.scaler = build_loss_scaler(config, dtype)
-        self.observers: list[Observer[str]] = []
-        self.update = ClippedUpdate(self.adamw, self.scaler, config.clip_grad, self.observers)
+        self.states = [BucketState(buffer.bucket, buffer.owned) for buffer in self.buffers]
+        super().__init__(self.states, config, parallel, topology, dtype)
         self.gatherer: WeightGatherer | None = None
         if stage > 0:
-            buckets = [each.bucket for each in self.gradients]
+            buckets = [buffer.bucket for buffer in self.buffers]
             self.gatherer = WeightGatherer(
                 buckets, topology.dp, units if parallel.overlap_param_gather else ()
             )
 
-    def initialize_main(self, seed: int) -> None:
-        """Draws the main weights anew where they are finer than the model's, which are those rounded.
+    def _make_buffers(
+        self, pairs: Sequence[tuple[str, nn.Parameter]], parallel: ParallelConfig, dp: Axis, stage: int
+    ) -> list[GradientBuffer]:
+        """Return buffers in the order in which backward fills them; a tied weight's is last."""
+        message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
+        tied = self.tied.weight if self.tied else None
+        others = [pair for pair in pairs if pair[1] is not tied]
+        buckets = make_buckets(others, dp, parallel.ddp_bucket_size)
+        buffers = [GRADIENT_BUFFERS[stage](bucket, dp, message_dtype) for bucket in buckets]
+        if tied is not None:
+            bucket = Bucket([pair for pair in pairs if pair[1] is tied], dp)
+            # Full at every stage: the parts of two pipeline stages must be summed before it is scattered.
+            buffers.append(GRADIENT_BUFFERS[min(stage, 1)](bucket, dp, message_dtype))
+        return buffers
 
-        A rank draws the parameters that it holds and keeps what it owns: as ever, nothing is sent.
+    def _make_reducer(self, parallel: ParallelConfig, topology: Topology) -> GradReducer:
+        dp, overlap = topology.dp, parallel.overlap_grad_reduce
+        if self.tied is None:
+            return GradReducer(self.buffers, dp, overlap)
+        complete = partial(sum_over_edges, pp=topology.pp) if self.tied.is_copied else None
+        return GradReducer(self.buffers[:-1], dp, overlap, last=self.buffers[-1], complete=complete)
+
+    def initialize_main(self, seed: int) -> None:
+        """Draw the main weights anew where they are separate, so that they start unrounded.
+
+        A rank draws all of the parameters that it has and keeps the elements that it owns; nothing is sent.
         """
         for state in self.states:
             if not state.has_own_main:
                 continue
-            whole = torch.zeros(state.bucket.size, dtype=state.main.dtype, device=state.main.device)
-            for slot in state.bucket.slots:
-                fill_initial(state.bucket.view(whole, slot), slot.name, slot.spec, seed, self.topology)
-            state.main.copy_(whole[state.owned])
+            full = torch.zeros(state.bucket.size, dtype=state.main.dtype, device=state.main.device)
+            for entry in state.bucket.entries:
+                fill_initial(state.bucket.view(full, entry), entry.name, entry.spec, seed, self.topology)
+            state.main.copy_(full[state.owned])
 
     def begin(self, num_microbatches: int) -> None:
-        """Empties the gradients and gets ready for that many backward passes."""
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
-        """Completes the gradients over all ranks.
-
-        Args:
-            scale: a scalar on the device that they are multiplied by.
-
-        Returns:
-            Their global norm, as if the scaler had not scaled the loss: an fp64 scalar on the device.
-        """
-        for parameter in self.main_grads:  # a backward pass outside of an iteration is autograd's alone
+        for parameter in self.main_grads:  # a backward pass outside of an iteration uses autograd alone
             parameter.main_grad = None  # type: ignore[attr-defined]
-        with observed(self.observers, "all-grads-sync"):
-            self.reducer.finish()
-            if self.sums_over_tp:
-                self._sum_over_tp()
-        with observed(self.observers, "optimizer-unscale-and-check-inf"):
-            if scale is not None and self.gradients:
-                torch._foreach_mul_([each.summed for each in self.gradients], scale)
-            counted = [each.shard for each in self.gradients if self._counts(each.bucket)]
-            return global_norm(counted, self.topology) / self.scaler.scale
-
-    def params_norm(self) -> float:
-        """Return the 2-norm of the whole model's weights, the same on every rank; every rank calls it.
-
-        Padding of the vocabulary is not counted, as its size depends on the layout; nor by `num_zeros`.
-        """
-        counted = [
-            state.shard[part]
-            for state in self.states
-            if self._counts(state.bucket)
-            for part in self._used(state.bucket)
-        ]
-        return global_norm(counted, self.topology).item()
-
-    def num_zeros(self) -> int:
-        """Return how many elements of the whole model's complete gradient are zero; every rank calls it."""
-        count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
-        for each in self.gradients:
-            if self._counts(each.bucket):
-                for part in self._used(each.bucket):
-                    count += part.stop - part.start - each.shard[part].count_nonzero()
-        return int(all_reduce(count, self.topology.world).item())
-
-    def gradient_squares(self) -> dict[str, Tensor]:
-        """Sum of squares of what this rank counts of each parameter's complete gradient, by name.
-
-        The world's ranks count each element once. After an update the gradients are scaled and clipped: only
-        their proportions are those of before.
-        """
-        squares = {}
-        for each in self.gradients:
-            shard = each.bucket.shard
-            for slot in each.bucket.slots if self._counts(each.bucket) else ():
-                start, end = max(slot.start, shard.start), min(slot.end, shard.stop)
-                if start < end:
-                    part = each.shard[start - shard.start : end - shard.start]
-                    squares[slot.name] = sum_of_squares([part], self.topology.device)
-        return squares
-
-    def bad_gradients(self) -> list[str]:
-        """Names of the parameters of whose complete gradient this rank has a part that is not finite."""
-        parts = {
-            slot.name: state.of_parameter(each.summed, slot)
-            for state, each in zip(self.states, self.gradients, strict=True)
-            for slot in each.bucket.slots
-        }
-        return [name for name, part in parts.items() if not part.tensor.isfinite().all()]
+        return super().finish_gradients(scale)
 
     def step(
         self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
     ) -> None:
-        """Clips the gradients to the config's norm and updates the weights.
-
-        The device decides: where the norm is not finite, or the update is not allowed, weights and state are
-        left as they were. The scaler is not told.
-
-        Args:
-            grad_norm: what `finish_gradients` has given.
-            is_allowed: a bool scalar on the device; by default it is.
-        """
-        summed = [each.summed for each in self.gradients]
-        self.update(summed, learning_rate, weight_decay, grad_norm, is_allowed)
+        super().step(learning_rate, weight_decay, grad_norm, is_allowed)
         if self.gatherer is not None:
             self.gatherer.start()
 
     def finish_weights(self) -> None:
-        """Waits until every weight is whole again: to be called before they are read outside of forward."""
         if self.gatherer is not None:
             self.gatherer.finish()
 
     def gradient(self, name: str) -> Tensor:
-        """A parameter's complete gradient, in its local shape and unscaled; every rank of dp calls it."""
-        for each in self.gradients:
-            for slot in each.bucket.slots:
-                if slot.name == name:
-                    return each.bucket.view(each.gathered(), slot) / self.scaler.scale
+        for buffer in self.buffers:
+            for entry in buffer.bucket.entries:
+                if entry.name == name:
+                    return buffer.bucket.view(buffer.all_gather(), entry) / self.scaler.scale
         raise KeyError(name)
 
     def weight(self, name: str) -> Tensor:
-        """A parameter's weights in its local shape."""
-        part = self.weights()[name]
-        return part.tensor.view(part.shape)
+        shard = self.weights()[name]
+        return shard.tensor.view(shard.shape)
 
-    def weights(self) -> dict[str, Part]:
-        """What a checkpoint holds of the model's weights, as views: all of this rank's slices."""
-        slots = (slot for each in self.gradients for slot in each.bucket.slots)
+    def weights(self) -> dict[str, ParameterShard]:
+        """Return the model's weights for a checkpoint, as views of all of this rank's slices."""
         return {
-            slot.name: Part(slot.parameter.data.view(-1), 0, tuple(slot.parameter.shape), slot.spec, True)
-            for slot in slots
+            entry.name: ParameterShard(
+                entry.parameter.data.view(-1), 0, tuple(entry.parameter.shape), entry.spec, is_copied=True
+            )
+            for buffer in self.buffers
+            for entry in buffer.bucket.entries
         }
 
-    def state(self) -> dict[str, Tensor | Part]:
-        """What a checkpoint holds besides the model's weights, as views.
-
-        Main weights, where the model's are those rounded, and every moment as ``name.moment`` in its
-        parameter's shape: all of this rank's slice, or, where ranks share it out, the part that it owns.
-        """
-        state: dict[str, Tensor | Part] = dict(self._state_of_parameters())
-        scaler = {f"loss_scaler.{name}": tensor for name, tensor in self.scaler.state().items()}
-        return {**state, "num_steps": self.adamw.num_steps, **scaler}
-
-    def _state_of_parameters(self) -> Iterator[tuple[str, Part]]:
+    def _parameter_state(self) -> Iterator[tuple[str, ParameterShard]]:
         for state in self.states:
-            for slot in state.bucket.slots:
-                for what, tensor in state.tensors():
-                    yield f"{slot.name}.{what}", state.of_parameter(tensor, slot)
+            for entry in state.bucket.entries:
+                for kind, tensor in state.tensors():
+                    yield f"{entry.name}.{kind}", state.parameter_shard(tensor, entry)
 
-    def _make_gradients(
-        self, pairs: Sequence[tuple[str, nn.Parameter]], parallel: ParallelConfig, stage: int
-    ) -> list[WholeGradients]:
-        """Buffers in the order in which backward fills them; a tied weight's come last."""
-        dp, message_dtype = self.topology.dp, MESSAGE_DTYPES[parallel.grad_communication_dtype]
-        weight = self.tied.weight if self.tied else None
-        others = [pair for pair in pairs if pair[1] is not weight]
-        buckets = make_buckets(others, dp, parallel.ddp_bucket_size)
-        gradients = [GRADIENTS[stage](bucket, dp, message_dtype) for bucket in buckets]
-        if self.tied is not None:
-            alone = Bucket([pair for pair in pairs if pair[1] is weight], dp)
-            # Whole until the parts of two stages, or of two passes, are added up, whatever the ZeRO stage.
-            gradients.append(GRADIENTS[min(stage, 1)](alone, dp, message_dtype))
-        return gradients
+    def _finish_reduction(self) -> None:
+        self.reducer.finish()
 
-    def _make_reducer(self, parallel: ParallelConfig) -> GradReducer:
-        dp, overlap = self.topology.dp, parallel.overlap_grad_reduce
-        if self.tied is None:
-            return GradReducer(self.gradients, dp, overlap)
-        complete = partial(sum_over_edges, pp=self.topology.pp) if self.tied.is_copied else None
-        return GradReducer(self.gradients[:-1], dp, overlap, last=self.gradients[-1], complete=complete)
+    def _owned_gradients(self) -> list[Tensor]:
+        return [buffer.owned_grad for buffer in self.buffers]
 
-    @torch.no_grad()
-    def _sum_over_tp(self) -> None:
-        """Completes the gradients of parameters that every tp rank has, in one message."""
-        partial_sums = [each.summed for each in self.gradients if not each.bucket.is_cut]
-        if partial_sums:
-            total = all_reduce(torch.cat(partial_sums), self.topology.tp)
-            sizes = [tensor.numel() for tensor in partial_sums]
-            torch._foreach_copy_(partial_sums, list(total.split(sizes)))
+    def _norm_gradients(self) -> list[Tensor]:
+        return [buffer.shard_grad for buffer in self.buffers if self._counts(buffer.bucket)]
 
-    def _used(self, bucket: Bucket) -> Iterator[slice]:
-        """Yield the parts of this rank's shard of a bucket that belong to parameters and are no padding."""
-        shard = bucket.shard
-        for slot in bucket.slots:
-            start = max(slot.start, shard.start)
-            end = min(slot.start + num_used(slot.spec, self.topology), shard.stop)
-            if start < end:
-                yield slice(start - shard.start, end - shard.start)
+    def _counted_shards(self) -> Iterator[CountedShard]:
+        for state, buffer in zip(self.states, self.buffers, strict=True):
+            shard = buffer.bucket.shard
+            for entry in buffer.bucket.entries if self._counts(buffer.bucket) else ():
+                start, end = max(entry.start, shard.start), min(entry.end, shard.stop)
+                if start < end:
+                    part = slice(start - shard.start, end - shard.start)
+                    used = entry.start + num_used(entry.spec, self.topology) - start
+                    yield CountedShard(
+                        entry.name, state.shard_main[part], buffer.shard_grad[part], max(0, used)
+                    )
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for state, buffer in zip(self.states, self.buffers, strict=True):
+            for entry in buffer.bucket.entries:
+                yield entry.name, state.parameter_shard(buffer.owned_grad, entry).tensor
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Whether this rank counts a bucket in the norm: copies on several ranks are counted once."""
+        """Return whether this rank counts a bucket in norms: copies on several ranks are counted once."""
         is_copy = self.tied is not None and self.tied.is_copied and not self.topology.pp.is_first
-        if is_copy and bucket is self.gradients[-1].bucket:
+        if is_copy and bucket is self.buffers[-1].bucket:
             return False
         return bucket.is_cut or self.topology.tp.is_first

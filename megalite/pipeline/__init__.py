@@ -1,1 +1,1 @@
-"""Pipeline parallelism: layers to stages, schedules as data, a simulator that proves them, an executor."""
+"""Pipeline parallelism: schedules as data, a simulator that checks them, messages and an executor."""

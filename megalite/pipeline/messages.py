@@ -1,31 +1,98 @@
-"""The point-to-point messages of a schedule, and when each rank starts them: all follows from the actions.
+"""Point-to-point messages of a schedule, derived from the actions of all ranks.
 
-NCCL has no tags and runs the operations of a communicator one after another, in the order in which each of
-its ranks started them: that order must be one that all ranks agree on. It is the order of time. A pass over
-the schedule with the usual durations gives the moment at which each message is there to be sent; a rank's
-messages are put between its actions at their moments, those of one moment in one batch, whose members move
-together. Since no two ranks ever see two moments in another order, none waits for ever, whatever the actions
-and the messages take in reality (`simulate` checks it); and a receive is under way while the rank computes.
+`compute_times` finds when each rank could run its actions if messages took no time; `plan_rank` puts batches
+of messages between the actions of a rank in the order of those times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
-from megalite.pipeline.action import Action
-from megalite.pipeline.stages import StageMap
-from megalite.pipeline.timing import Times, compute_times, reader_of, source_of
+from megalite.pipeline.schedules import Action, StageMap
+
+Duration = Callable[[int, Action], float]
+"""Time that an action takes on a rank, in any unit."""
+
+
+class ScheduleError(RuntimeError):
+    """A schedule that no executor could run: a bug in the schedule, not a user's mistake."""
+
+
+class ActionSpan(NamedTuple):
+    """Start and end of an action."""
+
+    start: float
+    end: float
+
+
+Times = dict[tuple[int, Action], ActionSpan]
+"""Span of each action, by rank and action."""
+
+
+def source_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
+    """Return the rank and action that produce the input of `action`; None for the first stage on its way."""
+    return _neighbour(rank, action, stages, -action.kind.downstream)
+
+
+def reader_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
+    """Return the rank and action that read the output of `action`; None for the last stage on its way."""
+    return _neighbour(rank, action, stages, action.kind.downstream)
+
+
+def _neighbour(rank: int, action: Action, stages: StageMap, step: int) -> tuple[int, Action] | None:
+    stage = stages.stage_of(rank, action.chunk) + step
+    if step == 0 or not 0 <= stage < stages.num_stages:
+        return None
+    holder, chunk = stages.holder_of(stage)
+    return holder, Action(action.kind, action.microbatch, chunk)
+
+
+def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Times:
+    """Run each rank's actions in their order, each as soon as its input exists.
+
+    Args:
+        actions: by rank.
+
+    Raises:
+        ScheduleError: an input is never produced.
+    """
+    times: Times = {}
+    clocks = [0.0] * len(actions)
+    done = [0] * len(actions)
+    ready = list(range(len(actions)))  # ranks that may be able to run their next action
+    while ready:
+        rank = ready.pop()
+        for action in actions[rank][done[rank] :]:
+            source = source_of(rank, action, stages)
+            if source is not None and source not in times:
+                break
+            start = max(clocks[rank], times[source].end) if source else clocks[rank]
+            clocks[rank] = start + duration(rank, action)
+            times[rank, action] = ActionSpan(start, clocks[rank])
+            done[rank] += 1
+            reader = reader_of(rank, action, stages)
+            if reader is not None and reader[0] != rank:
+                ready.append(reader[0])
+    waiting = [
+        f"rank {rank} for the input of {own[done[rank]]}"
+        for rank, own in enumerate(actions)
+        if done[rank] < len(own)
+    ]
+    if waiting:
+        raise ScheduleError("inputs never come: " + "; ".join(waiting))
+    return times
 
 
 @dataclass(frozen=True)
-class Message:
-    """A tensor that one rank's action made and another rank's action reads; the same on both ranks.
+class StageMessage:
+    """A tensor that one rank's action produces and another rank's action reads; equal on both ranks.
 
     Attributes:
-        sender: coordinate along the axis, as `receiver` is.
-        reader: the receiver's action: hidden states for a forward, their gradient for a backward.
+        sender: coordinate along the pipeline axis, like `receiver`.
+        reader: the receiver's action. A forward reads hidden states, a backward their gradient.
     """
 
     sender: int
@@ -38,43 +105,42 @@ class Message:
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages that a rank starts together; there is at least one.
+    """Messages that a rank starts together; at least one.
 
     Attributes:
-        send: the output of the action in front of the batch.
+        send: the output of the action before the batch.
         receives: in the order in which their senders send them.
     """
 
-    send: Message | None
-    receives: tuple[Message, ...] = ()
+    send: StageMessage | None
+    receives: tuple[StageMessage, ...] = ()
 
 
 Step = Action | Batch
-"""What a rank does next: it computes or it exchanges."""
+"""Next step of a rank: compute, or exchange messages."""
 
 MAX_OPEN_BATCHES = 2
-"""Batches that a rank may have under way: it waits for an older one before it starts the next.
+"""Batches that a rank may have in flight: it waits for the oldest before it starts the next.
 
-Room for jitter, and a bound on the tensors that are kept until they have left.
+Two absorb jitter, and they bound the tensors that are kept until they have been sent.
 """
 
 
 def plan_steps(actions: Sequence[Sequence[Action]], stages: StageMap) -> list[list[Step]]:
-    """Puts the batches of messages between each rank's actions.
+    """Return every rank's actions with batches of messages between them.
 
     Args:
         actions: by rank.
-        stages: as the schedule lays them out.
 
     Raises:
-        ScheduleError: an action's input is never made before it.
+        ScheduleError: an action's input is never produced.
     """
     times = _usual_times(actions, stages)
     return [list(_steps_of(rank, own, stages, times)) for rank, own in enumerate(actions)]
 
 
 def plan_rank(rank: int, actions: Sequence[Sequence[Action]], stages: StageMap) -> list[Step]:
-    """The same for one rank alone: of a long schedule on many ranks, in a fraction of the time."""
+    """Return one rank's part of `plan_steps`, which takes a fraction of the time for many ranks."""
     return list(_steps_of(rank, actions[rank], stages, _usual_times(actions, stages)))
 
 
@@ -83,51 +149,47 @@ def _usual_times(actions: Sequence[Sequence[Action]], stages: StageMap) -> Times
 
 
 def _steps_of(rank: int, actions: Sequence[Action], stages: StageMap, times: Times) -> Iterator[Step]:
-    """A rank's actions, before each of them the batches that it starts there.
+    """Yield a rank's actions, and before each the batches to start there.
 
-    One holds what moves by the time that the action begins, another what comes while it runs, or until the
-    next one begins if it sends nothing.
+    The first batch holds what moves by the time that the action begins. The second holds what arrives while
+    the action runs, or, if the action sends nothing, until the next one begins.
     """
     due = sorted(_receives(rank, actions, stages, times), key=lambda pair: pair[0], reverse=True)
-    send: Message | None = None
+    send: StageMessage | None = None
     for action, following in zip_longest(actions, actions[1:]):
         start, end = times[rank, action]
-        arrived = _until(due, start, inclusive=True)
+        arrived = _pop_until(due, start, inclusive=True)
         if send or arrived:
             yield Batch(send, arrived)
-        send = _send(rank, action, stages)
+        reader = reader_of(rank, action, stages)
+        send = None if reader is None or reader[0] == rank else StageMessage(rank, *reader)
         if send or following is None:
-            under_way = _until(due, end, inclusive=False)
+            arriving = _pop_until(due, end, inclusive=False)
         else:
-            under_way = _until(due, times[rank, following].start, inclusive=True)
-        if under_way:
-            yield Batch(None, under_way)
+            arriving = _pop_until(due, times[rank, following].start, inclusive=True)
+        if arriving:
+            yield Batch(None, arriving)
         yield action
     assert not due, due
     if send:
         yield Batch(send)
 
 
-def _until(due: list[tuple[float, Message]], time: float, *, inclusive: bool) -> tuple[Message, ...]:
-    """Takes the messages up to a time off the end of the list, which has the latest ones first."""
-    taken = []
+def _pop_until(
+    due: list[tuple[float, StageMessage]], time: float, *, inclusive: bool
+) -> tuple[StageMessage, ...]:
+    """Remove the messages up to a time from the end of the list, which is sorted with the latest first."""
+    messages = []
     while due and (due[-1][0] < time or (inclusive and due[-1][0] == time)):
-        taken.append(due.pop()[1])
-    return tuple(taken)
+        messages.append(due.pop()[1])
+    return tuple(messages)
 
 
 def _receives(
     rank: int, actions: Sequence[Action], stages: StageMap, times: Times
-) -> Iterator[tuple[float, Message]]:
-    """What a rank is sent, each with the time at which it has been made."""
+) -> Iterator[tuple[float, StageMessage]]:
+    """Yield the messages to a rank, each with the time at which it has been produced."""
     for action in actions:
         source = source_of(rank, action, stages)
         if source is not None and source[0] != rank:
-            yield times[source].end, Message(source[0], rank, action)
-
-
-def _send(rank: int, action: Action, stages: StageMap) -> Message | None:
-    reader = reader_of(rank, action, stages)
-    if reader is None or reader[0] == rank:
-        return None
-    return Message(rank, *reader)
+            yield times[source].end, StageMessage(source[0], rank, action)

@@ -1,5 +1,5 @@
-"""What a run needs before there is a cluster for it: memory, time, money.
+"""Planning of a run before there is a cluster for it: memory, time, price, and the best layout.
 
-A plan is made of the same config that training takes and of the same action lists that the executor runs;
-nothing here imports torch but `calibrate`.
+A plan uses the same config as training and the same lists of actions as the pipeline's executor. Only
+`calibrate` and `autotune` import torch.
 """

@@ -1,4 +1,4 @@
-"""This machine's own rates, measured: of products, of copies, and of a link if there is one."""
+"""Measurement of this machine: rates of GEMMs, attention, copies, and a link if it has several ranks."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
-from megalite.local_ranks import run_ranks
-from megalite.model.stage import DTYPES
-from megalite.plan.gpu import Gpu
-from megalite.plan.products import dtype_rate
-from megalite.topology import Topology
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.hardware.gpus import Gpu
+from megalite.model.gpt_stage import DTYPES
+from megalite.plan.layer_time import dtype_rate
 
 SECONDS = 0.3
-"""That each measurement takes about."""
+"""Approximate length of each measurement."""
 LINK_ELEMENTS = 4_000_000
-"""In fp32, of a message that measures the link."""
+"""fp32 elements of the message that measures a link."""
 
 
 def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
-    """The first GPU of this machine, or one core of it, as a kind of GPU; ranks are its GPUs or its cores.
+    """Measure the first GPU of this machine, or one CPU core, as a type of GPU; ranks are its GPUs or cores.
 
-    The rates are those that programs get: their shares are 1, but for the attention product's.
+    The rates are those that programs reach, so their shares are 1, except for attention's.
 
     Args:
-        dtype: that products are measured in.
-        is_quick: with small sizes and once.
+        dtype: precision of the GEMMs.
+        is_quick: measure small sizes, once.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_threads = torch.get_num_threads()
     try:
         if device.type == "cpu":
-            torch.set_num_threads(1)  # as training's ranks have
+            torch.set_num_threads(1)  # as for ranks of training
         kind = DTYPES[dtype]
-        product = _product_rate(device, kind, is_quick)
+        gemm = _gemm_rate(device, kind, is_quick)
         attention = _attention_rate(device, kind, is_quick)
         copy = _copy_rate(device, is_quick)
     finally:
         torch.set_num_threads(num_threads)
     ranks = _num_ranks(device)
     link = _link_gbps(device, ranks, copy)
-    rate = product / dtype_rate(kind.itemsize)
+    rate = gemm / dtype_rate(kind.itemsize)
     return Gpu(
         tflops=rate / 1e12,
         memory_gib=_memory_bytes(device, ranks) / 2**30,
@@ -64,7 +64,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
 
 
 def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:
-    """Work a second, of the best of several runs."""
+    """Return the work per second of the best of several runs."""
     best, end = float("inf"), time.perf_counter() + (0.0 if is_quick else SECONDS)
     function()
     while True:
@@ -83,14 +83,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> float:
+def _gemm_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> float:
     size = 256 if is_quick else 8192 if device.type == "cuda" else 1024
     x = torch.randn(size, size, device=device).to(dtype)
     return _rate(2.0 * size**3, lambda: x @ x, device, is_quick)
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) -> float:
-    """Of the half of the scores that the causal mask leaves, as `attention` counts them."""
+    """Count half of the scores, as the planner does for causal attention."""
     heads, length, size = (
         (4, 128, 64) if is_quick else (16, 4096, 128) if device.type == "cuda" else (4, 1024, 64)
     )
@@ -102,7 +102,7 @@ def _attention_rate(device: torch.device, dtype: torch.dtype, is_quick: bool) ->
 
 
 def _copy_rate(device: torch.device, is_quick: bool) -> float:
-    """Bytes read and written a second."""
+    """Return the bytes read and written per second."""
     count = 1_000_000 if is_quick else 256_000_000 if device.type == "cuda" else 32_000_000
     source = torch.zeros(count // 4, device=device)
     target = torch.empty_like(source)
@@ -126,7 +126,7 @@ def _memory_bytes(device: torch.device, ranks: int) -> float:
 
 
 def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
-    """Between two GPUs, or of an all-reduce of two processes; what a copy has where there is one rank."""
+    """Measure a copy between two GPUs, or an all-reduce of two processes; one rank has the rate of a copy."""
     if ranks < 2:
         return copy / 1e9
     if device.type == "cuda":
@@ -138,6 +138,6 @@ def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
 
 
 def _all_reduce_rate(topology: Topology) -> float:
-    """Bytes that pass a rank in a second: of two ranks, as many as there are in the message."""
+    """Return the bytes per second that each of two ranks sends, which is the size of the message."""
     message = torch.zeros(LINK_ELEMENTS)
     return _rate(4.0 * LINK_ELEMENTS, lambda: dist.all_reduce(message), topology.device, True)

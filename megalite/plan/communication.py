@@ -1,30 +1,25 @@
-"""Time of collectives and messages.
-
-The cost of a collective is NCCL's own model (src/graph/tuning.cc): a start, a latency for each step of the
-ring or the tree, and the bytes over the bandwidth. NCCL has three protocols, which trade bandwidth for
-latency, and takes the one that its model says is fastest; so does this module.
-"""
+"""The time of collectives and point-to-point messages, by NCCL's own model."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from megalite.plan.cluster import Cluster
+from megalite.plan.planned_run import Cluster
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """One of NCCL's protocols. All latencies are in seconds.
+    """Describe one of NCCL's protocols. All latencies are in seconds.
 
     Source: baseLatencies and hwLatencies of NCCL 2.2x, src/graph/tuning.cc.
 
     Attributes:
-        bandwidth: share of the link's rate.
-        start: of a collective.
-        node_hop: of a step of a ring between two GPUs of a node.
-        network_hop: of a step of a ring to another node.
-        tree_node_hop, tree_network_hop: the same of a tree.
+        bandwidth: share of the link's bandwidth.
+        start: latency of starting a collective.
+        node_hop: latency of a ring's step between two GPUs of a node.
+        network_hop: latency of a ring's step to another node.
+        tree_node_hop, tree_network_hop: the same for a tree.
     """
 
     bandwidth: float
@@ -41,17 +36,17 @@ PROTOCOLS = (
     Protocol(1.00, 8.4e-6, 3.4e-6, 14.0e-6, 4.0e-6, 14.0e-6),  # Simple
 )
 TREE_BANDWIDTH = 0.92
-"""Share of a ring's bandwidth that a tree has."""
+"""Bandwidth of a tree, as a share of a ring's."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other, at equal distances.
+    """Describe equally spaced ranks that communicate with each other.
 
     Attributes:
-        size: ranks.
-        stride: from one of them to the next.
-        one_adapter: a ring over nodes runs over one adapter of a node, however many ranks it has there.
+        size: number of ranks.
+        stride: distance from one of them to the next, in ranks.
+        one_adapter: a ring over nodes uses one network adapter of a node, however many ranks the node has.
     """
 
     cluster: Cluster
@@ -61,7 +56,7 @@ class Group:
 
     @property
     def is_inside_node(self) -> bool:
-        """Whether no message leaves a node."""
+        """Return whether all ranks are on one node."""
         return self.size * self.stride <= self.cluster.gpus_per_node
 
     @property
@@ -78,10 +73,10 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of each rank, while all groups of the same kind talk.
+        """Return the bandwidth of each rank, while all groups of the same kind communicate.
 
-        A ring over nodes enters and leaves each of them once: as many of its ranks as a node holds
-        share the traffic, so that a rank's part of the network carries it that many times faster.
+        A ring over nodes enters and leaves each node once. All of its ranks on the node share that traffic,
+        each with its own part of the network.
         """
         cluster = self.cluster
         inside = cluster.node_gbps * 1e9 * cluster.gpu.link_share
@@ -96,7 +91,7 @@ class Group:
         Each is a ring of size - 1 steps.
 
         Args:
-            num_calls: collectives that the bytes are cut into.
+            num_calls: number of collectives that the bytes are split into.
         """
         if self.size == 1 or num_bytes == 0:
             return 0.0
@@ -118,21 +113,21 @@ class Group:
         network_hops = 0 if self.is_inside_node else self.num_nodes - 1
         node_hops = self.size - 1 - network_hops
         hops = node_hops * protocol.node_hop + network_hops * protocol.network_hop
-        passed = turns * num_bytes * (self.size - 1) / self.size
+        sent = turns * num_bytes * (self.size - 1) / self.size
         latency = protocol.start + turns * hops
-        return num_calls * latency + passed / (self.bytes_per_second * protocol.bandwidth)
+        return num_calls * latency + sent / (self.bytes_per_second * protocol.bandwidth)
 
     def _tree_seconds(self, protocol: Protocol, num_bytes: float, num_calls: float) -> float:
         hops = (self.ranks_per_node - 1) * protocol.tree_node_hop
         hops += math.floor(math.log2(self.num_nodes)) * protocol.tree_network_hop
         rate = self.bytes_per_second * protocol.bandwidth * TREE_BANDWIDTH
-        # NCCL has two trees. Of two nodes each is a leaf of one tree and the root of the other, so that it
-        # sends half of the bytes up and half down; of more nodes, one sends to two others.
-        passed = num_bytes * (1 if self.num_nodes == 2 else 2)
-        return num_calls * (protocol.start + 2 * hops) + passed / rate
+        # NCCL has two trees. Each of two nodes is a leaf of one tree and the root of the other, so it sends
+        # half of the bytes up and half down; with more nodes, a node sends to two others.
+        sent = num_bytes * (1 if self.num_nodes == 2 else 2)
+        return num_calls * (protocol.start + 2 * hops) + sent / rate
 
     def message_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a message to the next rank of the group, by the protocol Simple."""
+        """Return the seconds of a message to the next rank of the group, with the protocol Simple."""
         if self.size == 1:
             return 0.0
         simple = PROTOCOLS[-1]

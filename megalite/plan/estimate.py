@@ -1,4 +1,4 @@
-"""Everything that a plan says of one job."""
+"""The plan of one run: its memory, time and costs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from megalite.plan.flops import CONVENTION, flops_per_token, flops_per_token_by_convention
-from megalite.plan.iteration import IterationTime, time_iteration
-from megalite.plan.job import Job
-from megalite.plan.memory import Memory, rank_memories
-from megalite.plan.parameters import total_parameters
+from megalite.plan.iteration_time import IterationTime, time_iteration
+from megalite.plan.model_flops import CONVENTION, flops_per_token, flops_per_token_by_convention
+from megalite.plan.model_parameters import total_parameters
+from megalite.plan.planned_run import PlannedRun
+from megalite.plan.rank_memory import RankMemory, rank_memories
 
 _GB = 1e9
 TIGHT_SHARE = 0.94
@@ -18,16 +18,18 @@ TIGHT_SHARE = 0.94
 
 Plans of published runs are typically off by 4 to 8%."""
 _DAY = 86400.0
+_JSON_KINDS = {"gemms": "products", "memory_bound": "passes"}
+"""Names in --json of the kinds of `WorkSeconds` that have another name there."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run may be told of beside its layout.
+    """Hold what the costs of a run depend on besides its plan; None if it is unknown.
 
     Attributes:
-        train_tokens: of the whole run.
-        watts: of one GPU with its part of the node.
-        price: of a GPU for an hour.
+        train_tokens: tokens of the whole run.
+        watts: power of one GPU with its part of the node.
+        price: price of a GPU for an hour.
     """
 
     train_tokens: float | None = None
@@ -35,78 +37,79 @@ class Costs:
     price: float | None = None
 
 
-class Plan:
-    """A job's memory at once, its time when it is asked for."""
+class RunPlan:
+    """Plan a run; each number is computed when it is first requested."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, run: PlannedRun) -> None:
+        self.run = run
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model, with its vocabulary's padding."""
-        return total_parameters(self.job.config.model, self.job.tp)
+        """Return the parameters of the whole model, padding of the vocabulary included."""
+        return total_parameters(self.run.config.model, self.run.tp)
 
     @cached_property
-    def memories(self) -> list[Memory]:
-        """By pipeline rank."""
-        return rank_memories(self.job)
+    def memories(self) -> list[RankMemory]:
+        """Return the memory of each pipeline rank."""
+        return rank_memories(self.run)
 
     @property
     def memory_bytes(self) -> float:
-        """Of the rank that needs most."""
+        """Return the memory of the largest rank."""
         return max(memory.total for memory in self.memories)
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.job.cluster.gpu.memory_bytes
+        return self.memory_bytes <= self.run.cluster.gpu.memory_bytes
 
     @property
     def is_tight(self) -> bool:
-        """Whether it fits with less memory to spare than a plan is usually off by."""
-        return self.fits and self.memory_bytes > TIGHT_SHARE * self.job.cluster.gpu.memory_bytes
+        """Return whether the run fits, but with less memory left than the typical error of a plan."""
+        return self.fits and self.memory_bytes > TIGHT_SHARE * self.run.cluster.gpu.memory_bytes
 
     @cached_property
     def time(self) -> IterationTime:
-        """Of one optimizer step."""
-        return time_iteration(self.job)
+        """Return the time of one optimizer step."""
+        return time_iteration(self.run)
 
     @property
     def tokens(self) -> int:
-        """Of an iteration."""
-        return self.job.global_batch * self.job.config.model.seq_length
+        """Return the tokens of an iteration."""
+        return self.run.global_batch * self.run.config.model.seq_length
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.time.seconds
 
     def tflops(self, flops_of_token: float) -> float:
-        """A GPU's, where a token takes so many operations."""
-        return flops_of_token * self.tokens_per_second / self.job.cluster.world_size / 1e12
+        """Return the TFLOP/s of a GPU if a token takes so many operations."""
+        return flops_of_token * self.tokens_per_second / self.run.cluster.world_size / 1e12
 
     @property
     def tflops_per_gpu(self) -> float:
-        """By `CONVENTION`."""
-        return self.tflops(flops_per_token(self.job.config.model, self.job.tp))
+        """Return the TFLOP/s of a GPU, by `CONVENTION`."""
+        return self.tflops(flops_per_token(self.run.config.model, self.run.tp))
 
     @property
     def mfu(self) -> float:
-        """Share of the data sheet's rate."""
-        return self.tflops_per_gpu / self.job.cluster.gpu.tflops
+        """Return the model FLOPs utilization: the share of the data sheet's rate."""
+        return self.tflops_per_gpu / self.run.cluster.gpu.tflops
 
 
-def train_tokens(plan: Plan, costs: Costs) -> float | None:
-    """Of the whole run, as --train-tokens says, or --train-samples, or --train-iters."""
-    training, length = plan.job.config.training, plan.job.config.model.seq_length
+def train_tokens(plan: RunPlan, costs: Costs) -> float | None:
+    """Return the tokens of the whole run, from --train-tokens, --train-samples or --train-iters."""
+    training, length = plan.run.config.training, plan.run.config.model.seq_length
     if costs.train_tokens is not None:
         return costs.train_tokens
     if training.train_samples is None and training.train_iters is None:
         return None
-    return float(plan.job.config.num_samples(plan.job.dp) * length)
+    return float(plan.run.config.num_samples(plan.run.dp) * length)
 
 
-def as_object(plan: Plan, costs: Costs) -> dict[str, Any]:
-    """What --json prints."""
-    model, tp = plan.job.config.model, plan.job.tp
+def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
+    """Return the object that --json prints."""
+    model, tp = plan.run.config.model, plan.run.tp
+    work = {_JSON_KINDS.get(kind, kind): seconds for kind, seconds in asdict(plan.time.work).items()}
     by_convention = flops_per_token_by_convention(model, tp)
     return {
         "parameters": plan.parameters,
@@ -121,22 +124,22 @@ def as_object(plan: Plan, costs: Costs) -> dict[str, Any]:
         "memory_gb_by_stage_and_kind": [
             {kind: size / _GB for kind, size in asdict(memory).items()} for memory in plan.memories
         ],
-        "memory_gb_available": plan.job.cluster.gpu.memory_bytes / _GB,
+        "memory_gb_available": plan.run.cluster.gpu.memory_bytes / _GB,
         "bubble_fraction": plan.time.bubble_fraction,
-        "seconds_by_kind": {**asdict(plan.time.work), "bubble": plan.time.waiting},
+        "seconds_by_kind": {**work, "bubble": plan.time.waiting},
         "fits": plan.fits,
         "tight": plan.is_tight,
         **run_costs(plan, costs),
     }
 
 
-def run_costs(plan: Plan, costs: Costs) -> dict[str, float]:
-    """Days of the whole run, and its energy and price where they can be told."""
+def run_costs(plan: RunPlan, costs: Costs) -> dict[str, float]:
+    """Return the days and GPU hours of the whole run, and its energy and price if they are known."""
     tokens = train_tokens(plan, costs)
     if tokens is None:
         return {}
     seconds = tokens / plan.tokens_per_second
-    gpu_hours = seconds * plan.job.cluster.world_size / 3600
+    gpu_hours = seconds * plan.run.cluster.world_size / 3600
     found = {"train_tokens": tokens, "days": seconds / _DAY, "gpu_hours": gpu_hours}
     if costs.watts is not None:
         found["energy_mwh"] = gpu_hours * costs.watts / 1e6

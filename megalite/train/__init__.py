@@ -1,6 +1,6 @@
-"""From a config to a trained model: step, loop, evaluation, and all that a run tells about itself.
+"""Train a model from a config.
 
-Running: `prepare` -> `trainer`, `step`, `batches` -> `loop`, `stop`.
-Telling: `metrics` (with `flops`, `memory`) and `timers` -> `writers` -> `log_line`, `metrics_file`,
-`tensorboard`; `profiler` by itself.
+`setup` prepares the process, `run_context` and `trainer` build what a run needs, and `loop` trains.
+`train_step` is one iteration. All other work of a run is a callback (`callbacks/`). `telemetry/` writes its
+metrics.
 """

@@ -1,26 +1,25 @@
-"""The optimizer of a rank's chunks of the model."""
+"""Build the optimizer of a rank's chunks of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.model.stage import DTYPES, GPTStage
-from megalite.observer import Observer
-from megalite.optim.gather import Unit
+from megalite.distributed.observer import Observer
+from megalite.distributed.topology import Topology
+from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.part import Part
-from megalite.parallel.tied import TiedWeight
-from megalite.topology import Topology
-from megalite.train.chunks import named_parameters
+from megalite.tensor_parallel.tied_embedding import TiedWeight
+from megalite.train.model_chunks import named_parameters
 
 
 class RunOptimizer(Protocol):
-    """What a run asks of its optimizer, whatever the ranks share out; `Optimizer` tells what it all is."""
+    """The optimizer that a run uses, for any ZeRO stage; `Optimizer` documents the methods."""
 
     scaler: LossScaler
     observers: list[Observer[str]]
@@ -47,68 +46,49 @@ class RunOptimizer(Protocol):
 
     def gradient(self, name: str) -> Tensor: ...
 
-    def weights(self) -> Mapping[str, Part]: ...
+    def weights(self) -> Mapping[str, ParameterShard]: ...
 
-    def state(self) -> Mapping[str, Tensor | Part]: ...
+    def state(self) -> Mapping[str, Tensor | ParameterShard]: ...
 
 
 def build_optimizer(
     chunks: Sequence[GPTStage], config: Config, topology: Topology, *, fuses_weight_gradients: bool = False
 ) -> RunOptimizer:
-    """Takes over the chunks' weights; main weights in fp32 start as the model's before rounding.
+    """Build the optimizer of the chunks' weights. Main weights in fp32 start as the model's before rounding.
 
     Args:
         fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
     """
-    build = OPTIMIZERS[config.parallel.zero_stage_among(topology.dp.size)]
-    return build(chunks, config, topology, fuses_weight_gradients)
+    dtype = DTYPES[config.model.params_dtype]
+    if config.parallel.zero_stage_among(topology.dp.size) == 3:
+        from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch imports DTensor for seconds
 
-
-def _with_whole_weights(
-    chunks: Sequence[GPTStage], config: Config, topology: Topology, fuses_weight_gradients: bool
-) -> RunOptimizer:
+        (model,) = chunks  # there is no pipeline
+        return FullyShardedOptimizer(
+            model,
+            model.layers.values(),
+            config.optimizer,
+            config.parallel,
+            topology,
+            dtype,
+            config.training.seed,
+        )
     optimizer = Optimizer(
         named_parameters(chunks),
         _tied_weight(chunks, topology),
         config.optimizer,
         config.parallel,
         topology,
-        DTYPES[config.model.params_dtype],
-        [Unit(module, uses) for chunk in chunks for module, uses in chunk.units()],
+        dtype,
+        [unit for chunk in chunks for unit in chunk.units()],
         fuses_weight_gradients,
     )
     optimizer.initialize_main(config.training.seed)
     return optimizer
 
 
-def _with_shared_weights(
-    chunks: Sequence[GPTStage], config: Config, topology: Topology, _: bool
-) -> RunOptimizer:
-    from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch takes seconds to import DTensor
-
-    (model,) = chunks  # there is no pipeline
-    return FullyShardedOptimizer(
-        model,
-        model.layers.values(),
-        config.optimizer,
-        config.parallel,
-        topology,
-        DTYPES[config.model.params_dtype],
-        config.training.seed,
-    )
-
-
-OPTIMIZERS: dict[int, Callable[[Sequence[GPTStage], Config, Topology, bool], RunOptimizer]] = {
-    0: _with_whole_weights,
-    1: _with_whole_weights,
-    2: _with_whole_weights,
-    3: _with_shared_weights,
-}
-"""By ZeRO stage."""
-
-
 def _tied_weight(chunks: Sequence[GPTStage], topology: Topology) -> TiedWeight | None:
-    """The word table, where two stages of a pipeline use it: from one rank, or from two with a copy each."""
+    """Return the word embedding if two pipeline stages use it, on one rank or as a copy on each of two."""
     weight = next((chunk.tied_weight for chunk in chunks if chunk.tied_weight is not None), None)
     if weight is None or topology.pp.size == 1:
         return None

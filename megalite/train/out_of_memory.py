@@ -1,4 +1,4 @@
-"""What a run says where memory runs out: what took it, and which flags would take less."""
+"""Explain an out-of-memory error: the sizes of its causes, and the flags that save most."""
 
 from __future__ import annotations
 
@@ -11,81 +11,78 @@ from contextlib import contextmanager
 import torch
 
 from megalite.config import Config
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import Device, advise
-from megalite.plan.gpu import GPUS
-from megalite.topology import Topology
 
 _GB = 1e9
-_WORDS = re.compile(
+_MESSAGE = re.compile(
     "out of memory"
     "|DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|aten::(new_)?(empty|zeros|contiguous|clone)\b.* API call failed",
     re.IGNORECASE,
 )
-"""How torch says it: by an `OutOfMemoryError` for a GPU, else by a plain `RuntimeError`, which names nothing
-but the call where it was a compiled kernel that asked."""
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
+"""Matches torch's messages. A GPU's error has the type `OutOfMemoryError`; others are a plain `RuntimeError`,
+which names only the call if a compiled kernel requested the memory."""
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _CPU_RESIDUAL_BYTES = 0.4 * _GB
-"""Of a process on a CPU that no tensor holds: Python, torch and gloo."""
+"""Memory of a process on a CPU besides its tensors: Python, torch and gloo."""
 
 
 @contextmanager
 def memory_explained(config: Config, topology: Topology) -> Iterator[None]:
-    """Makes of an allocation that fails in this block an error that helps.
+    """Explain an allocation that fails in this block.
 
     Raises:
-        UserError: memory ran out; it says for what, and what to change, by the plan of this rank.
+        UserError: memory ran out; it lists the estimated uses of this rank's memory and the flags to change.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        told = UserError("\n".join(_lines(error, config, topology)))
-        told.on_one_rank = True
-        raise told from None  # and with the traceback go the tensors that it holds
+        explained = UserError("\n".join(_lines(error, config, topology)))
+        explained.on_one_rank = True
+        raise explained from None  # drops the traceback, which holds tensors
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out."""
+    """Return whether an exception means that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _MESSAGE.search(str(error)) is not None
 
 
 def _lines(error: BaseException, config: Config, topology: Topology) -> Iterator[str]:
-    device = device_of(topology.device)
-    asked = _ASKED.search(str(error))
-    what = "" if asked is None else f" when {_size(asked) / _GB:.2f} GB more were asked for"
+    limits = device_of(topology.device)
+    found = _REQUESTED.search(str(error))
+    requested = ""
+    if found is not None:
+        num_bytes = float(found[1]) * _UNITS[found[2].lower()]
+        requested = f" when it requested {num_bytes / _GB:.2f} GB more"
     axes = (topology.pp, topology.dp, topology.tp)
-    place = ", ".join(f"{axis.name} {axis.rank} of {axis.size}" for axis in axes)
-    yield f"rank {topology.rank} ({place}) ran out of memory{what}: {_held(topology.device, device)}"
-    yield from advise(config, topology.world_size, topology.pp.rank, device).lines()
-
-
-def _size(asked: re.Match[str]) -> float:
-    return float(asked[1]) * _UNITS[asked[2].lower()]
-
-
-def _held(device: torch.device, limits: Device) -> str:
-    """What there is, and what this process has of it."""
-    if device.type == "cuda":
-        held, kept = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return (
+    coordinates = ", ".join(f"{axis.name} {axis.rank} of {axis.size}" for axis in axes)
+    if topology.device.type == "cuda":
+        held = torch.cuda.memory_allocated(topology.device)
+        free_blocks = torch.cuda.memory_reserved(topology.device) - held
+        usage = (
             f"of {limits.memory_bytes / _GB:.2f} GB, tensors hold {held / _GB:.2f} GB, and the allocator "
-            f"{(kept - held) / _GB:.2f} GB more in pieces that did not fit"
+            f"{free_blocks / _GB:.2f} GB more in blocks that were too small"
         )
-    return f"the process can have {limits.memory_bytes / _GB:.2f} GB"
+    else:
+        usage = f"the process can use {limits.memory_bytes / _GB:.2f} GB"
+    yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested}: {usage}"
+    yield from advise(config, topology.world_size, topology.pp.rank, limits).lines()
 
 
 def device_of(device: torch.device) -> Device:
-    """The memory that a rank can have on a device of this machine."""
+    """Return the memory that a rank can use on a device of this machine."""
     if device.type == "cuda":
         residual = GPUS["a100-80"].residual_gb * _GB
         return Device(float(torch.cuda.get_device_properties(device).total_memory), residual)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # which its ranks share
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # shared by its ranks
     memory = machine if limit == resource.RLIM_INFINITY else min(machine, limit)
     return Device(float(memory), _CPU_RESIDUAL_BYTES)

@@ -1,171 +1,164 @@
-"""The parts of a run put together on one rank."""
+"""The parts of a run on one rank: model, optimizer, pipeline, data, checkpoints and progress."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config
-from megalite.data.build import DatasetSplits
-from megalite.data.gpt import Dataset
+from megalite.data.batch_loader import BatchLoader
+from megalite.data.build_datasets import DatasetSplits
+from megalite.data.gpt_dataset import Dataset
+from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.optim.part import Part
-from megalite.parallel.weight_gradient_store import WeightGradientStore
-from megalite.pipeline.schedule import SCHEDULES
-from megalite.topology import Topology
-from megalite.train.batches import BatchLoader
-from megalite.train.chunks import build_chunks
-from megalite.train.course import Course
-from megalite.train.evaluation import Evaluator
-from megalite.train.fault_finder import FaultFinder
-from megalite.train.guard import Guard
+from megalite.microbatch import Microbatch
+from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.pipeline.executor import Pipeline
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.train.evaluator import Evaluator
+from megalite.train.iteration_plan import IterationPlanner
+from megalite.train.model_chunks import build_chunks
 from megalite.train.optimizer import build_optimizer
-from megalite.train.step import BatchTokens, StepResult, TrainStep, build_pipeline
+from megalite.train.run_context import RunContext, resolve_run
+from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
+from megalite.train.train_step import StepResult, TrainStep
 from megalite.train.weight_gradients import fusion_of
 
 
-class Trainer:
-    """Model, optimizer, pipeline and data of one rank, and how far it has come.
+def build_pipeline(
+    chunks: Sequence[GPTStage],
+    config: Config,
+    topology: Topology,
+    store: WeightGradientStore | None = None,
+) -> Pipeline[Microbatch]:
+    """Make the executor of this rank's chunks."""
+    model, parallel = config.model, config.parallel
+    num_positions = model.seq_length // (topology.tp.size if parallel.sequence_parallel else 1)
+    return Pipeline(
+        chunks,
+        topology.pp,
+        parallel.schedule,
+        hidden_shape=(num_positions, config.training.micro_batch_size, model.hidden_size),
+        dtype=DTYPES[model.params_dtype],
+        device=topology.device,
+        store=store,
+    )
 
-    Use it in a ``with`` block, or call `close` at its end: it reads data ahead in a thread.
+
+class Trainer:
+    """Trains one rank's part of the model.
+
+    Use it in a ``with`` block, or call `close`: it reads data ahead in a thread.
 
     Args:
-        config: validated, its vocabulary size known.
-        datasets: what to train and evaluate on; the training part exists.
-        lease: on the folder of checkpoints; None where nothing is saved, or no other run can write there.
+        run: what all parts of the run share.
+        datasets: the training split exists.
 
     Attributes:
+        config: the run's; resuming may change it.
         chunks: the parts of the model that this rank holds.
-        progress: iterations and samples so far; `step` moves it on.
-        global_batch_size: samples of a batch once a ramp-up is at its end, and of one in an evaluation.
+        progress: iterations and samples so far; `step` advances it.
+        global_batch_size: samples of a batch after the ramp-up, and of a batch in an evaluation.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        datasets: DatasetSplits,
-        timers: Timers,
-        lease: FolderLease | None = None,
-    ) -> None:
+    def __init__(self, run: RunContext, datasets: DatasetSplits) -> None:
+        config, topology = run.config, run.topology
         self.config = config
         self.topology = topology
+        self.timers = run.timers
         self.datasets = datasets
-        self.timers = timers
-        self.progress = Progress()
-        self.saver = Saver(config.checkpoint, topology, lease)
-        dp = topology.dp.size
-        self.global_batch_size = config.global_batch(dp)
-        self.num_microbatches = config.num_microbatches(dp)
-        self.batch_tokens = BatchTokens(self.global_batch_size * config.model.seq_length)
-        with timers("model-and-optimizer-setup"):
+        self.progress = TrainingProgress()
+        self.global_batch_size = config.global_batch(topology.dp.size)
+        self.num_microbatches = config.num_microbatches(topology.dp.size)
+        self.saver = Saver(config.checkpoint, topology, run.lease)
+        with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
             fuses = fusion_of(config, topology).is_on
             self.chunks = build_chunks(config, topology, store, fuses_weight_gradients=fuses)
             self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
-        self.pipeline = build_pipeline(self.chunks, config, topology, self.batch_tokens, store)
-        if timers.level > 0:
-            for observers in self.observer_lists():
-                observers.append(timers)
-        self.evaluator = Evaluator(
-            self.chunks, self.pipeline, config, topology, self.batch_tokens, datasets.ends
-        )
+        self.pipeline = build_pipeline(self.chunks, config, topology, store)
         assert datasets.train is not None
-        load = self._loader(datasets.train)
-        self.train_step = TrainStep(
-            self.pipeline,
-            self.optimizer,
-            Course(config, dp),
-            load,
-            config.model.seq_length,
-            self.batch_tokens,
-            Guard(config.training),
-            FaultFinder(
-                self.chunks,
-                self.pipeline,
-                self.optimizer,
-                load,
-                config.training.micro_batch_size,
-                topology,
-                config.training.compile,
-            ),
-            topology,
-            timers,
-            config.data.eod_mask_loss,
-            self.saver.before_update,
+        self.load_batch = BatchLoader(
+            datasets.train, config.training.micro_batch_size, topology, run.document_ends
         )
-
-    def observer_lists(self) -> list[list[Any]]:
-        """Where to put an observer that is to be told of all that happens on this rank."""
-        topology = self.topology
-        axes = (topology.pp, topology.tp, topology.dp, topology.world)
-        return [self.pipeline.observers, self.optimizer.observers, *(axis.observers for axis in axes)]
+        self.train_step = TrainStep(
+            run, self.pipeline, self.optimizer, self.load_batch, self.saver.before_update
+        )
+        self.evaluator = Evaluator(run, self.chunks, self.pipeline)
+        if self.timers.level > 0:
+            for observers in self.observer_lists():
+                observers.append(self.timers)
 
     def step(self) -> StepResult:
-        """Trains one iteration and moves the progress on."""
+        """Train one iteration and advance the progress."""
         for chunk in self.chunks:
             chunk.train()
         result = self.train_step(self.progress)
         self.progress = self.progress.after(
-            result.num_samples,
+            result.plan.num_samples,
             skipped=result.skipped,
-            is_nan=not result.is_left_out and not math.isfinite(result.loss),
-            losses=result.kept_losses,
+            is_nan=not result.plan.is_excluded and not math.isfinite(result.loss),
+            losses=result.losses_to_keep,
         )
         return result
 
     def evaluate(
         self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
     ) -> float:
-        """Mean loss of `eval_iters` global batches from `first_sample` on, without dropout.
-
-        The mean is over all of their tokens that have a loss. What `before_batch` raises ends it.
-        """
+        """Return the mean loss over `eval_iters` global batches; see `Evaluator`."""
         return self.evaluator(dataset, first_sample, before_batch)
 
-    def tensors(self) -> dict[str, Tensor | Part]:
-        """All that a checkpoint holds of this rank, by name: views of weights and optimizer state."""
+    def observer_lists(self) -> list[list[Any]]:
+        """Return the lists that an observer of all events on this rank is appended to."""
+        topology = self.topology
+        axes = (topology.pp, topology.tp, topology.dp, topology.world)
+        return [self.pipeline.observers, self.optimizer.observers, *(axis.observers for axis in axes)]
+
+    def tensors(self) -> dict[str, Tensor | ParameterShard]:
+        """Return all that a checkpoint holds of this rank, by name: views of weights and optimizer state."""
         self.optimizer.finish_weights()
-        weights: dict[str, Tensor | Part] = {
+        weights: dict[str, Tensor | ParameterShard] = {
             f"model.{name}": tensor for name, tensor in self.optimizer.weights().items()
         }
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
-    def saved_tensors(self) -> dict[str, Tensor | Part]:
-        """Those that this run's checkpoints hold: with --no-save-optim the weights alone."""
+    def saved_tensors(self) -> dict[str, Tensor | ParameterShard]:
+        """Return those that this run's checkpoints hold: the weights alone with --no-save-optim."""
         tensors = self.tensors()
         if self.config.checkpoint.save_optim:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
     def save(self, *, is_last: bool = False) -> None:
-        """Saves a checkpoint of the present progress to the config's folder, or begins to; see `Saver`."""
+        """Save a checkpoint to the config's folder, or begin to; see `Saver`."""
         with self.timers("save-checkpoint"):
-            contents = Contents.of(self.progress, self.config, self.topology, self.datasets.record)
-            self.saver.save(contents, self.saved_tensors(), is_last=is_last)
+            self.saver.save(self._contents(), self.saved_tensors(), is_last=is_last)
 
     def save_local(self) -> None:
-        """Makes a non-persistent save, or begins to; see `Saver`."""
+        """Make a non-persistent save, or begin to; see `Saver`."""
         with self.timers("save-checkpoint-non-persistent"):
-            contents = Contents.of(self.progress, self.config, self.topology, self.datasets.record)
-            self.saver.save_local(contents, self.tensors())
+            self.saver.save_local(self._contents(), self.tensors())
+
+    def _contents(self) -> Contents:
+        return Contents.of(self.progress, self.config, self.topology, self.datasets.record)
 
     def load(self) -> bool:
-        """Resumes from the latest checkpoint in the config's folder; False where there is none yet."""
+        """Resume from the latest checkpoint in the config's folder; return False if there is none yet."""
         assert self.config.checkpoint.load is not None
         with self.timers("load-checkpoint"):
-            intake = load_checkpoint(
+            loaded = load_checkpoint(
                 Path(self.config.checkpoint.load),
                 self.tensors(),
                 self.config,
@@ -173,17 +166,17 @@ class Trainer:
                 self.saver.local,
                 self.datasets.record,
             )
-        if intake is None:
+        if loaded is None:
             return False
-        for notice in intake.notices:
+        for notice in loaded.notices:
             log.warning("%s", notice)
-        self.progress, self.config = intake.progress, intake.config
-        self.train_step.course = Course(self.config, self.topology.dp.size)
+        self.progress, self.config = loaded.progress, loaded.config
+        self.train_step.plan_iteration = IterationPlanner(self.config, self.topology.dp.size)
         return True
 
     def close(self, *, waits: bool = True) -> None:
         """End the reading ahead of training data, as `BatchLoader.close`; a second call does nothing."""
-        self.train_step.load.close(waits=waits)
+        self.load_batch.close(waits=waits)
 
     def __enter__(self) -> Trainer:
         return self
@@ -196,5 +189,8 @@ class Trainer:
     ) -> None:
         self.close(waits=error is None)
 
-    def _loader(self, dataset: Dataset) -> BatchLoader:
-        return BatchLoader(dataset, self.config.training.micro_batch_size, self.topology, self.datasets.ends)
+
+def start_trainer(config: Config, topology: Topology, timers: Timers | None = None) -> Trainer:
+    """Make a trainer from a config alone: resolve the run, build its datasets and its model."""
+    run = resolve_run(config, topology, timers)
+    return Trainer(run, build_data(run))

@@ -1,43 +1,49 @@
-"""How the gradients of a run's weights come into the sums of them."""
+"""Choose what accumulates the gradients of the weights over microbatches."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.distributed.topology import Topology
 from megalite.kernels.weight_gradient import has_widening_product
-from megalite.model.stage import DTYPES
-from megalite.optim.gradients import main_dtype
-from megalite.topology import Topology
+from megalite.model.gpt_stage import DTYPES
+from megalite.optim.gradient_buckets import main_dtype
 
 
 class Fusion(NamedTuple):
-    """Whether the products that make weights' gradients add to the sums themselves.
+    """Fusion of weight-gradient GEMMs with the accumulation of their results.
 
     Attributes:
-        told: that, and why, in words for the log.
+        is_on: the GEMMs add to `weight.main_grad` themselves.
+        description: what accumulates the gradients, and why, for the log.
     """
 
     is_on: bool
-    told: str
+    description: str
 
 
 def fusion_of(config: Config, topology: Topology) -> Fusion:
-    """The best that a run's config and device allow.
+    """Return the best choice that the run's config and device allow.
 
-    A product that is not one with its addition gains nothing, and is left to autograd, which adds up the
-    gradients of a weight with two uses before they come to the sum.
+    Fusion gains nothing if the device has no GEMM that adds to the wider type of `main_grad`. Autograd then
+    accumulates; it first adds the gradients of a weight that is used twice.
     """
     dtype = DTYPES[config.model.params_dtype]
-    factors, total = (str(each).removeprefix("torch.") for each in (dtype, main_dtype(dtype)))
     if not config.parallel.gradient_accumulation_fusion:
-        return Fusion(False, "added by autograd (--no-gradient-accumulation-fusion)")
+        return Fusion(False, "accumulated by autograd (--no-gradient-accumulation-fusion)")
     if config.parallel.zero_stage_among(topology.dp.size) == 3:
-        return Fusion(False, "added by autograd (--zero-stage 3 shares them out at once)")
-    if dtype != main_dtype(dtype) and not has_widening_product(dtype, main_dtype(dtype), topology.device):
         return Fusion(
-            False, f"added by autograd (no product of {factors} adds to {total} on {topology.device.type})"
+            False, "accumulated by autograd (--zero-stage 3 reduce-scatters them in every microbatch)"
+        )
+    if dtype != main_dtype(dtype) and not has_widening_product(dtype, main_dtype(dtype), topology.device):
+        inputs, total = (str(each).removeprefix("torch.") for each in (dtype, main_dtype(dtype)))
+        return Fusion(
+            False,
+            f"accumulated by autograd ({topology.device.type} has no GEMM of {inputs} that adds to {total})",
         )
     if config.training.compile and topology.tp.size == 1:
-        return Fusion(True, "added by the logits' product itself, of --compile's layers by autograd")
-    return Fusion(True, "added by the products themselves")
+        return Fusion(
+            True, "accumulated by the GEMM of the logits, and by autograd in the layers (--compile)"
+        )
+    return Fusion(True, "accumulated by the weight-gradient GEMMs (fused)")

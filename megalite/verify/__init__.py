@@ -1,1 +1,1 @@
-"""Proof that a run is the same in any layout, on a user's own config."""
+"""Verification that a config trains the same run in any layout."""

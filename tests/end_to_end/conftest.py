@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
-from megalite.cli import run_main
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.train.stopping.signals import STOP_SIGNALS
+from megalite.config.entry_point import run_main
+from megalite.data.indexed_dataset import IndexedWriter
+from megalite.train.stopping import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

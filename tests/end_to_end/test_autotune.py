@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megalite.errors import UserError
-from megalite.tuning.autotune import autotune
-from megalite.tuning.trial import DONE, OUT_OF_MEMORY, PROGRAM
+from megalite.plan.autotune.autotune import autotune
+from megalite.plan.autotune.trial import DONE, OUT_OF_MEMORY, PROGRAM
 
 RUN = (
     *("--gpu", "a100-80", "--world-size", "2", "--gpus-per-node", "2", "--preset", "gpt-tiny", "--mock-data"),
@@ -51,7 +51,7 @@ def test_the_best_of_three(tmp_path: Path) -> None:
     first.close()  # ended once a trial was done
 
     lines = list(autotune(words, "", program))
-    assert sum("known from" in line for line in lines) == 1
+    assert sum(": already in " in line for line in lines) == 1
     record = json.loads((tmp_path / "tuning" / "results.json").read_text())
     found = {each["layout"].split(" --micro")[0]: each for each in record["trials"]}
     assert found.keys() == {"--tp 1 --pp 1", "--tp 2 --pp 1", "--tp 1 --pp 2"}
@@ -74,14 +74,17 @@ def test_the_best_of_three(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (("--iterations", "3", "--warmup-iterations", "3"), "leaves none of --iterations 3 to measure"),
-        (("--warmup-iterations", "-1"), "'-1' is no whole number"),
-        (("--timeout", "nan"), "'nan' is no number above 0"),
+        (("--warmup-iterations", "-1"), "'-1' is not a whole number"),
+        (("--timeout", "nan"), "'nan' is not a number above 0"),
         (("--train-iters", "2"), "--train-iters 2 is less than --iterations 3"),
-        (("--json",), "--json is for tools/plan.py"),
+        (("--json",), "--json is an option of tools/plan.py"),
         (("--dry-run",), "--dry-run computes nothing"),
-        (("--calibrate",), "--calibrate plans with this machine's own rates, not --gpu a100-80's"),
-        (("--world-size", "4096"), "--world-size 4096 is too much for the"),
-        (("--tp", "64"), "--world-size 2: there is no layout"),
+        (
+            ("--calibrate",),
+            "--calibrate plans for this machine, and --gpu a100-80 for another one: remove one",
+        ),
+        (("--world-size", "4096"), "--world-size 4096 is too large for the"),
+        (("--tp", "64"), "--world-size 2: training rejects every layout"),
     ],
 )
 def test_bad_input(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.train.step import StepResult
+from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import Run, RunHere, write_corpus
 
@@ -160,7 +160,7 @@ def test_a_folder_to_load_that_is_not_there_is_no_new_run(pretrain_here: RunHere
     missing = tmp_path / "typo"
     status, lines = pretrain_here("--load", str(missing), "--finetune", "--save", str(tmp_path / "new"))
     assert status == 1
-    assert lines[-1].startswith(f"error: --load {missing} does not exist: give the folder that --save wrote")
+    assert lines[-1].startswith(f"error: --load {missing} does not exist: pass the folder that --save wrote")
 
 
 def test_a_foreign_folder_is_no_checkpoint(pretrain_here: RunHere, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_another_seed_does_not_resume(pretrain_here: RunHere, tmp_path: Path) ->
     assert pretrain_here("--save", str(tmp_path))[0] == 0
     status, lines = pretrain_here("--load", str(tmp_path), "--seed", "99")
     assert (status, len(lines)) == (1, 1)
-    assert "of another run: seed 1234 (now 99)" in lines[0]
+    assert "belongs to another run: seed 1234 (now 99)" in lines[0]
 
 
 @pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--metrics-file"])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megalite.checkpoint.full import FullReader
+from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import read_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,8 @@ def test_to_transformers_and_back(pretrain, tmp_path):
 
     done = convert("--load", tmp_path / "hf", "--save", tmp_path / "ours")
     assert done.returncode == 1
-    assert done.stderr == f"error: --save {tmp_path / 'ours'} is there and not empty: give a new folder, " + (
-        "or delete it first\n"
+    assert (
+        done.stderr
+        == f"error: --save {tmp_path / 'ours'} exists and is not empty: give a new folder, "
+        + ("or delete it first\n")
     )

@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_costs_an_interval_and_no_more(pretrain_and_tell, t
     status, output, _ = pretrain_and_tell(*flags)
     assert status == 0
     assert "warning: checkpoint" in output
-    assert "is left out: pp_00_tp_00.safetensors has other contents than SHA256SUMS says" in output
+    assert "is damaged and skipped: pp_00_tp_00.safetensors has other contents than SHA256SUMS says" in output
     assert f"resumed from {tmp_path} at iteration 2" in output
     assert losses(output) == {3: losses(undisturbed)[3]}
     status, output, _ = pretrain_and_tell(*flags, "--ckpt-step", "1", "--keep-last", "2")

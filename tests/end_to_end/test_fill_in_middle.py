@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.indexed_dataset import IndexedWriter
 from tests.end_to_end.conftest import RunHere
 
 

@@ -31,8 +31,8 @@ def test_memory_that_runs_out_in_a_step() -> None:
     assert ran.returncode == 1, ran.stderr
     errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
     assert errors[0].startswith("error: rank 0 (pp 0 of 1, dp 0 of 1, tp 0 of 1) ran out of memory")
-    assert f"the process can have {KIB * 1024 / 1e9:.2f} GB" in errors[0]
-    assert "the plan's estimate for this rank is" in errors[1]
-    assert "--recompute-granularity full would take" in errors[2]
-    assert "--micro-batch-size 16 would take" in " ".join(errors[3:])
+    assert f"the process can use {KIB * 1024 / 1e9:.2f} GB" in errors[0]
+    assert "the planned memory of this rank is" in errors[1]
+    assert "--recompute-granularity full would save" in errors[2]
+    assert "--micro-batch-size 16 would save" in " ".join(errors[3:])
     assert "Traceback" not in ran.stderr

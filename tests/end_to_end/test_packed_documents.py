@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.indexed_dataset import IndexedWriter
 from tests.end_to_end.conftest import RunHere
 
 OPTIONS = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")

@@ -125,7 +125,7 @@ def test_ranks_that_are_restarted_go_on_by_themselves(
         os.kill(_workers(agent)[0], signal.SIGKILL)
         assert agent.wait(PATIENCE) == 0
     assert _starts(folder) == 2
-    assert f"restarted: going on from --save {folder} at iteration" in _text(folder)
+    assert f"restarted: resuming from --save {folder} at iteration" in _text(folder)
     assert losses_of(folder) == whole
 
 

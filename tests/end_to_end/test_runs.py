@@ -136,7 +136,7 @@ def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
     errors = sorted(line for _, _, text in ranks for line in text.splitlines() if line.startswith("error: "))
     assert len(errors) == 2, errors
     assert "has token id 300" in errors[0]
-    assert "lost another rank" in errors[1]
+    assert "lost the connection to another rank" in errors[1]
     assert not any("Traceback" in text for _, _, text in ranks)
 
 

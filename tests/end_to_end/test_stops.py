@@ -13,7 +13,7 @@ import pytest
 
 import pretrain_gpt
 from megalite.log import log
-from megalite.train.step import StepResult
+from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import TINY_FLAGS, RunHere, signals_restored
 

@@ -69,7 +69,7 @@ def test_finetune_starts_a_run_of_its_own(train: Train, saved: Path, tmp_path: P
     assert figures(ended, "consumed_samples") == [4, 8, 12, 16]
     assert figures(ended, "learning_rate") == pytest.approx([0.00075, 0.0005, 0.00025, 0.0])
     assert figures(ended, "lm_loss")[0] < 5.0  # log(257) is 5.5
-    assert any("only the weights are taken" in line for line in ended.warnings)
+    assert any("only the weights are loaded" in line for line in ended.warnings)
     assert any("params_dtype fp32 (now bf16)" in line for line in ended.warnings)
     assert any("holds checkpoints, and none of them is loaded" in line for line in ended.warnings)
 
@@ -121,7 +121,7 @@ def test_the_model_of_the_checkpoint_is_taken(train: Train, saved: Path) -> None
     flags = ("--load", str(saved), "--lr", "0.01", "--train-iters", "5", "--lr-decay-iters", "4")
     assert figures(train(*flags, "--use-checkpoint-args", base=base), "iteration") == [5]
     (error,) = train(*flags, base=base).errors
-    assert "of another model: num_layers 4 (now 12), hidden_size 64 (now 768)" in error
+    assert "has another model: num_layers 4 (now 12), hidden_size 64 (now 768)" in error
 
 
 GO_ON = ("--lr", "0.01", "--train-iters", "5", "--lr-decay-iters", "4")
@@ -137,15 +137,16 @@ def test_a_corpus_that_grew_is_refused_and_a_copy_is_not(
     write_corpus(grown, [f"document {i}: ".encode() * 20 for i in range(41)])
     moved = train(*flags, "--data-path", copy)
     assert figures(moved, "iteration") == [5]
-    assert moved.warnings[1:] == [f"not as in checkpoint {saved}/iter_0000004: train_iters 4 (now 5)"]
+    assert moved.warnings[1:] == [f"changed since checkpoint {saved}/iter_0000004: train_iters 4 (now 5)"]
     (error,) = train(*flags, "--data-path", grown).errors
     assert error.startswith(
-        f"checkpoint {saved}/iter_0000004 is of other data: corpus {corpus} 40 sequences in 20,400 bytes, "
+        f"checkpoint {saved}/iter_0000004 was trained on other data: corpus {corpus} 40 sequences in 20,400 "
+        "bytes, "
     )
     assert "pass --allow-data-change to continue in the order of the new data" in error
     allowed = train(*flags, "--data-path", grown, "--allow-data-change")
     assert figures(allowed, "iteration") == [5]
-    assert any("the samples that follow are taken from the new order" in line for line in allowed.warnings)
+    assert any("the next samples follow the new order" in line for line in allowed.warnings)
     (error,) = train(*flags, "--train-data-path", corpus).errors  # all of it: no --split cuts it
     assert f"train {corpus}[0:0.9] (now {corpus})" in error
 
@@ -168,7 +169,7 @@ def test_another_layout_and_precision_together(pretrain: Run, tmp_path: Path) ->
     done = pretrain("--pp", "2", "--fp16", "--allow-settings-change", *load, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout
-    assert "the output weight starts as the word table" in done.stdout
+    assert "the output weight starts as the word embedding" in done.stdout
     assert "it starts at --initial-loss-scale" in done.stdout
     back = pretrain("--load", str(tmp_path / "b"), "--finetune", "--params-dtype", "fp64")
     assert back.returncode == 0, back.stderr

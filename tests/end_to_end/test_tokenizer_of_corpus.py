@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalite.data.tokenizer import ByteTokenizer, NullTokenizer
-from megalite.data.tokenizer_digest import write_tokenizer_digest
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
 from tests.end_to_end.conftest import RunHere, write_corpus
 
 
@@ -16,8 +16,8 @@ def test_refused_by_name_or_trained_on(pretrain_here: RunHere, tmp_path: Path) -
     status, lines = pretrain_here("--data-path", prefix)
     assert status == 1
     assert [line for line in lines if line.startswith("error: ")] == [
-        f"error: {prefix}: made with another tokenizer than the given one, so that ids mean other text: "
-        f"give the same one, or delete {prefix}.tokenizer.json if they are known to be equal"
+        f"error: {prefix}: made with another tokenizer than this run's, so its ids mean other text: "
+        f"give the same tokenizer, or delete {prefix}.tokenizer.json if you know that they are equal"
     ]
     write_tokenizer_digest(prefix, ByteTokenizer())
     assert pretrain_here("--data-path", prefix, "--train-iters", "1")[0] == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.manifest import CONFIG
-from megalite.cli import run_main
+from megalite.config.entry_point import run_main
 from tests.checkpoint_folder import reseal
 from tools import evaluate, generate
 
@@ -98,15 +98,15 @@ def test_text_from_prompts(trained: Path, use: Any) -> None:
 
 
 MISTAKES = (
-    (generate, ("--prompt", "x" * 40), "prompt 0 has 40 tokens, and the model 32 positions"),
+    (generate, ("--prompt", "x" * 40), "prompt 0 has 40 tokens, but the model 32 positions"),
     (generate, ("--prompt", "x", "--tp", "3"), "--tp 3 does not divide the number of ranks, 1"),
     (generate, ("--prompt", "x", "--load-iteration", "3"), "has no checkpoint iter_0000003"),
     (generate, ("--prompt", "x", "--tokenizer-type", "GPT2BPETokenizer"), "needs --vocab-file"),
-    (generate, ("--prompt", "x", "--load", "tests"), "--load tests holds no checkpoint"),
+    (generate, ("--prompt", "x", "--load", "tests"), "--load tests has no checkpoint"),
     (generate, (), "one of the arguments --prompt --prompt-file is required"),
     (evaluate, ("--text", "nowhere.txt"), "--text nowhere.txt cannot be read"),
     (evaluate, ("--data-path", "nowhere"), "no such dataset file: nowhere.bin"),
-    (evaluate, ("--split", "valid", "--stride", "3"), "leave --seq-length and --stride out"),
+    (evaluate, ("--split", "valid", "--stride", "3"), "drop --seq-length and --stride"),
     (evaluate, ("--text", "README.md", "--stride", "99"), "--stride 99 is more than the 32 tokens"),
     (evaluate, ("--text", "README.md", "--seq-length", "64"), "more than the model's 32 positions"),
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.host_copy import HostCopy
-from megalite.checkpoint.tensor_writer import Piece
+from megalite.checkpoint.tensor_files import FilePiece
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,6 +17,6 @@ def test_larger_and_larger_saves() -> None:
     copy = HostCopy(device)
     for size in (0, 1000, 3_000_000, 500, 20_000_000):
         x = torch.arange(size, device=device, dtype=torch.float32)
-        found = copy.take({"x": Piece(x, None)})["x"]
+        found = copy.take({"x": FilePiece(x, None)})["x"]
         copy.fill()
         assert torch.equal(found.tensor, x.cpu())

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
+from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
+from megalite.microbatch import Microbatch
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.model.stage import GPTStage
-from megalite.parallel.fp8 import E4M3, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
-from megalite.topology import Launch, Topology
+from megalite.tensor_parallel.fp8 import E4M3, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
+from tests.stages import build_stage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +38,7 @@ def one_gpu() -> Iterator[Topology]:
 
 
 def _meant(x: Fp8) -> Tensor:
-    return x.numbers.double() * x.unit.double()
+    return x.numbers.double() * x.scale.double()
 
 
 def _skip_without_fp8(topology: Topology) -> None:
@@ -75,10 +76,10 @@ def test_compiled_layers_give_the_same(dropout: float, fp8_format: str | None, o
     numbers = torch.arange(2, device=one_gpu.device)
     losses, norms = [], []
     for compiled in (False, True):
-        stage = GPTStage(model, one_gpu, range(2), seed=1, fp8_format=fp8_format)
+        stage = build_stage(model, one_gpu, range(2), seed=1, fp8_format=fp8_format)
         if compiled:
             compile_layers(stage)
-        loss = stage(ids[:, :-1], ids[:, 1:], numbers, None)
+        loss = stage(Microbatch(ids[:, :-1], ids[:, 1:], numbers), None)
         loss.backward()
         losses.append(loss.item())
         norms.append([p.grad.float().norm().item() for p in stage.parameters() if p.grad is not None])

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
-from megalite.presets import PRESETS
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
-from megalite.verify.record import Record, record_run
+from megalite.config.presets import PRESETS
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 
@@ -40,7 +40,7 @@ def _config(model: str, backend: str, packed: bool) -> Config:
 
 
 @functools.cache
-def _reference(model: str, packed: bool) -> Record:
+def _reference(model: str, packed: bool) -> RunRecord:
     return record_run(_config(model, "flash", packed), NUM_ITERATIONS, 1)
 
 

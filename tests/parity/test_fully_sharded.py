@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import RecomputeConfig
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
-from megalite.verify.record import record_run
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import record_run
 from tests.parity import test_layout_table as table
 from tests.parity import test_precision as precision
 

@@ -14,15 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
-from megalite.data.mock import MockDataset
-from megalite.presets import PRESETS
-from megalite.topology import Topology
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
-from megalite.verify.record import Record, record_run
+from megalite.config.presets import PRESETS
+from megalite.data.mock_dataset import MockDataset
+from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
+from megalite.train.trainer import start_trainer
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 VOCABULARY = 200
@@ -56,7 +55,7 @@ def _config(model: str, dropout: float, *options: str) -> Config:
 
 
 @functools.cache
-def _reference(model: str, *options: str) -> Record:
+def _reference(model: str, *options: str) -> RunRecord:
     return record_run(_config(model, DROPOUT[model], *options), NUM_ITERATIONS, 1)
 
 
@@ -105,7 +104,7 @@ def test_each_option_changes_the_run(model: str) -> None:
 def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topology) -> None:
     """In training and evaluation: against one pass over the whole batch and torch's mean."""
     config = _config(model, 0.0, "eod_mask_loss")
-    trainer = Trainer(config, one_rank, build_data(config, one_rank, Timers()), Timers())
+    trainer = start_trainer(config, one_rank)
     (stage,) = trainer.chunks
     training, validation = (
         MockDataset(2 * GLOBAL_BATCH_SIZE, 32, VOCABULARY, config.training.seed, split, EOD)
@@ -115,14 +114,15 @@ def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topol
     def expected(dataset: MockDataset, num_samples: int) -> torch.Tensor:
         text = torch.stack([torch.from_numpy(dataset[i]) for i in range(num_samples)])
         tokens, labels = text[:, :-1], text[:, 1:]
-        hidden = stage.hidden_states(tokens, torch.arange(num_samples), None)
+        hidden = stage.hidden_states(Microbatch(tokens, labels, torch.arange(num_samples)), None)
         logits = stage.logits(hidden).transpose(0, 1)[..., :VOCABULARY]
         return F.cross_entropy(logits[tokens != EOD], labels[tokens != EOD])
 
     weights = dict(stage.named_parameters())
     mean = expected(training, GLOBAL_BATCH_SIZE)
     gradients = torch.autograd.grad(mean, list(weights.values()))
-    loss, grad_norm = trainer.train_step.gradients(0)
+    plan = trainer.train_step.plan_iteration(trainer.progress)
+    loss, grad_norm = trainer.train_step.compute_gradients(plan)
     assert loss.item() == pytest.approx(mean.item(), rel=1e-13)
     assert grad_norm.item() == pytest.approx(
         torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-12

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
-from megalite.verify.record import Record, record_run
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
 from tests.parity import test_layout_table as table
 
 NUM_ITERATIONS = 50
 
 
 @functools.cache
-def _run(name: str, dtype: str, corpus: str) -> Record:
+def _run(name: str, dtype: str, corpus: str) -> RunRecord:
     layout = Layout.parse(name)
     config = table._config("gpt-tiny", dtype, corpus)
     config = replace(

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megalite.presets import PRESETS
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
-from megalite.verify.record import Record, record_run
+from megalite.config.presets import PRESETS
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
 
 BATCHES = [4, 4, 8, 12, 16]
 CONFIG = Config(
@@ -42,7 +42,7 @@ CONFIG = Config(
 
 
 @functools.cache
-def _reference() -> Record:
+def _reference() -> RunRecord:
     return record_run(CONFIG, len(BATCHES), 1)
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig, check_config
-from megalite.presets import PRESETS
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.layout import Layout
-from megalite.verify.record import Record, record_run
+from megalite.config.presets import PRESETS
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
 
 NUM_ITERATIONS = 10
 GLOBAL_BATCH_SIZE = 8
@@ -57,7 +57,7 @@ def _config(model: str, dtype: str, corpus: str) -> Config:
 
 
 @functools.cache
-def _reference(model: str, dtype: str, corpus: str) -> Record:
+def _reference(model: str, dtype: str, corpus: str) -> RunRecord:
     return record_run(_config(model, dtype, corpus), NUM_ITERATIONS, 1)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.verify.layout import Layout
-from megalite.verify.record import Record, record_run
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
 from tests.parity import test_layout_table as table
 
 LAYOUTS = ("dp2+zero1", "dp4+zero1+gather", "dp2+zero2", "dp4+zero2+gather", "pp2dp2+zero2")
@@ -32,7 +32,7 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
     table.test_same_run(model, "fp64", name, corpus)
 
 
-def _run(name: str, dtype: str, corpus: str) -> Record:
+def _run(name: str, dtype: str, corpus: str) -> RunRecord:
     layout = Layout.parse(name)
     config = layout.apply(table._config("gpt-tiny", dtype, corpus), table.GLOBAL_BATCH_SIZE)
     return record_run(config, 10, layout.world_size)

@@ -1,6 +1,6 @@
-"""What scripts/quickstart.sh left in runs/quickstart: the loss fell, it learned, resumed, and writes text.
+"""Check the output of scripts/quickstart.sh in runs/quickstart: loss, resume, checkpoint and generated text.
 
-Run by .ci/run after the quickstart; its name keeps it out of the other tests, which need no such run.
+.ci/run runs this file after the quickstart. Pytest does not collect it by default because of its name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.indexed import IndexedDataset
-from megalite.data.splits import split_ranges
+from megalite.data.indexed_dataset import IndexedDataset
+from tests.corpora import split_ranges
 
 RUN = Path(__file__).parents[2] / "runs" / "quickstart"
 SPLIT = "949,50,1"  # of scripts/examples/quickstart.yaml
@@ -38,7 +38,7 @@ def test_the_loss_fell(lines: list[dict[str, Any]]) -> None:
     assert losses == sorted(losses, reverse=True) or max(np.diff(losses)) < 0.2
 
 
-def test_the_resumed_run_went_on_where_the_first_stopped(lines: list[dict[str, Any]]) -> None:
+def test_the_resumed_run_continued_from_the_checkpoint(lines: list[dict[str, Any]]) -> None:
     iterations = [line["iteration"] for line in lines if "iteration" in line]
     assert iterations == list(range(20, 301, 20))
     assert [line["consumed_samples"] for line in lines if "iteration" in line] == [16 * i for i in iterations]
@@ -47,7 +47,7 @@ def test_the_resumed_run_went_on_where_the_first_stopped(lines: list[dict[str, A
 
 
 def test_it_beats_a_unigram_model(validations: dict[int, float]) -> None:
-    """Cross-entropy of the validation documents under the training documents' token frequencies."""
+    """Compare with the cross-entropy of the validation documents under the training token frequencies."""
     dataset = IndexedDataset(str(RUN / "corpus_text_document"))
     train, valid, _ = split_ranges(SPLIT, len(dataset))
     assert train is not None
@@ -60,13 +60,13 @@ def test_it_beats_a_unigram_model(validations: dict[int, float]) -> None:
     assert validations[300] < unigram - 1.0
 
 
-def test_files_for_tensorboard_and_a_checkpoint_are_there() -> None:
+def test_tensorboard_files_and_checkpoint_exist() -> None:
     assert list((RUN / "tensorboard").glob("events.out.tfevents.*"))
     assert (RUN / "checkpoints" / "latest").read_text().strip() == "iter_0000300"
     assert len(list((RUN / "checkpoints" / "iter_0000300").glob("*.safetensors"))) == 4
 
 
-def test_it_wrote_a_line_of_text() -> None:
+def test_it_generated_text() -> None:
     text = (RUN / "text.txt").read_text()
     assert text.startswith("And God said")
     words = text.removeprefix("And God said").split()

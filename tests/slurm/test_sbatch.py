@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.launching.request import write_job
+from megalite.data.indexed_dataset import IndexedWriter
+from megalite.plan.slurm.sbatch_request import write_job
 from tests.slurm.cluster import GPUS_PER_NODE, Slurm, missing_programs, slurm_cluster
 
 pytestmark = [

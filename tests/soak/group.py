@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pretrain_gpt
-from megalite.cli import run_main
+from megalite.config.entry_point import run_main
 
 _SECONDS_TO_NOTICE = 20.0
 """How long ranks have to end by themselves after one of them is gone; after that they are killed."""

@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 
 from megalite.config import Config, DataConfig, LoggingConfig, TrainingConfig
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.presets import PRESETS
-from megalite.topology import Topology
+from megalite.config.presets import PRESETS
+from megalite.data.indexed_dataset import IndexedWriter
+from megalite.distributed.topology import Topology
+from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
-from megalite.train.prepare import build_data
-from megalite.train.stopping.requeue import RequeueNote
-from megalite.train.stopping.signals import StopSignals
-from megalite.train.stopping.stop import StopConditions
+from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import start_trainer
 
 SEQ_LENGTH = 64
 WARM_UP = 10
@@ -95,9 +93,9 @@ def _train(topology: Topology, folder: Path, num_evaluations: int) -> list[Held]
     stop = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
     with (
         Writers(config.logging, topology, "") as writers,
-        Trainer(config, topology, build_data(config, topology, timers), timers) as trainer,
+        start_trainer(config, topology, timers) as trainer,
     ):
-        assert train(trainer, MeasuringWriters(writers, held), stop) == 0  # type: ignore[arg-type]
+        assert train(trainer, stop, default_callbacks(MeasuringWriters(writers, held))) == 0  # type: ignore[arg-type]
     return held
 
 

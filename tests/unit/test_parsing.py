@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from megalite.cli import parse
-from megalite.convert.hf_folder import HFFolder
-from megalite.data.documents import Record, RecordError, parse_record
-from megalite.data.hf_tokenizer import _eos_token_beside
-from megalite.data.preprocessing.report import read_report
-from megalite.data.sources import _per_split_words
-from megalite.data.tokenizer_digest import read_tokenizer_digest
+from megalite.checkpoint.convert.hf_folder import HFFolder
+from megalite.config.command_line import parse
+from megalite.data.corpus_sources import _read_per_split
+from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record
+from megalite.data.preprocessing.preprocessing_report import read_report
+from megalite.data.tokenizers.hf_tokenizer import _eos_token_beside
+from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
 from megalite.errors import UserError
-from megalite.generation.prompts import read_prompts
-from megalite.parsing import parse_json
-from megalite.reporting.history import _row
-from megalite.reporting.run import _is_metrics
-from megalite.reporting.trace import read_trace
-from megalite.tuning.results import Results
+from megalite.files import parse_json
+from megalite.generate.prompts import read_prompts
+from megalite.plan.autotune.trial import Results
+from megalite.report.run_folder import _is_metrics
+from megalite.report.run_history import _row
+from megalite.report.trace_picture import read_trace
 
 DEEP = "[" * 50_000 + "]" * 50_000
 REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "settings": ("run.yaml", lambda file: parse(["--config", str(file)])),
     "DeepSpeed's settings": ("ds.json", lambda file: parse(["--deepspeed_config", str(file)])),
-    "words for each split": ("split.json", lambda file: _per_split_words(str(file))),
+    "the data of each split": ("split.json", lambda file: _read_per_split(str(file))),
     "a prompt": ("prompts.jsonl", lambda file: read_prompts(None, str(file))),
     "a trace": ("trace.json", read_trace),
     "a tuning's results": ("results.json", lambda file: Results(file.parent, {})),
@@ -55,7 +55,7 @@ def test_a_line_that_is_nested_too_deep_is_a_bad_one(tmp_path: Path) -> None:
         parse_json(DEEP)
     assert _row(DEEP) is None
     with pytest.raises(RecordError, match="nested too deep"):
-        parse_record(Record("x.jsonl", 1, "json", DEEP.encode()), ["text"])
+        parse_record(DocumentRecord("x.jsonl", 1, "json", DEEP.encode()), ["text"])
     file = tmp_path / "x.json"
     file.write_text(DEEP)
     assert not _is_metrics(file)

@@ -1,1 +1,1 @@
-"""Rules between fields, one file a concern; each is a function of the config to its problems."""
+"""Rules between fields, one file per topic: functions from a config to its problems."""

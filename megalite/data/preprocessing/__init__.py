@@ -1,5 +1,6 @@
-"""The parts of preprocessing.
+"""Turn text files into indexed datasets.
 
-`job` (what to do) -> `pieces` (the input cut up) -> `pool` of `encoder`s, each with a `shard` of its own ->
-`ledger` (what is done, for a resumption) -> `join` (shards to .bin and .idx) -> `report`.
+`preprocess_job` (what to do) -> `input_plan` (cuts the input into `pieces`) -> `pool` of `encoder`s, each of
+which writes its own `shards` -> `ledger` (records finished pieces, so that a killed run can resume) ->
+`preprocess` (joins the shards to .bin and .idx) -> `preprocessing_report`.
 """

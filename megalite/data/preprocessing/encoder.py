@@ -1,9 +1,8 @@
-"""Encodes pieces of the input into a worker's shards."""
+"""Encode pieces of the input into a worker's shards."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -12,28 +11,35 @@ from types import TracebackType
 
 import numpy as np
 
-from megalite.data.documents import Record, RecordError, parse_records
-from megalite.data.indexed_writer import token_dtype
-from megalite.data.preprocessing.job import PreprocessJob
-from megalite.data.preprocessing.pack import Documents, empty_column, pack
-from megalite.data.preprocessing.pieces import Piece, locate
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
+from megalite.data.preprocessing.pieces import InputPiece, locate
+from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.data.preprocessing.sentences import sentence_splitter
-from megalite.data.preprocessing.shard import Column, Extent, ShardWriter, join_extents
+from megalite.data.preprocessing.shards import (
+    Column,
+    EncodedDocuments,
+    Extent,
+    ShardWriter,
+    empty_column,
+    join_extents,
+    pack,
+)
 from megalite.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096
 MAX_MESSAGES = 10
-"""Skipped documents that are named one by one; all are counted."""
+"""Skipped documents that are named in the log; all are counted."""
 
 
 class CannotWrite(UserError):
-    """The disk is full, or takes nothing for another reason."""
+    """Raised when the disk is full or cannot be written."""
 
 
 @dataclass
 class ColumnResult:
-    """What one piece has given for one key."""
+    """Hold the result of one piece for one key."""
 
     extent: Extent
     num_text_bytes: int = 0
@@ -44,7 +50,7 @@ class ColumnResult:
 
 @dataclass
 class PieceResult:
-    """What one piece has given; small, whatever the piece."""
+    """Hold the result of one piece; it is small for any piece."""
 
     columns: list[ColumnResult]
     num_bytes: int
@@ -56,7 +62,7 @@ class PieceResult:
 
 
 class Encoder:
-    """Parses and tokenizes pieces, and appends them to shards of its own; a context manager."""
+    """Parse and tokenize pieces, and append them to shards of its own; a context manager."""
 
     def __init__(self, job: PreprocessJob, folder: str) -> None:
         self._job = job
@@ -68,7 +74,7 @@ class Encoder:
             sentence_splitter(job.sentence_language) if job.sentence_language else None
         )
         self._stack = ExitStack()
-        name = secrets.token_hex(6)  # never that of an earlier run's, or of another worker
+        name = secrets.token_hex(6)  # differs from those of an earlier run and of other workers
         try:
             self._shards = [
                 self._stack.enter_context(ShardWriter(folder, f"{name}-{k}"))
@@ -85,12 +91,12 @@ class Encoder:
     ) -> None:
         self._stack.close()
 
-    def encode(self, piece: Piece) -> PieceResult:
-        """Encodes one piece.
+    def encode(self, piece: InputPiece) -> PieceResult:
+        """Encode one piece.
 
         Raises:
-            UserError: its files cannot be read or the shards not written, or a record is bad and none are
-                skipped.
+            UserError: its files cannot be read, the shards cannot be written, or a record is bad and bad ones
+                are not skipped.
         """
         columns = [ColumnResult(self._append(k, empty_column(self._dtype))) for k in range(len(self._shards))]
         result = PieceResult(columns, 0, 0, [], piece.num_input_bytes, piece.checksum)
@@ -105,9 +111,11 @@ class Encoder:
             raise self._cannot_write(error) from None
         return result
 
-    def _encode_batch(self, piece: Piece, batch: list[Record], result: PieceResult) -> list[Documents]:
-        """The documents by key; bad records are left out, and counted."""
-        good: list[Record] = []
+    def _encode_batch(
+        self, piece: InputPiece, batch: list[DocumentRecord], result: PieceResult
+    ) -> list[EncodedDocuments]:
+        """Return the encoded documents by key; bad records are skipped, and counted."""
+        good: list[DocumentRecord] = []
         rows: list[list[bytes]] = []
         for record, row in zip(batch, parse_records(batch, self._job.json_keys), strict=True):
             if isinstance(row, RecordError):
@@ -117,7 +125,7 @@ class Encoder:
             rows.append(row)
         try:
             return self._encode_rows(rows)
-        except UserError:  # some text is nothing for this tokenizer: find out which
+        except UserError:  # the tokenizer refuses some text: find out which
             return self._encode_rows(
                 [
                     row
@@ -126,7 +134,9 @@ class Encoder:
                 ]
             )
 
-    def _is_encodable(self, piece: Piece, record: Record, row: list[bytes], result: PieceResult) -> bool:
+    def _is_encodable(
+        self, piece: InputPiece, record: DocumentRecord, row: list[bytes], result: PieceResult
+    ) -> bool:
         try:
             self._encode_rows([row])
         except UserError as error:
@@ -134,23 +144,23 @@ class Encoder:
             return False
         return True
 
-    def _encode_rows(self, rows: list[list[bytes]]) -> list[Documents]:
+    def _encode_rows(self, rows: list[list[bytes]]) -> list[EncodedDocuments]:
         return [self._encode_texts([row[k] for row in rows]) for k in range(len(self._shards))]
 
-    def _encode_texts(self, texts: list[bytes]) -> Documents:
+    def _encode_texts(self, texts: list[bytes]) -> EncodedDocuments:
         if self._split is None:
-            return Documents(self._tokenizer.encode_arrays(texts), None, sum(map(len, texts)))
+            return EncodedDocuments(self._tokenizer.encode_arrays(texts), None, sum(map(len, texts)))
         split = [self._split(text.decode()) for text in texts]
         sequences = [sentence.encode() for sentence in itertools.chain.from_iterable(split)]
         arrays = self._tokenizer.encode_arrays(sequences)
-        return Documents(arrays, list(map(len, split)), sum(map(len, sequences)))
+        return EncodedDocuments(arrays, list(map(len, split)), sum(map(len, sequences)))
 
-    def _add(self, column: ColumnResult, k: int, documents: Documents) -> None:
+    def _add(self, column: ColumnResult, k: int, documents: EncodedDocuments) -> None:
         packed = pack(documents, self._dtype, self._eod)
         if self._unknown is not None:
             column.num_unknown += int((packed.tokens == self._unknown).sum())
         column.num_text_bytes += documents.num_text_bytes
-        column.histogram = _add_counts(column.histogram, _histogram(packed))
+        column.histogram = add_counts(column.histogram, _histogram(packed))
         column.extent = join_extents(column.extent, self._append(k, packed))
 
     def _append(self, k: int, column: Column) -> Extent:
@@ -162,25 +172,21 @@ class Encoder:
     def _cannot_write(self, error: OSError) -> CannotWrite:
         return CannotWrite(f"cannot write {self._job.stem}: {error.strerror}")
 
-    def _skip_or_fail(self, piece: Piece, record: Record, error: Exception, result: PieceResult) -> None:
+    def _skip_or_fail(
+        self, piece: InputPiece, record: DocumentRecord, error: Exception, result: PieceResult
+    ) -> None:
         what = "row" if record.kind == "row" else "line"
         if not self._job.skip_bad_records:
             message = f"{record.source}, {what} {locate(piece, record.number)}: {error}"
-            raise UserError(f"{message}; mend it, or leave such documents out with --on-error skip")
+            raise UserError(f"{message}; correct it, or skip bad documents with --on-error skip")
         result.num_skipped += 1
         if len(result.bad) < MAX_MESSAGES:
             result.bad.append((record.source, what, record.number, str(error)))
 
 
-def encode_in_one_thread() -> None:
-    """Keeps tokenizers' engines from starting a thread a core in each worker."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
-
-
-def _batches(records: Iterable[Record]) -> Iterator[tuple[list[Record], int]]:
-    """Some records at a time, and their bytes."""
-    batch: list[Record] = []
+def _batches(records: Iterable[DocumentRecord]) -> Iterator[tuple[list[DocumentRecord], int]]:
+    """Yield some records at a time, and their bytes."""
+    batch: list[DocumentRecord] = []
     num_bytes = 0
     for record in records:
         batch.append(record)
@@ -193,7 +199,7 @@ def _batches(records: Iterable[Record]) -> Iterator[tuple[list[Record], int]]:
 
 
 def _histogram(column: Column) -> list[int]:
-    """Documents by the power of two in their number of tokens."""
+    """Count documents by the power of two in their number of tokens."""
     if not column.sequences.size:
         return []
     first = np.cumsum(column.sequences) - column.sequences
@@ -201,5 +207,6 @@ def _histogram(column: Column) -> list[int]:
     return [int(count) for count in np.bincount(np.frexp(lengths)[1] - 1)]
 
 
-def _add_counts(first: list[int], second: list[int]) -> list[int]:
+def add_counts(first: list[int], second: list[int]) -> list[int]:
+    """Return the element-wise sum of two lists, the shorter one padded with zeros."""
     return [a + b for a, b in itertools.zip_longest(first, second, fillvalue=0)]

@@ -1,4 +1,4 @@
-"""What a run has done so far, kept on disk beside its shards, so that a killed one can be gone on with."""
+"""Record on disk which pieces are done, beside their shards, so that a killed run can resume."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from typing import Any
 
 from megalite.data.preprocessing.encoder import CannotWrite, ColumnResult, PieceResult
 from megalite.data.preprocessing.pool import WorkerDied
-from megalite.data.preprocessing.shard import Extent
+from megalite.data.preprocessing.shards import Extent
 from megalite.errors import UserError
-from megalite.folders import no_follow, open_new
-from megalite.parsing import parse_json
+from megalite.files import no_follow, open_new, parse_json, replace_file
 
 
 class Ledger:
-    """The folder STEM.unfinished: a header, a line for each piece that is done, and the workers' shards.
+    """Keep the folder STEM.unfinished: a header, a line for each finished piece, and the workers' shards.
 
-    Lines stand in the pieces' order, so that what is done is always a first part of the input. A line is
-    written after its shards are on disk; one that a kill has cut off does not count. A context manager, which
-    holds a lock that ends with the process, and removes the folder on a UserError but that of a dead worker,
-    unless an earlier run's work is in it.
+    Lines are in the pieces' order, so that what is done is always a first part of the input. A line is
+    written after its shards are on disk; a line that a kill has cut off does not count. As a context manager,
+    it holds a lock that ends with the process, and removes the folder on success and on a UserError, except
+    that of a dead worker or when an earlier run's work is in the folder.
 
     Attributes:
         folder: for the shards.
-        header: what the run was started with; empty where none was interrupted.
+        header: what the interrupted run was started with; empty if none was interrupted.
     """
 
     def __init__(self, stem: str) -> None:
         self._stem = stem
         self.folder = f"{stem}.unfinished"
-        # no suffixes: the folder may lie in one that is read as input
+        # Without suffixes: the folder may be inside one that is read as input.
         self._header_path = Path(self.folder, "run")
         self._lines_path = Path(self.folder, "done")
         self.header: dict[str, Any] = {}
@@ -46,7 +45,7 @@ class Ledger:
 
     def __enter__(self) -> Ledger:
         try:
-            if os.path.islink(self.folder):  # what lies in the folder is removed: it must be the run's own
+            if os.path.islink(self.folder):  # the folder's files are removed: it must be this run's own
                 raise UserError(
                     f"{self.folder} is a symbolic link: remove it, or give another --output-prefix"
                 )
@@ -63,7 +62,7 @@ class Ledger:
                 self.header = parse_json(self._header_path.read_text())
             except ValueError as error:
                 raise UserError(
-                    f"{self._header_path} is damaged ({error}): remove {self.folder}, and start again"
+                    f"{self._header_path} is damaged ({error}): remove {self.folder} and start again"
                 ) from None
             self._has_earlier_work = True
         return self
@@ -79,27 +78,25 @@ class Ledger:
         self._lock.close()
 
     @property
-    def fate(self) -> str:
-        """What becomes of unfinished work when this run cannot go on, in words."""
+    def on_failure(self) -> str:
+        """Return what happens to unfinished work if this run fails, for the error message."""
         if self._has_earlier_work:
-            return "what is done is kept, and --resume goes on"
-        return "what was unfinished is removed"
+            return "finished pieces are kept: continue with --resume"
+        return "the unfinished output is removed"
 
     def start(self, header: dict[str, Any]) -> None:
-        """Begins anew; what an earlier run has left is removed."""
+        """Start a new run; remove what an earlier run has left."""
         for path in Path(self.folder).iterdir():
             if path.name != "lock":
                 path.unlink()
         self._has_earlier_work = False
         self.header = header
         self._lines = open_new(self._lines_path, 0)
-        temporary = self._header_path.with_suffix(".tmp")
-        with open_new(temporary) as stream:
+        with replace_file(self._header_path) as stream:
             stream.write(json.dumps(header).encode())
-        os.replace(temporary, self._header_path)
 
-    def go_on(self) -> Iterator[PieceResult]:
-        """The results of the interrupted run; what is appended later follows them."""
+    def resume(self) -> Iterator[PieceResult]:
+        """Yield the results of the interrupted run; `append` continues after them."""
         whole = 0
         self._lines = open(self._lines_path, "r+b", buffering=0, opener=no_follow)
         with open(self._lines_path, "rb") as lines:
@@ -118,18 +115,14 @@ class Ledger:
             raise CannotWrite(f"cannot write {self.folder}: {error.strerror}") from None
 
     def _remove(self) -> None:
-        """The header first: without it nothing of the rest can be taken for a run to go on with."""
-        self._header_path.unlink(missing_ok=True)
+        self._header_path.unlink(missing_ok=True)  # first: without it no run can resume from the rest
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _from_json(fields: dict[str, Any]) -> PieceResult:
-    columns = [
-        ColumnResult(**{**column, "extent": _extent(column["extent"])}) for column in fields.pop("columns")
-    ]
+    columns = []
+    for column in fields.pop("columns"):
+        shard, *spans = column.pop("extent")
+        columns.append(ColumnResult(Extent(shard, *map(tuple, spans)), **column))
     bad = [tuple(record) for record in fields.pop("bad")]
     return PieceResult(columns=columns, bad=bad, **fields)
-
-
-def _extent(values: list[Any]) -> Extent:
-    return Extent(values[0], *(tuple(span) for span in values[1:]))

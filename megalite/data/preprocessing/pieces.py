@@ -1,4 +1,4 @@
-"""The input cut into pieces, each encoded by one worker; in their order they are the whole input."""
+"""Read pieces of the input, each encoded by one worker; in their order they are the whole input."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from megalite.data.documents import Record, input_kind, open_input, read_records, read_stream
-from megalite.data.parquet_reader import read_rows
-from megalite.data.preprocessing.job import PreprocessJob
+from megalite.data.preprocessing.compressed_readers import read_rows
+from megalite.data.preprocessing.documents import (
+    DocumentRecord,
+    input_kind,
+    open_input,
+    read_records,
+    read_stream,
+)
+from megalite.data.preprocessing.preprocess_job import PreprocessJob
 
 _SCAN_BYTES = 1 << 20
 
 
-class Piece(Protocol):
-    """A part of the input that holds whole records.
+class InputPiece(Protocol):
+    """Describe a part of the input that holds whole records.
 
     Attributes:
-        num_input_bytes: how much of the files it is, compressed as they are.
+        num_input_bytes: size of this part of the files, compressed as they are.
     """
 
     @property
     def num_input_bytes(self) -> int: ...
 
-    def records(self, job: PreprocessJob) -> Iterator[Record]:
-        """The records in their order; numbered from the piece's begin where that is inside a file."""
+    def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
+        """Yield the records in their order, numbered from the start of the piece if that is inside a file."""
         ...
 
     @property
     def checksum(self) -> int:
-        """Of the contents where these are at hand, else 0; a resumed stream must repeat them."""
+        """Return a checksum of the contents if they are in memory, else 0; resuming compares it."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """One file, or several small ones."""
+    """Read one file, or several small ones."""
 
     files: tuple[str, ...]
     num_input_bytes: int
     checksum: int = 0
 
-    def records(self, job: PreprocessJob) -> Iterator[Record]:
+    def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
         for path in self.files:
             yield from read_records(path, job.json_keys, job.text_documents, job.max_document_bytes)
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Row groups of a Parquet file."""
+    """Read row groups of a Parquet file."""
 
     path: str
     groups: tuple[int, ...]
@@ -59,14 +65,14 @@ class RowGroups:
     num_input_bytes: int
     checksum: int = 0
 
-    def records(self, job: PreprocessJob) -> Iterator[Record]:
+    def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
         rows = read_rows(self.path, job.json_keys, self.groups)
-        return (Record(self.path, n, "row", row) for n, row in enumerate(rows, self.first_row + 1))
+        return (DocumentRecord(self.path, n, "row", row) for n, row in enumerate(rows, self.first_row + 1))
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Whole lines or paragraphs from the middle of a stream, as the process that reads it hands them out."""
+class InputChunk:
+    """Hold whole lines or paragraphs from the middle of a stream, as the reading process hands them out."""
 
     source: str
     kind: str
@@ -78,14 +84,14 @@ class Chunk:
     def checksum(self) -> int:
         return zlib.crc32(self.data)
 
-    def records(self, job: PreprocessJob) -> Iterator[Record]:
+    def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
         for record in read_stream(self.source, self.kind, io.BytesIO(self.data), job.max_document_bytes):
             yield record._replace(number=record.number + self.lines_before)
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """The lines of a plain file that start in a range of its bytes."""
+    """Read the lines of an uncompressed file that start in a range of its bytes."""
 
     path: str
     begin: int
@@ -96,19 +102,19 @@ class ByteRange:
     def num_input_bytes(self) -> int:
         return self.end - self.begin
 
-    def records(self, job: PreprocessJob) -> Iterator[Record]:
-        with open_input(self.path) as stream:
+    def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
+        with open_input(self.path) as (stream, _):
             begin = _line_start(stream, self.begin, self.end)
             if begin is None:
                 return
             stop = _line_start(stream, self.end, os.fstat(stream.fileno()).st_size)
-            lines = _part_of(self.path, begin, stop)
+            lines = io.BufferedReader(_FileRange(self.path, begin, stop), _SCAN_BYTES)
             kind = input_kind(self.path, job.text_documents)
             yield from read_stream(self.path, kind, lines, job.max_document_bytes)
 
     def locate(self, number: int) -> int:
-        """The number in the file of a line that the piece gave this number."""
-        with open_input(self.path) as stream:
+        """Return the number in the file of a line that has this number in the piece."""
+        with open_input(self.path) as (stream, _):
             before = _line_start(stream, self.begin, self.end) or 0
             stream.seek(0)
             while before > 0 and (data := stream.read(min(before, _SCAN_BYTES))):
@@ -116,13 +122,13 @@ class ByteRange:
         return number
 
 
-def locate(piece: Piece, number: int) -> int:
-    """The number in its file of a record that the piece has given this number."""
+def locate(piece: InputPiece, number: int) -> int:
+    """Return the number in its file of a record that has this number in the piece."""
     return piece.locate(number) if isinstance(piece, ByteRange) else number
 
 
 def _line_start(stream: BinaryIO, position: int, end: int) -> int | None:
-    """The first start of a line at a position or after it, before the end; None if there is none."""
+    """Return the first start of a line at a position or after it, before the end; None if there is none."""
     if position == 0:
         return 0 if end > 0 else None
     stream.seek(position - 1)
@@ -135,8 +141,8 @@ def _line_start(stream: BinaryIO, position: int, end: int) -> int | None:
     return None
 
 
-class _Part(io.RawIOBase):
-    """A range of a file's bytes as a stream."""
+class _FileRange(io.RawIOBase):
+    """Read a range of a file's bytes as a stream."""
 
     def __init__(self, path: str, begin: int, end: int | None) -> None:
         self._file = open(path, "rb", buffering=0)
@@ -154,7 +160,3 @@ class _Part(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def _part_of(path: str, begin: int, end: int | None) -> BinaryIO:
-    return io.BufferedReader(_Part(path, begin, end), _SCAN_BYTES)

@@ -1,4 +1,4 @@
-"""Worker processes that encode pieces; results in the pieces' order, memory bounded."""
+"""Encode pieces in worker processes; results come in the pieces' order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import NamedTuple
 
-from megalite.data.preprocessing.encoder import Encoder, PieceResult, encode_in_one_thread
-from megalite.data.preprocessing.job import PreprocessJob
-from megalite.data.preprocessing.pieces import Piece
+from megalite.data.preprocessing.encoder import Encoder, PieceResult
+from megalite.data.preprocessing.pieces import InputPiece
+from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.errors import UserError
 
 _RESULTS_AHEAD = 64
-"""Pieces a worker that may be done before one that results wait for; results are small."""
+"""Pieces a worker that may be done before the one that is waited for; results are small."""
 
 
 class WorkerDied(UserError):
-    """A worker has ended by itself; what is done stays, to be gone on with."""
+    """Raised when a worker process ended unexpectedly; finished pieces are kept for --resume."""
 
 
 class _Worker(NamedTuple):
@@ -36,9 +36,9 @@ class _Worker(NamedTuple):
 
 
 class EncoderPool:
-    """Encodes in the calling process for one worker, else in processes of its own; a context manager.
+    """Encode in the calling process for one worker, else in processes of its own; a context manager.
 
-    A worker's only tie to this process is its pipe, so that it ends with this process, however that ends.
+    A worker's only connection to this process is its pipe: it ends with this process, however that ends.
     """
 
     def __init__(self, job: PreprocessJob, folder: str) -> None:
@@ -48,7 +48,7 @@ class EncoderPool:
 
     def __enter__(self) -> EncoderPool:
         if self._job.workers > 1:
-            # spawn: the threads of the tokenizers library do not survive a fork
+            # Spawn: the threads of the tokenizers library do not survive a fork.
             context = multiprocessing.get_context("spawn")
             try:
                 with _signals_held():
@@ -71,12 +71,12 @@ class EncoderPool:
         for worker in self._workers:
             worker.process.join()
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, PieceResult]]:
-        """The results of the pieces, in their order.
+    def encode(self, pieces: Iterable[InputPiece]) -> Iterator[tuple[InputPiece, PieceResult]]:
+        """Yield the pieces with their results, in order.
 
         Raises:
             UserError: that of the first piece that has one.
-        WorkerDied: a worker has ended.
+            WorkerDied: a worker has ended.
         """
         if self._workers:
             yield from self._encode_in_processes(iter(pieces))
@@ -85,13 +85,13 @@ class EncoderPool:
             for piece in pieces:
                 yield piece, encoder.encode(piece)
 
-    def _encode_in_processes(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, PieceResult]]:
+    def _encode_in_processes(self, pieces: Iterator[InputPiece]) -> Iterator[tuple[InputPiece, PieceResult]]:
         source = enumerate(pieces)
-        ready: deque[tuple[int, Piece]] = deque()  # one, read while the workers are at theirs
+        ready: deque[tuple[int, InputPiece]] = deque()  # at most one, read while the workers encode
         idle = list(self._workers)
-        busy: dict[Connection, tuple[_Worker, int, Piece]] = {}
-        done: dict[int, tuple[Piece, PieceResult | Exception]] = {}
-        index = 0  # of the result that is to come next
+        busy: dict[Connection, tuple[_Worker, int, InputPiece]] = {}
+        done: dict[int, tuple[InputPiece, PieceResult | Exception]] = {}
+        index = 0  # of the next result
         while True:
             if not ready and len(done) < _RESULTS_AHEAD * len(self._workers):
                 ready.extend(item for item in [next(source, None)] if item)
@@ -114,7 +114,7 @@ class EncoderPool:
                     raise result
                 yield piece, result
 
-    def _send(self, worker: _Worker, piece: Piece) -> None:
+    def _send(self, worker: _Worker, piece: InputPiece) -> None:
         try:
             worker.connection.send(piece)
         except (BrokenPipeError, ConnectionResetError):
@@ -130,14 +130,14 @@ class EncoderPool:
     def _died(self, worker: _Worker) -> WorkerDied:
         worker.process.join(timeout=5)
         return WorkerDied(
-            f"a worker died (exit status {worker.process.exitcode}), out of memory perhaps: "
-            f"go on with --resume, and less than --workers {self._job.workers}"
+            f"a worker died (exit status {worker.process.exitcode}), perhaps because it ran out of memory: "
+            f"continue with --resume and fewer than --workers {self._job.workers}"
         )
 
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold signals that end the program until the block ends: workers half started would print tracebacks.
+    """Hold signals that end the program until the block ends: half-started workers would print tracebacks.
 
     Children that are started in the block have SIGINT blocked: a terminal's Ctrl-C does not reach them.
     """
@@ -170,17 +170,18 @@ def _start(context: SpawnContext, job: PreprocessJob, folder: str) -> _Worker:
 
 
 def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
-    """A worker's life: a piece in, a result out, until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal's interrupt the first process decides
+    """Run a worker: receive a piece, send its result, until the other side of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process handles the terminal's interrupt
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    encode_in_one_thread()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each worker starts a thread for each core
+    os.environ["RAYON_NUM_THREADS"] = "1"
     try:
         try:
             with Encoder(job, folder) as encoder:
                 while True:
                     piece = connection.recv()
                     connection.send(_try_to_encode(encoder, piece))
-        except UserError as error:  # no encoder: what the first piece is answered with
+        except UserError as error:  # the encoder could not be made: answer the first piece with this
             connection.recv()
             connection.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -188,17 +189,17 @@ def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker with the first process: amid a piece it would notice seconds later."""
+    """End this worker with the first process: while it encodes a piece it would notice seconds later."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _try_to_encode(encoder: Encoder, piece: Piece) -> PieceResult | Exception:
+def _try_to_encode(encoder: Encoder, piece: InputPiece) -> PieceResult | Exception:
     try:
         return encoder.encode(piece)
     except UserError as error:
         return error
-    except Exception:  # a defect: its traceback must not be lost on the way
+    except Exception:  # a defect: its traceback would not survive the pipe
         return RuntimeError(f"in a worker:\n{traceback.format_exc()}")

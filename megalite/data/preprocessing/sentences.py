@@ -1,4 +1,4 @@
-"""Splits texts into sentences."""
+"""Split texts into sentences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from megalite.errors import UserError
 
 
 def sentence_splitter(language: str) -> Callable[[str], list[str]]:
-    """The function that splits a text into its sentences.
-
-    The spaces around a sentence are not part of it.
+    """Return the function that splits a text into its sentences, without the spaces around them.
 
     Args:
         language: its ISO 639 code, as "en"; one without rules of its own gets those of its nearest relative.

@@ -1,1 +1,1 @@
-"""Ranks that hang or lag: who waits for whom, and what each was doing."""
+"""Find ranks that hang or are slow."""

@@ -1,4 +1,4 @@
-"""What a rank computes itself, without its waits for others: all ranks' iterations take the same time."""
+"""Measure the time that a rank computes, without its waits: all ranks' iterations take the same time."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-_SCHEDULED = Path("/proc/thread-self/schedstat")
-"""Nanoseconds that this thread ran, nanoseconds that it was ready to, and how often (proc(5))."""
-_COMMUNICATION = "nccl"
-"""In the name of every kernel of NCCL, which runs until the other ranks are there."""
+from megalite.distributed.observer import DEVICE, PROFILER, EventStack
+
+_SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
+"""Scheduler statistics of this thread: nanoseconds on a core and waiting for one, time slices (proc(5))."""
+_NCCL = "nccl"
+"""Part of the name of each NCCL kernel, which runs until the other ranks have started it too."""
 
 
 class ComputeClock(Protocol):
     """Measures iterations."""
 
     def iteration(self, is_last: bool) -> AbstractContextManager[None]:
-        """The block is an iteration; the last one before `take` or not."""
+        """Measure the block, an iteration; `is_last`: `take` is called after it."""
 
     def take(self) -> float:
-        """Seconds of an iteration that this rank computed; starts anew."""
+        """Return the seconds that this rank computed in an iteration, and start a new interval."""
 
 
 class HostClock:
-    """Time in which the main thread computes, or is ready to and finds no free core.
+    """Measures the time in which the main thread computes, or waits for a free core.
 
-    Where it waits for other ranks it sleeps, as gloo's waits do, and as for a disk: neither counts.
+    It sleeps while it waits for other ranks, with gloo, or for a disk: neither counts.
 
     Args:
-        now: seconds of this thread that count, from any origin.
+        now: returns the seconds of this thread that count, from any origin.
     """
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:
-        self._now = now or own_seconds
+        self._now = now or thread_seconds
         self._total = 0.0
         self._num_iterations = 0
 
     @contextmanager
     def iteration(self, is_last: bool) -> Iterator[None]:
-        """Adds the block to the interval."""
+        """Add the block to the interval."""
         begin = self._now()
         try:
             yield
@@ -53,50 +55,65 @@ class HostClock:
             self._num_iterations += 1
 
     def take(self) -> float:
-        """Mean of the iterations since the last call."""
+        """Return the mean of the iterations since the last call."""
         mean = self._total / max(self._num_iterations, 1)
         self._total, self._num_iterations = 0.0, 0
         return mean
 
 
-def own_seconds() -> float:
-    """Seconds that the calling thread has run, and waited for a core where the system tells it."""
+def thread_seconds() -> float:
+    """Return the seconds that the calling thread ran, and waited for a core if the system reports that."""
     try:
-        delay = int(_SCHEDULED.read_text().split()[1])
+        delay = int(_SCHEDULER_STATISTICS.read_text().split()[1])
     except (OSError, IndexError, ValueError):  # not Linux, or a kernel without these figures
         delay = 0
     return time.thread_time() + 1e-9 * delay
 
 
 class DeviceClock:
-    """Time of a GPU's kernels in an interval's last iteration, without NCCL's.
+    """Measures the kernels of an interval's last iteration on a GPU, without NCCL's.
 
-    Events around parts of an iteration would count the waits in collectives between them. The profiler tells
-    kernels apart; it runs in that one iteration.
+    CUDA events around parts of an iteration would include the waits in collectives between them. The profiler
+    lists single kernels; it runs in that one iteration.
+
+    Args:
+        events: the stack that the profiler's work is posted to.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, events: EventStack) -> None:
         self._device = device
+        self._events = events
         self._seconds = 0.0
 
     @contextmanager
     def iteration(self, is_last: bool) -> Iterator[None]:
-        """Measures the block if it is the last."""
+        """Measure the block if it is the last."""
         if not is_last:
             yield
             return
-        torch.cuda.synchronize(self._device)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        profiler = profile(activities=[ProfilerActivity.CUDA])
+        self._synchronize()
+        with self._events.during(PROFILER):
+            profiler.start()
+        try:
             yield
-            torch.cuda.synchronize(self._device)
-        assert profiled.profiler is not None
-        events = profiled.profiler.kineto_results.events()
+            self._synchronize()
+        finally:
+            with self._events.during(PROFILER):
+                profiler.stop()
+        assert profiler.profiler is not None
+        results = profiler.profiler.kineto_results
+        assert results is not None
         self._seconds = 1e-9 * sum(
             event.duration_ns()
-            for event in events
-            if event.device_type() == DeviceType.CUDA and _COMMUNICATION not in event.name().lower()
+            for event in results.events()
+            if event.device_type() == DeviceType.CUDA and _NCCL not in event.name().lower()
         )
 
     def take(self) -> float:
-        """Of the iteration that was measured last."""
+        """Return the seconds of the iteration that was measured last."""
         return self._seconds
+
+    def _synchronize(self) -> None:
+        with self._events.during(DEVICE):
+            torch.cuda.synchronize(self._device)

@@ -1,23 +1,37 @@
-"""Who is at fault for a hang, and the words that say it."""
+"""The report of a hang: the ranks that the others wait for, what each rank does, and stacks."""
 
 from __future__ import annotations
 
+import bdb
+import faulthandler
+import signal
+import sys
+import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
-from megalite.train.health.standing import Standing
+import megalite
+from megalite.files import no_follow
+from megalite.train.health.rank_status import RankStatus
 
 MAX_STACKS = 3
-"""Stacks in a report: of one rank at each place where some are that did not arrive."""
+"""Number of stacks in a report, each of a late rank with another activity."""
+
+_STANDARD_ERROR = 2
+"""The descriptor: an object that replaces `sys.stderr` may have none."""
 
 
 @dataclass(frozen=True)
-class Absence:
+class LateRanks:
     """The ranks that the others wait for.
 
     Attributes:
-        ranks: in order; empty where every rank waits and none is behind.
+        ranks: in order; empty if every rank waits and none is behind.
         why: how that is known.
     """
 
@@ -25,40 +39,34 @@ class Absence:
     why: str
 
 
-def find_absence(standings: Mapping[int, Standing], silent: Collection[int]) -> Absence:
-    """Finds who did not arrive where the others wait.
+def find_late_ranks(statuses: Mapping[int, RankStatus], silent: Collection[int]) -> LateRanks:
+    """Find the ranks that the others wait for.
 
-    Those that do not answer, have left or are at something else than waiting. If all wait, some have started
-    fewer collectives on an axis than others of it: they are in another one, or skipped one.
+    They are silent, have left, or do something else than wait. If all ranks wait, they have started fewer
+    collectives on an axis than other ranks of it: they wait in another collective, or skipped one.
 
     Args:
-        standings: of all ranks that ever told theirs.
-        silent: ranks that tell nothing now.
+        statuses: of all ranks that ever posted one.
+        silent: ranks that post none now.
     """
-    here = [standing for rank, standing in sorted(standings.items()) if rank not in silent]
-    gone = {standing.rank for standing in here if standing.has_left}
-    elsewhere = {
-        standing.rank
-        for standing in here
-        if not standing.has_left and (standing.place is None or standing.place.waits_for is None)
-    }
-    if absent := {*silent, *gone, *elsewhere}:
-        return Absence(tuple(sorted(absent)), "the others wait, or cannot go on without them")
-    if behind := sorted(_behind(here)):
-        return Absence(
+    answering = [status for rank, status in sorted(statuses.items()) if rank not in silent]
+    late = {status.rank for status in answering if status.has_left or status.waits_for is None}
+    if late := late.union(silent):
+        return LateRanks(tuple(sorted(late)), "the others wait, or cannot continue without them")
+    if behind := sorted(_ranks_behind(answering)):
+        return LateRanks(
             tuple(behind), "every rank waits, but these started fewer collectives than their peers"
         )
-    return Absence((), "every rank waits in a collective, and none is behind: suspect the network")
+    return LateRanks((), "every rank waits in a collective, and none is behind: suspect the network")
 
 
-def _behind(standings: Iterable[Standing]) -> set[int]:
-    """Ranks with fewer collectives on an axis than one that waits there."""
+def _ranks_behind(statuses: Iterable[RankStatus]) -> set[int]:
+    """Return the ranks with fewer collectives on an axis than a rank that waits there."""
     counts: dict[tuple[int, ...], dict[int, tuple[int, bool]]] = defaultdict(dict)
-    for standing in standings:
-        waits_for = standing.place.waits_for if standing.place else None
-        for ranks, number in standing.collectives:
-            # Behind a GPU the host does not wait where it starts a collective: later, and for any of them.
-            counts[ranks][standing.rank] = number, waits_for in ((), ranks)
+    for status in statuses:
+        for ranks, number in status.collectives:
+            # With a GPU the host waits later than it starts a collective, and for any of them.
+            counts[ranks][status.rank] = number, status.waits_for in ((), ranks)
     behind = set()
     for of_axis in counts.values():
         most = max((number for number, waits in of_axis.values() if waits), default=0)
@@ -66,78 +74,134 @@ def _behind(standings: Iterable[Standing]) -> set[int]:
     return behind
 
 
-def report(standings: Mapping[int, Standing], silent: Collection[int], seconds: float, stacks: str) -> str:
-    """The whole report, of several lines.
+def report(statuses: Mapping[int, RankStatus], silent: Collection[int], seconds: float, stacks: str) -> str:
+    """Write the report, of several lines.
 
     Args:
-        seconds: how long nobody has made progress.
+        seconds: since the last progress of any rank.
         stacks: where the ranks' stacks are written.
     """
-    absence = find_absence(standings, silent)
-    lines = [f"error: hang: no rank has made progress for {seconds:.0f} s"]
-    who = numbers(absence.ranks) if absence.ranks else "nobody is missing"
-    lines.append(f"  did not arrive: {who} ({absence.why})")
-    lines += [f"  {line}" for line in _groups(standings, silent, absence.ranks)]
+    late = find_late_ranks(statuses, silent)
+    who = number_ranks(late.ranks) if late.ranks else "no rank is missing"
+    lines = [
+        f"error: hang: no rank has made progress for {seconds:.0f} s",
+        f"  did not arrive: {who} ({late.why})",
+    ]
+    lines += [f"  {line}" for line in _groups(statuses, silent, late.ranks)]
     lines.append(f"  stacks of every rank that answered: {stacks}")
-    for rank, stack in _stacks(standings, silent, absence.ranks):
+    for rank, stack in _stacks(statuses, silent, late.ranks):
         lines.append(f"  stack of rank {rank}:")
         lines += [f"  {line}" for line in stack.splitlines()]
     return "\n".join(lines) + "\n"
 
 
-def numbers(ranks: Collection[int]) -> str:
-    """Ranks in words: `rank 3`, `ranks 0-2, 5`."""
+def number_ranks(ranks: Collection[int]) -> str:
+    """Write rank numbers: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
+    numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers}"
 
 
-def where(standing: Standing) -> str:
-    """Where a rank stands, in words that are the same for all ranks at one place."""
-    iteration, place = f"iteration {standing.num_done + 1}", standing.place
-    if standing.has_left:
-        return f"has left training after iteration {standing.num_done}"
-    if place is None:
-        return iteration
-    action = f", in {place.action}" if place.action else ""
-    return f"{iteration}, {place.what} ({place.line}){action}"
+def position(status: RankStatus) -> str:
+    """Write the iteration and the activity of a rank: the same text for all ranks at one position."""
+    if status.has_left:
+        return f"has left training after iteration {status.num_done}"
+    return f"iteration {status.num_done + 1}" + (f", {status.activity}" if status.activity else "")
 
 
 def _groups(
-    standings: Mapping[int, Standing], silent: Collection[int], absent: Collection[int]
+    statuses: Mapping[int, RankStatus], silent: Collection[int], late: Collection[int]
 ) -> Iterator[str]:
-    """A line for each place with the ranks there, those that are missing first."""
-    together: dict[tuple[bool, str], list[Standing]] = defaultdict(list)
-    for rank in sorted({*standings, *silent}):
-        standing = standings.get(rank)
-        if standing is None:
+    """Write a line for the ranks at each position, late ones first."""
+    groups: dict[tuple[bool, str], list[RankStatus]] = defaultdict(list)
+    for rank in sorted({*statuses, *silent}):
+        status = statuses.get(rank)
+        if status is None:
             text = "did not answer, and never has"
         elif rank in silent:
-            text = f"did not answer; last heard of at {where(standing)}, on {standing.host}"
+            text = f"did not answer; last heard of at {position(status)}, on {status.host}"
         else:
-            text = where(standing)
-        together[rank not in absent, text].append(standing or Standing(rank, "", 0, 0))
-    for (_, text), members in sorted(together.items(), key=lambda entry: entry[0][0]):
-        idle = max(each.idle for each in members)
-        is_here = members[0].rank not in silent and not members[0].has_left
-        hosts = sorted({each.host for each in members}) if members[0].rank in absent and is_here else []
-        on = f", on {', '.join(hosts[:8])}" if hosts else ""
-        seconds = f" for {idle:.0f} s" if is_here else ""
-        yield f"{numbers([each.rank for each in members])}: {text}{seconds}{on}"
+            text = position(status)
+        groups[rank not in late, text].append(status or RankStatus(rank, "", 0, 0))
+    for (is_on_time, text), members in sorted(groups.items(), key=lambda group: group[0][0]):
+        line = f"{number_ranks([status.rank for status in members])}: {text}"
+        if members[0].rank not in silent and not members[0].has_left:
+            line += f" for {max(status.idle for status in members):.0f} s"
+            if not is_on_time:
+                line += f", on {', '.join(sorted({status.host for status in members})[:8])}"
+        yield line
 
 
 def _stacks(
-    standings: Mapping[int, Standing], silent: Collection[int], absent: Collection[int]
+    statuses: Mapping[int, RankStatus], silent: Collection[int], late: Collection[int]
 ) -> list[tuple[int, str]]:
-    """One stack for each place that missing ranks are at, or any one where nobody is missing."""
+    """Return the stack of one late rank at each position, or any stack if no rank is late."""
     found: dict[str, tuple[int, str]] = {}
-    for rank in sorted(absent or standings):
-        standing = standings.get(rank)
-        if rank not in silent and standing is not None and standing.stack:
-            found.setdefault(where(standing), (rank, standing.stack))
-    return list(found.values())[: MAX_STACKS if absent else 1]
+    for rank in sorted(late or statuses):
+        status = statuses.get(rank)
+        if rank not in silent and status is not None and status.stack:
+            found.setdefault(position(status), (rank, status.stack))
+    return list(found.values())[: MAX_STACKS if late else 1]
+
+
+def all_stacks() -> str:
+    """Format every thread's stack with its name and source lines, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    stacks = sorted(sys._current_frames().items(), key=lambda entry: entry[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, 'of torch')}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in stacks
+    )
+
+
+def main_stack() -> str:
+    """Format the main thread's stack, or that of autograd's thread if the main thread waits for it.
+
+    Backward on a GPU runs in a thread of autograd.
+    """
+    frames = sys._current_frames()
+    found = frames.get(threading.main_thread().ident or 0)
+    if found is not None and found.f_code.co_name == "_engine_run_backward":
+        known = {thread.ident for thread in threading.enumerate()}
+        package = str(Path(megalite.__file__).parent)
+        for ident, frame in frames.items():
+            if ident not in known and any(file.startswith(package) for file in _files(frame)):
+                found = frame
+    return "".join(traceback.format_stack(found)) if found is not None else ""
+
+
+def in_debugger() -> bool:
+    """Return whether the main thread is in Python's debugger, which posts no event."""
+    return bdb.__file__ in _files(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def write_stacks(path: Path) -> None:
+    """Write all stacks to a file; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8", opener=no_follow) as file:
+        file.write(all_stacks())
+
+
+@contextmanager
+def stacks_on_signal() -> Iterator[None]:
+    """In the block, ``kill -QUIT PID`` prints all stacks to standard error, and the process continues.
+
+    The handler is C and needs no lock of Python's: it answers even if the watchdog's thread cannot.
+    """
+    faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGQUIT)
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back

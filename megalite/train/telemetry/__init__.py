@@ -1,1 +1,1 @@
-"""What a run says of itself: figures of an interval, and all the places they are written to."""
+"""Measure a run, and write its metrics to the log, files and dashboards."""

@@ -1,47 +1,138 @@
-"""What a run measures of itself between two log lines, and at an evaluation."""
+"""Measure intervals of iterations, memory, and compilation time."""
 
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from megalite.config import ModelConfig
-from megalite.train.telemetry.flops import flops_per_token, peak_tflops
-from megalite.train.telemetry.memory import measure_memory
+from megalite.config import ModelConfig, TrainingConfig
+from megalite.hardware.gpus import peak_tflops
+from megalite.log import log
+from megalite.plan.model_flops import flops_per_token
+from megalite.train.train_step import StepResult
+
+
+class CompileTime:
+    """Adds up the seconds in which torch.compile compiles in this process.
+
+    Args:
+        clock: seconds from any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begin = 0.0
+        self._seconds = 0.0
+
+    def begin(self, _: object = None) -> None:
+        """Start the clock; torch calls it when an outermost compilation begins."""
+        self._begin = self._clock()
+
+    def end(self, _: object = None) -> None:
+        """Stop the clock; torch calls it at the end of that compilation."""
+        self._seconds += self._clock() - self._begin
+
+    def take(self) -> float:
+        """Log and return the seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        if seconds > 0.0:
+            log.info("compiling the layers: %.1f s, not counted in the iteration time", seconds)
+        return seconds
+
+
+@contextmanager
+def compile_time(config: TrainingConfig) -> Iterator[CompileTime]:
+    """Measure the compilation time in the block, if the run compiles its layers."""
+    watch = CompileTime()
+    if not config.compile:
+        yield watch
+        return
+    from torch._dynamo.callback import callback_handler  # takes a second to import
+
+    callback_handler.register_start_callback(watch.begin)
+    callback_handler.register_end_callback(watch.end)
+    try:
+        yield watch
+    finally:
+        callback_handler.remove_start_callback(watch.begin)
+        callback_handler.remove_end_callback(watch.end)
+
+
+_MIB = 2.0**20
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of one rank, in MiB.
+
+    Attributes:
+        allocated: CUDA: the most that tensors have held at one time since the process started.
+            CPU: the process's resident set now.
+        reserved: CUDA: the most that torch's allocator has held of the device.
+            CPU: the largest the resident set has been.
+    """
+
+    allocated: float
+    reserved: float
+
+
+def measure_memory(device: torch.device) -> ProcessMemory:
+    """Return this rank's memory; it reads counters only, and waits for no kernel."""
+    if device.type == "cuda":
+        return ProcessMemory(
+            torch.cuda.max_memory_allocated(device) / _MIB, torch.cuda.max_memory_reserved(device) / _MIB
+        )
+    return _resident_set()
+
+
+def _resident_set() -> ProcessMemory:
+    # Linux's own figures first: getrusage's peak is inherited from the parent over fork and exec.
+    if _STATUS.exists():
+        lines = (line.split() for line in _STATUS.read_text().splitlines())
+        kib = {words[0].rstrip(":"): float(words[1]) for words in lines if words and words[-1] == "kB"}
+        if "VmRSS" in kib and "VmHWM" in kib:
+            return ProcessMemory(kib["VmRSS"] / 1024, kib["VmHWM"] / 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_mib = peak / _MIB if sys.platform == "darwin" else peak / 1024
+    return ProcessMemory(peak_mib, peak_mib)
 
 
 @dataclass(frozen=True)
 class IterationMetrics:
-    """One log line's figures: those of its last iteration, and means and counts since the line before.
+    """The metrics of one log line: of its last iteration, and means and counts since the previous line.
 
     Attributes:
         iteration: number of the last iteration, from 1.
-        consumed_samples: samples trained on since the run's beginning, over all resumptions.
-        lm_loss: mean over the interval's iterations that were run; NaN or infinite where one of them was, or
-            where all were left out.
+        consumed_samples: samples of the run so far, also before it was resumed.
+        lm_loss: mean over the interval's iterations; NaN or infinite if one of them was, NaN if all were
+            excluded.
         grad_norm: of the last iteration, before clipping.
-        skipped: the last iteration's update was left out.
-        iteration_time_ms: wall time, mean over the interval; evaluating and saving do not count.
+        skipped: the last iteration's update was skipped.
+        iteration_time_ms: wall time, mean over the interval, without evaluating and saving.
         tokens_per_second: of the whole run, not of a rank.
         tflops_per_gpu: model TFLOP/s of one rank, by the convention of `flops_per_token`.
         mfu: `tflops_per_gpu` as a fraction of the GPU's bf16 peak, whatever precision the run has; None
-            where that peak is not known.
-        memory_allocated_mb: in MiB, of the reporting rank; see `Memory` for what it is on which device.
-        memory_reserved_mb: likewise.
+            if that peak is not known.
+        memory_allocated_mb: in MiB, of the reporting rank; see `ProcessMemory`.
+        memory_reserved_mb: in MiB, of the reporting rank.
         num_iterations: length of the interval.
-        num_skipped: its iterations whose update was left out.
+        num_skipped: its iterations whose update was skipped.
         num_nan: its iterations whose loss was NaN or infinite.
         total_skipped: as `num_skipped`, of the whole run.
         total_nan: as `num_nan`, of the whole run.
-        params_norm: 2-norm of the weights after the last iteration; None where it is not asked for.
-        num_zeros: elements of the last iteration's gradient that are zero; None likewise, and where it was
-            left out or had a fault.
-        warnings: what the user must be told of the interval, a line each.
+        params_norm: 2-norm of the weights after the last iteration; None if it is not requested.
+        num_zeros: elements of the last iteration's gradient that are zero; None if it is not requested, or
+            if the iteration was excluded or had an anomaly.
+        warnings: warnings about the interval, a line each.
     """
 
     iteration: int
@@ -72,12 +163,12 @@ class IterationMetrics:
 
 @dataclass(frozen=True)
 class ValidationMetrics:
-    """One evaluation's result.
+    """The result of an evaluation.
 
     Attributes:
         split: "valid" or "test".
         lm_loss: mean over the evaluation's tokens.
-        name: of the dataset, where the split has several; else empty.
+        name: of the dataset, if the split has several; else empty.
     """
 
     iteration: int
@@ -88,33 +179,22 @@ class ValidationMetrics:
 
     @property
     def ppl(self) -> float:
-        """Perplexity, exp(min(loss, 20)): capped, so that an untrained model's is a number too."""
-        # min keeps its first argument where it is NaN: with the cap first, a NaN would look like exp(20).
+        """Return the perplexity exp(min(loss, 20)): the cap keeps an untrained model's from overflowing."""
+        # min returns its first argument if that is NaN: with the cap first, a NaN would become exp(20).
         return math.exp(min(self.lm_loss, 20.0))
-
-
-@dataclass(frozen=True)
-class _Iteration:
-    """One iteration; `is_told` where its fault was told when it happened."""
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    num_samples: int
-    is_left_out: bool
-    is_told: bool
 
 
 class IntervalMeter:
     """Collects iterations from one log line to the next.
 
-    The interval's clock starts with the meter, and again with each `take`; `paused` stops it meanwhile.
+    The interval's clock starts with the meter and again with each `take`. It is stopped between `pause` and
+    `resume`.
 
     Args:
         train_iters: iterations of the whole run.
         world_size: ranks that share the work.
-        device: this rank's, whose memory and peak are told.
-        tp: tensor-parallel size, which the padded vocabulary depends on.
+        device: of this rank, whose memory and peak rate are measured.
+        tp: tensor-parallel size, on which the padded vocabulary depends.
         clock: seconds from any origin.
     """
 
@@ -133,124 +213,90 @@ class IntervalMeter:
         self._train_iters = train_iters
         self._device = device
         self._clock = clock
-        self._iterations: list[_Iteration] = []
+        self._results: list[StepResult] = []
         self._start = clock()
+        self._paused_at: float | None = None
 
-    @property
-    def num_iterations(self) -> int:
-        """Iterations added since the last `take`."""
-        return len(self._iterations)
+    def add(self, result: StepResult) -> None:
+        """Add the result of one iteration."""
+        self._results.append(result)
 
-    def add(
-        self, loss: float, grad_norm: float, skipped: bool, num_samples: int, *, is_told: bool = False
-    ) -> None:
-        """Counts one iteration; a NaN or infinite loss is kept as it is.
+    def pause(self) -> None:
+        """Stop the clock until `resume`, which does nothing without a `pause` before it."""
+        self._paused_at = self._clock()
 
-        Args:
-            num_samples: that it trained on.
-            is_told: the user knows already what is wrong with it.
-        """
-        self._iterations.append(_Iteration(loss, grad_norm, skipped, num_samples, False, is_told))
+    def resume(self) -> None:
+        """Let the clock run again."""
+        if self._paused_at is not None:
+            self._start += self._clock() - self._paused_at
+            self._paused_at = None
 
-    def leave_out(self) -> None:
-        """Counts an iteration whose samples were passed over."""
-        self._iterations.append(_Iteration(math.nan, math.nan, True, 0, True, False))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keeps the time that the block takes out of the iterations' time: evaluating, saving."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._start += self._clock() - begin
-
-    def leave_time_out(self, seconds: float) -> None:
-        """Takes time that has passed since the interval's start out of the iterations' time."""
+    def subtract(self, seconds: float) -> None:
+        """Subtract time that has passed since the interval's start."""
         self._start += seconds
 
-    def take(
-        self,
-        iteration: int,
-        consumed_samples: int,
-        learning_rate: float,
-        global_batch_size: int,
-        loss_scale: float = 1.0,
-    ) -> IterationMetrics:
-        """Gives the interval's figures and starts the next one; at least one iteration has been added.
+    def take(self, consumed_samples: int, loss_scale: float = 1.0) -> IterationMetrics:
+        """Return the interval's metrics and start the next interval; add at least one iteration before.
 
         Args:
-            iteration: the last one's number.
-            consumed_samples: by the run up to it.
-            learning_rate: of its update.
-            global_batch_size: of its batch.
+            consumed_samples: by the run, up to the last iteration.
             loss_scale: of the next iteration's backward passes.
         """
-        iterations, self._iterations = self._iterations, []
+        results, self._results = self._results, []
         now, start = self._clock(), self._start
         self._start = now
-        assert iterations
-        seconds = (now - start) / len(iterations)
-        tokens_per_second = sum(each.num_samples for each in iterations) * self._seq_length / (now - start)
-        run = [each for each in iterations if not each.is_left_out]
+        last = results[-1].plan
+        trained = [each for each in results if not each.plan.is_excluded]
+        num_samples = sum(each.plan.num_samples for each in trained)
+        tokens_per_second = num_samples * self._seq_length / (now - start)
         tflops = tokens_per_second * self._tflop_per_token_and_rank
         memory = measure_memory(self._device)
         return IterationMetrics(
-            iteration=iteration,
+            iteration=last.iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_samples * self._seq_length,
-            lm_loss=sum(each.loss for each in run) / len(run) if run else math.nan,
-            grad_norm=iterations[-1].grad_norm,
-            learning_rate=learning_rate,
-            global_batch_size=global_batch_size,
+            lm_loss=sum(each.loss for each in trained) / len(trained) if trained else math.nan,
+            grad_norm=results[-1].grad_norm,
+            learning_rate=last.learning_rate,
+            global_batch_size=last.num_samples,
             loss_scale=loss_scale,
-            skipped=iterations[-1].skipped,
-            iteration_time_ms=seconds * 1e3,
+            skipped=results[-1].skipped,
+            iteration_time_ms=(now - start) / len(results) * 1e3,
             tokens_per_second=tokens_per_second,
             tflops_per_gpu=tflops,
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             memory_allocated_mb=memory.allocated,
             memory_reserved_mb=memory.reserved,
             train_iters=self._train_iters,
-            num_iterations=len(iterations),
-            num_skipped=sum(each.skipped for each in iterations),
-            num_nan=sum(not math.isfinite(each.loss) for each in run),
-            warnings=_warnings(iterations, iteration),
+            num_iterations=len(results),
+            num_skipped=sum(each.skipped for each in results),
+            num_nan=sum(not math.isfinite(each.loss) for each in trained),
+            warnings=_warnings(results),
         )
 
 
-@contextmanager
-def paused(meters: Iterable[IntervalMeter]) -> Iterator[None]:
-    """Stops the clocks of all these in the block."""
-    with ExitStack() as stack:
-        for meter in meters:
-            stack.enter_context(meter.paused())
-        yield
+def _warnings(results: Sequence[StepResult]) -> tuple[str, ...]:
+    """Return a line on the iterations without a finite loss or gradient, and one on the excluded ones.
 
-
-def _warnings(iterations: list[_Iteration], last: int) -> tuple[str, ...]:
-    """What went wrong and was not told yet, and how many iterations were left out on request."""
-    left_out = sum(each.is_left_out for each in iterations)
-    text = f"left out {left_out} of the iterations up to {last}, as --iterations-to-skip says"
-    return _broken(iterations, last) + ((text,) if left_out else ())
-
-
-def _broken(iterations: list[_Iteration], last: int) -> tuple[str, ...]:
-    """One line that names the first iteration with no finite loss or gradient, and counts the others."""
-    first = last - len(iterations) + 1
+    Anomalies are not among them: they were logged when they happened.
+    """
+    lines = []
+    last = results[-1].plan.iteration
     broken = [
-        (first + offset, each)
-        for offset, each in enumerate(iterations)
-        if not (each.is_left_out or each.is_told)
+        each
+        for each in results
+        if not (each.plan.is_excluded or each.anomaly)
         and not (math.isfinite(each.loss) and math.isfinite(each.grad_norm))
     ]
-    if not broken:
-        return ()
-    number, found = broken[0]
-    finite_loss = math.isfinite(found.loss)
-    what = f"the grad norm is {found.grad_norm}" if finite_loss else f"the loss is {found.loss}"
-    outcome = "the update was skipped" if found.skipped else "the weights were updated all the same"
-    text = f"iteration {number}: {what}; {outcome}"
-    if others := len(broken) - 1:
-        text += f" (and {others} more of the iterations up to {last})"
-    return (text,)
+    if broken:
+        first, num_others = broken[0], len(broken) - 1
+        what = "the loss" if not math.isfinite(first.loss) else "the grad norm"
+        value = first.loss if not math.isfinite(first.loss) else first.grad_norm
+        outcome = "the update was skipped" if first.skipped else "the weights were updated anyway"
+        line = f"iteration {first.plan.iteration}: {what} is {value}; {outcome}"
+        if num_others:
+            line += f" (and {num_others} more of the iterations up to {last})"
+        lines.append(line)
+    if num_excluded := sum(each.plan.is_excluded for each in results):
+        lines.append(f"skipped {num_excluded} of the iterations up to {last} (--iterations-to-skip)")
+    return tuple(lines)

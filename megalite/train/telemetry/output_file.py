@@ -1,4 +1,4 @@
-"""A file that a run appends to; where it cannot be written, the run goes on."""
+"""Append to a file without ending the run if the file cannot be written."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megalite.errors import UserError
 from megalite.log import THIS_RANK, log
 
 MAX_HELD_BYTES = 16 * 2**20
-"""Records held for a disk that is full; further ones are lost."""
+"""Bytes of records that are kept while the disk is full; further records are lost."""
 
 
 class OutputFile:
     """Appends whole records to a file, and keeps those that cannot be written until they can.
 
-    A full disk may cut a record. Its rest is written first once there is room, so that the file stays
+    A full disk may cut a record. Its rest is written first once there is space, so that the file stays
     readable. A failure is logged when it begins and when it ends, and never raised.
 
     Args:
@@ -37,7 +37,7 @@ class OutputFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
         except OSError as error:
-            raise UserError(f"{self._name} cannot be written ({error.strerror}): give another file") from None
+            raise UserError(f"{self._name} cannot be written ({error.strerror}): pass another file") from None
 
     def write(self, record: bytes) -> None:
         """Take a record, which `flush` writes."""
@@ -48,7 +48,7 @@ class OutputFile:
         self._num_held_bytes += len(record)
 
     def flush(self) -> None:
-        """Write the records that are held; where that fails they stay held."""
+        """Write the records that are held; if that fails, they stay held."""
         try:
             if self._is_failing:
                 self._reopen()
@@ -72,7 +72,7 @@ class OutputFile:
         self._is_failing, self._num_lost = False, 0
 
     def close(self) -> None:
-        """Write what is held, or log how much of it is lost, and close the file."""
+        """Write the records that are held, or log how many are lost, and close the file."""
         self.flush()
         if num_lost := self._num_lost + len(self._records):
             log.warning("%s: the last %d records are lost", self._name, num_lost, extra=THIS_RANK)
@@ -82,7 +82,7 @@ class OutputFile:
             log.warning("%s: its last records may be lost (%s)", self._name, error.strerror, extra=THIS_RANK)
 
     def _write_some(self) -> None:
-        """Write the rest of the first record, or as much of it as there is room for."""
+        """Write the rest of the first record, or as much of it as there is space for."""
         record = self._records[0]
         self._num_written += self._file.write(record[self._num_written :])
         self._size = self._file.tell()
@@ -96,10 +96,10 @@ class OutputFile:
         self._size = self._file.tell()
 
     def _reopen(self) -> None:
-        """Open the file anew: it may have been deleted to make room, or its file system mounted again."""
+        """Open the file again: it may have been deleted to make space, or its file system mounted again."""
         size = self._size
         self._file.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
         if self._size != size:
-            self._num_written = 0  # a cut record's beginning is gone
+            self._num_written = 0  # the beginning of a cut record is lost

@@ -1,16 +1,64 @@
-"""Where an iteration's time goes, by named parts, on this rank."""
+"""Time the parts of an iteration, on this rank and over all ranks."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from megalite.observer import Observer, Wait, observed
-from megalite.parallel.tied import EDGES
-from megalite.pipeline.action import Action, Kind
-from megalite.train.telemetry.marks import HostMarks, Marks, marks_for
+from megalite.distributed.observer import Observer, Wait, observed
+from megalite.distributed.topology import Topology
+from megalite.pipeline.schedules import Action, ActionKind
+from megalite.tensor_parallel.tied_embedding import EDGES
+
+M = TypeVar("M")
+
+
+class Clock(Protocol[M]):
+    """Records moments, and measures the time between two of them once both have passed."""
+
+    def now(self) -> M:
+        """Return this moment, without waiting for the device."""
+
+    def seconds(self, begin: M, end: M) -> float:
+        """Return the time from `begin` to `end`; on a GPU, wait until `end` has passed."""
+
+
+class WallClock:
+    """Reads the host's clock, which on Linux is the same for all processes of a machine."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class StreamClock:
+    """Records events in the CUDA stream; an event passes when the kernels launched before it are done.
+
+    The time between two events is time of the stream: it computed, or waited for a collective on another
+    stream or for the host to launch. Recording an event waits for nothing, so it does not slow the run.
+    """
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def clock_for(device: torch.device) -> Clock[Any]:
+    """Return the clock that measures work on this device."""
+    return StreamClock() if device.type == "cuda" else WallClock()
+
 
 BATCH_GENERATOR = "batch-generator"
 INTERVAL = "interval-time"
@@ -24,79 +72,80 @@ _NAMES = {
         forward-recv forward-send backward-recv backward-send""",
 }
 LEVELS = {name: level for level, names in _NAMES.items() for name in names.split()}
-"""By timer, the names being Megatron-LM's: 1 what an iteration does once, 2 what it does for each microbatch.
+"""Level of each timer, under Megatron-LM's names: 1 runs once in an iteration, 2 runs for each microbatch.
 
-All others are of level 0, what happens now and then: setting up, evaluating, saving.
+All other timers are of level 0: setup, evaluations, checkpoints.
 """
 
 Timed = Action | Wait | str
+"""An event of an iteration: a pipeline action, a wait for other ranks, or a part by its timer's name."""
 
 
 class _Use(NamedTuple):
-    """One use of a timer, in the marks that it was made with; some time is taken off instead of added."""
+    """One use of a timer; `is_subtracted` if its time is subtracted instead of added."""
 
     begin: Any
     end: Any
-    marks: Marks[Any]
-    is_taken_off: bool = False
+    clock: Clock[Any]
+    is_subtracted: bool = False
 
     @property
     def seconds(self) -> float:
-        seconds = self.marks.seconds(self.begin, self.end)
-        return -seconds if self.is_taken_off else seconds
+        seconds = self.clock.seconds(self.begin, self.end)
+        return -seconds if self.is_subtracted else seconds
 
 
 class Timers(Observer[Timed]):
     """Sums the time spent in parts of the program: ``with timers("forward-backward"): ...``.
 
-    Parts beyond its level cost two look-ups in a table. On a GPU those of level 1 and 2 are timed by events
-    in its stream, so that kernels count where they belong and nothing is waited for until `take`.
+    A timer above the level costs two table look-ups. On a GPU, timers of level 1 and 2 record events in the
+    stream: a kernel's time counts in the part that launched it, and nothing waits until `take`.
 
     Args:
-        device: that the parts compute on; None: the host.
+        device: computes the parts; None for the host.
         level: 0, 1 or 2; see `LEVELS`.
 
     Attributes:
-        observers: told of every part, whatever its level.
+        observers: notified of every part, whatever its level.
     """
 
     def __init__(self, device: torch.device | None = None, level: int = 0) -> None:
         self.level = level
         self.observers: list[Observer[Any]] = [self]
-        self._host = HostMarks()
-        self._marks = marks_for(device or torch.device("cpu"))
-        self._open: list[tuple[str, Any, Marks[Any]]] = []
+        self._wall_clock = WallClock()
+        self._clock = clock_for(device or torch.device("cpu"))
+        self._open: list[tuple[str, Any, Clock[Any]]] = []
         self._uses: dict[str, list[_Use]] = {}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Adds the block's time to the timer `name`, also where the block raises."""
+        """Add the block's time to the timer `name`, also if the block raises."""
         return observed(self.observers, name)
 
     def begins(self, what: Timed) -> None:
         name = _timer_of(what)
         if self._counts(name):
-            marks = self._marks if name in LEVELS else self._host
-            self._open.append((name, marks.now(), marks))
+            clock = self._clock if name in LEVELS else self._wall_clock
+            self._open.append((name, clock.now(), clock))
 
     def ends(self, what: Timed) -> None:
         name = _timer_of(what)
         while any(name == open_name for open_name, *_ in self._open):
-            open_name, begin, marks = self._open.pop()  # what an exception has broken off is left out
+            open_name, begin, clock = self._open.pop()  # a part that an exception interrupted is dropped
             if open_name == name:
-                self._add(name, _Use(begin, marks.now(), marks), isinstance(what, Wait))
+                self._add(name, _Use(begin, clock.now(), clock), isinstance(what, Wait))
                 return
 
     def take(self, num_iterations: int = 1) -> dict[str, float]:
-        """Milliseconds of each timer used since the last call, and starts anew.
+        """Return the milliseconds of each timer used since the last call, and reset the timers.
 
-        What every iteration uses, once or several times, is told as the mean of an iteration; what is used
-        less often (an evaluation, a save) as the mean of one use.
+        A timer used in every iteration, once or several times, has its mean over the iterations; one used
+        less often (an evaluation, a save) its mean over the uses.
         """
         uses, self._uses = self._uses, {}
         return {name: 1e3 * _mean(of_name, num_iterations) for name, of_name in uses.items()}
 
     def _counts(self, name: str) -> bool:
-        """Whether it is timed; what happens within one of level 0 is part of that one alone."""
+        """Return whether a part is timed now; parts inside one of level 0 count in that one only."""
         if LEVELS.get(name, 0) > self.level or not name:
             return False
         return not self._open or self._open[0][0] in LEVELS
@@ -104,31 +153,63 @@ class Timers(Observer[Timed]):
     def _add(self, name: str, use: _Use, is_wait: bool) -> None:
         self._uses.setdefault(name, []).append(use)
         if is_wait and self._open and self._open[-1][0] in _COMPUTING.values():
-            self._uses.setdefault(self._open[-1][0], []).append(use._replace(is_taken_off=True))
+            self._uses.setdefault(self._open[-1][0], []).append(use._replace(is_subtracted=True))
 
 
 _COMPUTING = {
-    Kind.FORWARD: "forward-compute",
-    Kind.BACKWARD: "backward-compute",
-    Kind.BACKWARD_INPUT: "backward-compute",
-    Kind.BACKWARD_WEIGHT: "backward-compute",
+    ActionKind.FORWARD: "forward-compute",
+    ActionKind.BACKWARD: "backward-compute",
+    ActionKind.BACKWARD_INPUT: "backward-compute",
+    ActionKind.BACKWARD_WEIGHT: "backward-compute",
 }
 _WAITS = {
-    **{Wait("pp", name): name for name in LEVELS if name.endswith(("-recv", "-send"))},
-    Wait("pp", EDGES): EDGES,
-    Wait("dp", "all-gather"): "params-all-gather",
+    **{("pp", name): name for name in LEVELS if name.endswith(("-recv", "-send"))},
+    ("pp", EDGES): EDGES,
+    ("dp", "all-gather"): "params-all-gather",
 }
 
 
 def _timer_of(what: Timed) -> str:
-    """Name of the timer; empty where there is none."""
+    """Return the timer's name, or "" if there is none."""
     if isinstance(what, Action):
         return _COMPUTING[what.kind]
     if isinstance(what, Wait):
-        return _WAITS.get(what, "")
+        return _WAITS.get((what.axis, what.what), "")
     return what
 
 
 def _mean(uses: list[_Use], num_iterations: int) -> float:
-    num_uses = sum(not use.is_taken_off for use in uses)
+    num_uses = sum(not use.is_subtracted for use in uses)
     return sum(use.seconds for use in uses) / max(1, min(num_uses, num_iterations))
+
+
+TimesByRank = Mapping[str, Mapping[int, float]]
+"""Milliseconds by timer and by rank; a rank that has not used the timer is missing."""
+
+
+def gather_times(own: Mapping[str, float], topology: Topology) -> TimesByRank:
+    """Gather the timers of all ranks on every rank; a collective."""
+    gathered: list[Mapping[str, float]] = [{}] * topology.world_size
+    with topology.world.wait("all-gather", "timers"):
+        dist.all_gather_object(gathered, dict(own))
+    names = dict.fromkeys(name for times in gathered for name in times)
+    return {
+        name: {rank: times[name] for rank, times in enumerate(gathered) if name in times} for name in names
+    }
+
+
+def timer_table(times: TimesByRank, option: str) -> str:
+    """Return the table that Megatron-LM logs with --timing-log-option, with the slowest rank added."""
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, by_rank in times.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {milliseconds:.2f}" for rank, milliseconds in by_rank.items()]
+        return "\n".join(lines)
+    lines = [f"{'(min, max)' if option == 'minmax' else 'max'} time across ranks (ms):"]
+    for name, by_rank in times.items():
+        slowest, longest = max(by_rank.items(), key=lambda item: item[1])
+        shown = f"({min(by_rank.values()):.2f}, {longest:.2f})" if option == "minmax" else f"{longest:.2f}"
+        rank = f" slowest: rank {slowest}" if len(by_rank) > 1 else ""
+        lines.append(f"    {name + ' ':.<48}: {shown}{rank}")
+    return "\n".join(lines)

@@ -1,64 +1,186 @@
-"""Everything a run writes about itself, behind one door."""
+"""Write a run's metrics: log lines, metrics file, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
+from megalite.distributed.observer import CHECKPOINT, DEVICE
+from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
-from megalite.topology import Topology
-from megalite.train.telemetry.log_line import LogLineWriter, startup_line
+from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.telemetry.metrics_file import MetricsFile
-from megalite.train.telemetry.tensorboard import TensorBoardWriter
-from megalite.train.telemetry.timer_table import TimesOfRanks, times_of_all_ranks
-from megalite.train.telemetry.timers import INTERVAL, Timers
-from megalite.train.telemetry.wandb import WandbWriter
-
-__all__ = ["Writers", "startup_line"]
+from megalite.train.telemetry.output_file import OutputFile
+from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
 
 
-class Writer(Protocol):
-    """One place that a run's figures go to."""
+class MetricsWriter(Protocol):
+    """Writes a run's metrics to one output."""
 
-    def iteration(self, metrics: IterationMetrics, times: TimesOfRanks) -> None:
-        """Tells an interval's figures, and those of its timers where they were taken."""
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        """Write the metrics of an interval, and its timers if they are on."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Tells an evaluation's result."""
+        """Write the result of an evaluation."""
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Writes what is still held, and how the run ended."""
+        """Write what is not written yet, and whether the run has failed."""
 
 
-class BoardWriter(Writer, Protocol):
-    """One that draws, and by an interval of its own."""
+class DashboardWriter(MetricsWriter, Protocol):
+    """Writes metrics to an output that draws curves, at an interval of its own."""
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        """Tells the gradient's norm of each layer."""
+        """Write the gradient norm of each layer."""
+
+
+def iteration_line(metrics: IterationMetrics, log_throughput: bool) -> str:
+    """Return the log line of an interval, as parsers of Megatron-LM's logs read it."""
+    fields = [
+        f"iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
+        f"consumed samples: {metrics.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}",
+    ]
+    if log_throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
+    fields += [
+        f"learning rate: {metrics.learning_rate:.3E}",
+        f"global batch size: {metrics.global_batch_size:5d}",
+        f"lm loss: {metrics.lm_loss:.6E}",
+        f"loss scale: {metrics.loss_scale:.1f}",
+        f"grad norm: {metrics.grad_norm:.3f}",
+    ]
+    if metrics.num_zeros is not None:
+        fields.append(f"num zeros: {metrics.num_zeros}")
+    if metrics.params_norm is not None:
+        fields.append(f"params norm: {metrics.params_norm:.3f}")
+    fields += [
+        f"number of skipped iterations: {metrics.num_skipped:3d}",
+        f"number of nan iterations: {metrics.num_nan:3d}",
+    ]
+    return "".join(f" {field} |" for field in fields)
+
+
+def validation_block(metrics: ValidationMetrics) -> str:
+    """Return the log line of an evaluation between two dashed lines."""
+    test_set = " on test set" if metrics.split == "test" else ""
+    name = f" on {metrics.name}" if metrics.name else ""
+    line = (
+        f"validation loss at iteration {metrics.iteration}{test_set}{name} | "
+        f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.ppl:.6E} |"
+    )
+    dashes = "-" * len(line)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+class LogLineWriter:
+    """Logs metrics, whichever rank this is."""
+
+    def __init__(self, config: LoggingConfig) -> None:
+        self._config = config
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        for warning in metrics.warnings:
+            log.warning(warning, extra=THIS_RANK)
+        log.info(iteration_line(metrics, self._config.log_throughput), extra=THIS_RANK)
+        if self._config.timing_log_level:
+            log.info(timer_table(times, self._config.timing_log_option), extra=THIS_RANK)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        log.info(validation_block(metrics), extra=THIS_RANK)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Do nothing: nothing is open."""
+
+
+class MetricsFile:
+    """Appends one JSON object a line: the metrics of an interval, or ``{"validation": {...}}``.
+
+    Floats keep their full precision. JSON has no number for those that are not finite: they are the strings
+    "NaN", "Infinity" and "-Infinity". `wall_time` is when the line was written and `start_time` when its
+    process began to write, both in seconds since 1970 by this host's clock, so that restarts and pauses can
+    be found. Each line is passed to the operating system before the next iteration starts, or held if the
+    disk is full (see `OutputFile`). Lines of an earlier run are kept, so a resumed run continues the same
+    file. If an iteration is run again after an end without a checkpoint, it has two lines, and the later one
+    counts.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._start = time.time()
+        self._file = OutputFile(path, "--metrics-file")
+        if _ends_in_broken_line(path):
+            self._file.write(b"\n")  # else the half-written line of a killed run spoils the first line
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        record = dataclasses.asdict(metrics)
+        del record["warnings"]  # text for the log; here num_nan and num_skipped show it
+        for name in ("params_norm", "num_zeros"):
+            if record[name] is None:  # not requested, or there is none
+                del record[name]
+        self._write(record)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
+        if not metrics.name:
+            del record["name"]
+        self._write({"validation": record})
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        timed = record | {"start_time": self._start, "wall_time": time.time()}
+        # In one write, so that a reader never sees half a line.
+        self._file.write(json.dumps(_spell_non_finite(timed), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+
+def _ends_in_broken_line(path: Path) -> bool:
+    """Return whether the file's last line has no line end."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _spell_non_finite(value: Any) -> Any:
+    """Replace floats that are not finite by strings."""
+    if isinstance(value, dict):
+        return {key: _spell_non_finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 class Writers:
-    """The log line, and the metrics file, TensorBoard and wandb where the config names them.
+    """Writes metrics to the log, and to the metrics file, TensorBoard and wandb if the config requests them.
 
-    They are written by the one rank that reports; on the others every method does nothing but what all ranks
-    do together.
+    Only the reporting rank writes. On the other ranks each method does its part of the collectives, and
+    nothing else.
 
     Args:
-        resolved_config_text: the whole run's config, told to TensorBoard.
+        resolved_config_text: the whole run's config, shown in TensorBoard and wandb.
         save: the run's checkpoint folder.
-        lease: on that folder: a run that has lost it writes no figures any more.
+        lease: on that folder: a run that has lost it writes no more metrics.
 
     Attributes:
-        intervals: iterations between two calls of `iteration`; where several are due, in this order.
+        intervals: iterations between two calls of `iteration`; if several are due, call it in this order.
 
     Raises:
-        UserError: an output cannot be written; raised on the reporting rank alone, as it alone tries, so
-            construct inside `topology.agreed()`.
+        UserError: an output cannot be written. Only the reporting rank raises it, because only this rank
+            tries: construct it inside `topology.agreed()`.
     """
 
     def __init__(
@@ -72,28 +194,41 @@ class Writers:
         self._config = config
         self._lease = lease
         self._topology = topology
-        has_boards = config.tensorboard_dir is not None or config.wandb_project is not None
-        boards = (config.board_interval,) if has_boards else ()
-        self.intervals = tuple(dict.fromkeys((config.log_interval, *boards)))
-        self._times: TimesOfRanks = {}  # those that the boards have not had
-        self._logs: list[Writer] = []
-        self._boards: list[BoardWriter] = []
+        has_dashboards = config.tensorboard_dir is not None or config.wandb_project is not None
+        of_dashboards = (config.board_interval,) if has_dashboards else ()
+        self.intervals = tuple(dict.fromkeys((config.log_interval, *of_dashboards)))
+        self._times: TimesByRank = {}  # not yet written to the dashboards
+        self._logs: list[MetricsWriter] = []
+        self._dashboards: list[DashboardWriter] = []
         if not topology.is_reporter:
             return
         self._logs.append(LogLineWriter(config))
         try:
             if config.metrics_file is not None:
                 self._logs.append(MetricsFile(Path(config.metrics_file)))
-            for board in _boards(config, topology.world_size, resolved_config_text, save):
-                self._boards.append(board)
+            if config.tensorboard_dir is not None:
+                folder = Path(config.tensorboard_dir)
+                self._dashboards.append(
+                    TensorBoardWriter(folder, config, topology.world_size, resolved_config_text)
+                )
+            if config.wandb_project is not None:
+                wandb_folder = config.wandb_save_dir or save
+                self._dashboards.append(
+                    WandbWriter(
+                        config,
+                        Path(wandb_folder) if wandb_folder else None,
+                        topology.world_size,
+                        resolved_config_text,
+                    )
+                )
         except BaseException:
             self.close(has_failed=True)
             raise
 
     def iteration(self, interval: int, metrics: IterationMetrics, timers: Timers) -> None:
-        """Tells the figures of an interval of `intervals`.
+        """Write the metrics of an interval, one of `intervals`.
 
-        With the log line the timers start anew, on every rank. Those that are on (level 1 and 2) are told of
+        The log line resets the timers on every rank. If timers of level 1 or 2 are on, it gathers them from
         all ranks: a collective.
         """
         self._stop_if_lost()
@@ -102,26 +237,26 @@ class Writers:
             for writer in self._logs:
                 writer.iteration(metrics, self._times)
         if interval == self._config.board_interval:
-            for board in self._boards:
-                board.iteration(metrics, self._times)
+            for dashboard in self._dashboards:
+                dashboard.iteration(metrics, self._times)
             self._times = {}
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
-        """Tells the gradient's norm of each layer."""
+        """Write the gradient norm of each layer."""
         self._stop_if_lost()
-        for board in self._boards:
-            board.layer_norms(iteration, norms)
+        for dashboard in self._dashboards:
+            dashboard.layer_norms(iteration, norms)
 
     def validation(self, metrics: ValidationMetrics) -> None:
-        """Tells an evaluation's result."""
+        """Write the result of an evaluation."""
         self._stop_if_lost()
-        for writer in (*self._logs, *self._boards):
+        for writer in (*self._logs, *self._dashboards):
             writer.validation(metrics)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Writes what is still held and closes the files; a second call does nothing."""
-        writers: list[Writer] = [*self._logs, *self._boards]
-        self._logs, self._boards = [], []
+        """Write what is not written yet and close the files; a second call does nothing."""
+        writers: list[MetricsWriter] = [*self._logs, *self._dashboards]
+        self._logs, self._dashboards = [], []
         while writers:
             writers.pop().close(has_failed=has_failed)
 
@@ -137,24 +272,18 @@ class Writers:
         self.close(has_failed=error is not None)
 
     def _stop_if_lost(self) -> None:
-        """Write no more if another run has taken over the folder; the run itself ends soon after."""
-        writes = bool(self._logs or self._boards)
-        if writes and self._lease is not None and self._lease.is_lost():
+        """Write no more if another run has taken over the folder; this run itself ends soon after."""
+        writes = bool(self._logs or self._dashboards)
+        with self._topology.events.during(CHECKPOINT):  # the lease is in the folder of checkpoints
+            is_lost = writes and self._lease is not None and self._lease.is_lost()
+        if is_lost:
+            assert self._lease is not None
             log.warning("%s", self._lease.loss(), extra=THIS_RANK)
-            self._logs, self._boards = [], []
+            self._logs, self._dashboards = [], []
 
-    def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesOfRanks:
-        own = timers.take(metrics.num_iterations)
+    def _take(self, metrics: IterationMetrics, timers: Timers) -> TimesByRank:
+        with self._topology.events.during(DEVICE):
+            own = timers.take(metrics.num_iterations)
         if timers.level == 0:
             return {name: {self._topology.rank: milliseconds} for name, milliseconds in own.items()}
-        return times_of_all_ranks({INTERVAL: metrics.iteration_time_ms, **own}, self._topology)
-
-
-def _boards(
-    config: LoggingConfig, world_size: int, config_text: str, save: str | None
-) -> Iterator[BoardWriter]:
-    if config.tensorboard_dir is not None:
-        yield TensorBoardWriter(Path(config.tensorboard_dir), config, world_size, config_text)
-    if config.wandb_project is not None:
-        folder = config.wandb_save_dir or save
-        yield WandbWriter(config, Path(folder) if folder else None, world_size, config_text)
+        return gather_times({INTERVAL: metrics.iteration_time_ms, **own}, self._topology)

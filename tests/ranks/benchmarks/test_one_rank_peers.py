@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
-from megalite.presets import PRESETS
-from megalite.topology import Topology
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 
 GPT = ModelConfig(
     num_layers=2,

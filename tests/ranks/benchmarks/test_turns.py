@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
 
 ROOT = Path(__file__).parents[3]
 CONFIG = Config(model=ModelConfig(vocab_size=256), parallel=ParallelConfig(num_threads=1))

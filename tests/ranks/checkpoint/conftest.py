@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.topology import Launch, Topology
+from megalite.distributed.topology import Launch, Topology
 
 
 @pytest.fixture

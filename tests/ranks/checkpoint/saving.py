@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import local_saves, save
+from megalite.checkpoint.folder import name_of
+from megalite.checkpoint.lease import hold_folder
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import FileRecord
-from megalite.checkpoint.place import Tensors
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.parameter_range import Tensors
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
-from megalite.checkpoint.tensor_writer import Piece, write_file
+from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.optim.part import Part
-from megalite.parallel.shard import ParameterSpec, Shard
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import ParameterSpec, Shard
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50)
 CONFIG = Config(model=MODEL, training=TrainingConfig(global_batch_size=8, train_iters=100))
@@ -39,7 +41,7 @@ def config_of(folder: Path, **fields: Any) -> Config:
     )
 
 
-def state(topology: Topology, value: float) -> dict[str, torch.Tensor | Part]:
+def state(topology: Topology, value: float) -> dict[str, torch.Tensor | ParameterShard]:
     """A slice of a tensor, a part of its moments, a tensor that all ranks have, and a count."""
     tp, dp = topology.tp, topology.dp
     cut, whole = ParameterSpec((3, 8), Shard("tp", 1)), ParameterSpec((5, 2))
@@ -48,19 +50,29 @@ def state(topology: Topology, value: float) -> dict[str, torch.Tensor | Part]:
     mine = full.chunk(tp.size, 1)[tp.rank].flatten()
     start, end = (mine.numel() * (dp.rank + more) // dp.size for more in (0, 1))
     return {
-        "model.cut": Part(mine, 0, shape, cut, is_copied=True),
-        "model.whole": Part(torch.full((10,), value).bfloat16(), 0, (5, 2), whole, is_copied=True),
-        "optimizer.cut.exp_avg": Part(mine[start:end].double(), start, shape, cut, is_copied=False),
+        "model.cut": ParameterShard(mine, 0, shape, cut, is_copied=True),
+        "model.whole": ParameterShard(torch.full((10,), value).bfloat16(), 0, (5, 2), whole, is_copied=True),
+        "optimizer.cut.exp_avg": ParameterShard(mine[start:end].double(), start, shape, cut, is_copied=False),
         "optimizer.num_steps": torch.tensor(value),
     }
 
 
-def elements(tensor: torch.Tensor | Part) -> torch.Tensor:
-    return tensor.tensor if isinstance(tensor, Part) else tensor
+def elements(tensor: torch.Tensor | ParameterShard) -> torch.Tensor:
+    return tensor.tensor if isinstance(tensor, ParameterShard) else tensor
 
 
 def contents_of(config: Config, topology: Topology, iteration: int) -> Contents:
-    return Contents.of(Progress(iteration, 8 * iteration), config, topology)
+    return Contents.of(TrainingProgress(iteration, 8 * iteration), config, topology)
+
+
+def save_checkpoint(
+    folder: Path, progress: TrainingProgress, tensors: Tensors, config: Config, topology: Topology
+) -> Path:
+    """One checkpoint outside of a run; every rank calls it, and gets the checkpoint's folder."""
+    with hold_folder(str(folder), topology) as lease:
+        saver = Saver(dataclasses.replace(config.checkpoint, save=str(folder)), topology, lease)
+        saver.save(Contents.of(progress, config, topology), tensors, is_last=True)
+    return folder / name_of(progress.iteration)
 
 
 def loaded(topology: Topology, config: Config, saver: Saver | None = None) -> tuple[int, float] | None:
@@ -68,12 +80,12 @@ def loaded(topology: Topology, config: Config, saver: Saver | None = None) -> tu
     tensors = state(topology, 0.0)
     folder = config.checkpoint.load
     assert folder is not None
-    intake = load_checkpoint(Path(folder), tensors, config, topology, saver.local if saver else None)
-    if intake is None:
+    plan = load_checkpoint(Path(folder), tensors, config, topology, saver.local if saver else None)
+    if plan is None:
         return None
     value = elements(tensors["optimizer.num_steps"]).item()
     assert same(tensors, state(topology, value))
-    return intake.progress.iteration, value
+    return plan.progress.iteration, value
 
 
 def same(tensors: Tensors, others: Tensors) -> bool:
@@ -89,24 +101,24 @@ class Gate:
     def open(self) -> None:
         self._opened.set()
 
-    def __call__(self, file: Path, pieces: Mapping[str, Piece]) -> FileRecord:
+    def __call__(self, file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
         self.reached.set()
         assert self._opened.wait(60.0)
         return write_file(file, pieces)
 
 
-def full_disk(file: Path, pieces: Mapping[str, Piece]) -> FileRecord:
+def full_disk(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
     """Writes half a file."""
     write_file(file, dict(list(pieces.items())[:1]))
     raise OSError(28, "No space left on device")
 
 
-def defect(file: Path, pieces: Mapping[str, Piece]) -> FileRecord:
+def defect(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
     raise ZeroDivisionError("a defect")
 
 
 @contextmanager
-def writer(replacement: Callable[[Path, Mapping[str, Piece]], FileRecord]):
+def writer(replacement: Callable[[Path, Mapping[str, FilePiece]], FileRecord]):
     """Files are written by this, in this process."""
     modules = (save, local_saves)
     for module in modules:

@@ -84,7 +84,7 @@ def test_no_pickle_is_written_or_read(tmp_path: Path, topology, monkeypatch) -> 
 
     config = config_of(tmp_path)
     saver = Saver(config.checkpoint, topology)
-    # One rank agrees with itself: telling other ranks is no part of the files.
+    # One rank agrees with itself: the messages to other ranks are not in the files.
     monkeypatch.setattr(type(topology), "agreed", lambda _: nullcontext())
     for name in ("all_gather_object", "broadcast_object_list"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)

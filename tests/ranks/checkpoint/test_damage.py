@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded when files are lost or altered, and what is told; on one rank."""
+"""Which checkpoint is loaded when files are lost or altered, and what is reported; on one rank."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import torch
 
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import RUN, SUMS
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.saver import save_checkpoint
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
 from megalite.errors import UserError
-from megalite.optim.part import Part
-from megalite.parallel.shard import ParameterSpec
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import ParameterSpec
 from tests.checkpoint_folder import edit_run, reseal
+from tests.ranks.checkpoint.saving import save_checkpoint
 
 CONFIG = Config(
     model=ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=2, vocab_size=50),
     training=TrainingConfig(global_batch_size=8, train_iters=90),
 )
 FILE = "pp_00_tp_00.safetensors"
-Tensors = dict[str, torch.Tensor | Part]
+Tensors = dict[str, torch.Tensor | ParameterShard]
 Save = Callable[[int], Path]
 Load = Callable[..., int | None]
 
 
 def tensors(value: float) -> Tensors:
-    weight = Part(torch.full((6,), value), 0, (2, 3), ParameterSpec((2, 3)), is_copied=True)
+    weight = ParameterShard(torch.full((6,), value), 0, (2, 3), ParameterSpec((2, 3)), is_copied=True)
     return {"model.weight": weight, "optimizer.num_steps": torch.tensor(value)}
 
 
@@ -43,7 +43,7 @@ def tensors(value: float) -> Tensors:
 def save(tmp_path, topology) -> Save:
     """Saves an iteration, whose tensors are filled with its number."""
     return lambda iteration: save_checkpoint(
-        tmp_path, Progress(iteration, 8 * iteration), tensors(float(iteration)), CONFIG, topology
+        tmp_path, TrainingProgress(iteration, 8 * iteration), tensors(float(iteration)), CONFIG, topology
     )
 
 
@@ -54,12 +54,14 @@ def load(tmp_path, topology) -> Load:
     def load(iteration: int | None = None, folder: Path = tmp_path) -> int | None:
         mine = tensors(-1.0)
         config = replace(CONFIG, checkpoint=CheckpointConfig(load_iteration=iteration))
-        intake = load_checkpoint(folder, mine, config, topology)
-        if intake is None:
+        plan = load_checkpoint(folder, mine, config, topology)
+        if plan is None:
             return None
-        loaded = intake.progress
+        loaded = plan.progress
         for tensor in mine.values():
-            assert ((tensor.tensor if isinstance(tensor, Part) else tensor) == loaded.iteration).all()
+            assert (
+                (tensor.tensor if isinstance(tensor, ParameterShard) else tensor) == loaded.iteration
+            ).all()
         return loaded.iteration
 
     return load
@@ -87,10 +89,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     **{f"swapped {name}": (swapped(name), "other contents") for name in (FILE, RUN, SUMS)},
     "a pickle": (with_foreign_pickle, f"{FILE} has other contents than {SUMS} says"),
     "empty": (lambda folder: [file.unlink() for file in folder.iterdir()], "run.json is missing"),
-    "missing folder": (shutil.rmtree, "latest names iter_0000020, which is not there"),
+    "missing folder": (shutil.rmtree, "latest names iter_0000020, which does not exist"),
     "of another iteration": (
         lambda folder: (shutil.rmtree(folder), shutil.copytree(folder.with_name("iter_0000010"), folder)),
-        "run.json is of iteration 10",
+        "run.json belongs to iteration 10",
     ),
 }
 
@@ -103,14 +105,14 @@ def test_the_whole_one_before_is_loaded_and_what_is_damaged_is_named(save, load,
     assert load() == 10
     assert named in caplog.text
     if kind == "missing folder":
-        assert "the newest whole checkpoint before it is taken" in caplog.text
+        assert "the newest whole checkpoint is loaded" in caplog.text
         return
-    left_out, instead = (record.getMessage() for record in caplog.records)
-    assert "iter_0000020 is not whole and is left out: " in left_out
-    assert instead.endswith("iter_0000010 is taken instead")
+    skipped, instead = (record.getMessage() for record in caplog.records)
+    assert "iter_0000020 is damaged and skipped: " in skipped
+    assert instead.endswith("iter_0000010 is loaded instead")
 
 
-def test_nothing_whole_is_told_with_what_is_wrong_with_each(save, load, tmp_path) -> None:
+def test_nothing_whole_is_reported_with_what_is_wrong_with_each(save, load, tmp_path) -> None:
     (save(10) / FILE).unlink()
     (save(20) / RUN).unlink()
     with pytest.raises(
@@ -131,10 +133,10 @@ def test_without_latest_the_newest_whole_one_is_loaded(save, load, tmp_path, cap
         (tmp_path / "latest").write_bytes(content)
     assert load() == 20
     assert f"{tmp_path / 'latest'} " in caplog.messages[0]
-    assert "the newest whole checkpoint before it is taken" in caplog.messages[0]
+    assert "the newest whole checkpoint is loaded" in caplog.messages[0]
 
 
-def test_latest_is_obeyed_and_newer_ones_are_told(save, load, tmp_path, caplog) -> None:
+def test_latest_is_obeyed_and_newer_ones_are_reported(save, load, tmp_path, caplog) -> None:
     for iteration in (10, 20, 30):
         save(iteration)
     (tmp_path / "latest").write_text("iter_0000020\n")
@@ -168,7 +170,7 @@ def test_a_later_format_is_not_passed_over(save, load) -> None:
     assert load(10) == 10
 
 
-def test_the_format_before_is_told(load, tmp_path) -> None:
+def test_the_format_before_is_reported(load, tmp_path) -> None:
     folder = tmp_path / "iter_0000010"
     folder.mkdir()
     (folder / RUN).write_text(json.dumps({"format": 2, "progress": {}, "model": {}, "run": {}, "files": []}))
@@ -177,17 +179,17 @@ def test_the_format_before_is_told(load, tmp_path) -> None:
         load()
 
 
-def test_what_is_no_folder_of_checkpoints_is_told(save, load, tmp_path) -> None:
+def test_a_folder_without_checkpoints_is_reported(save, load, tmp_path) -> None:
     assert load(folder=tmp_path / "none") is None
     (tmp_path / "empty").mkdir()
     assert load(folder=tmp_path / "empty") is None
     (tmp_path / "empty" / "model.safetensors").touch()
     with pytest.raises(
-        UserError, match=r"no checkpoint of megalite: model.safetensors is Hugging Face's; see"
+        UserError, match=r"no checkpoint of megalite: model.safetensors is Hugging Face's; try"
     ):
         load(folder=tmp_path / "empty")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file is no folder: give the one that --save wrote"):
+    with pytest.raises(UserError, match="file is not a folder: give the one that --save wrote"):
         load(folder=tmp_path / "file")
     with pytest.raises(UserError, match=rf"is one checkpoint: give the folder above it, {tmp_path}, and"):
         load(folder=save(10))
@@ -209,7 +211,7 @@ SOME_SLOW = [*PARTS[:3], *(pytest.param(part, marks=pytest.mark.slow) for part i
 
 @pytest.mark.parametrize("part", [*PARTS, "tokenizer", "layout"])
 def test_wrong_types_in_run_json_are_a_line_for_the_user(save, load, part: str) -> None:
-    """Whoever wrote it made the digests fit; what is not asked for does no harm."""
+    """Its writer made the digests fit; what is not requested does no harm."""
     folder = save(10)
     for value in (None, 3, "x", [], {}, {"iteration": 10, "x": []}, [[]]):
         edit_run(folder, **{part: value})
@@ -274,8 +276,8 @@ def test_nothing_outside_the_folder_is_read(save, load, tmp_path, kind: str, mon
         reseal(folder, "index.json", name) if kind == "parent" else reseal(folder, "index.json")
     opened: list[str] = []
     monkeypatch.setattr("safetensors.safe_open", lambda path, **_: opened.append(str(path)))
-    told = f"{FILE} is a link" if kind == "link" else "its files are none of this folder"
-    with pytest.raises(UserError, match=told):
+    message = "it is a symbolic link" if kind == "link" else "its files are not in this folder"
+    with pytest.raises(UserError, match=message):
         load()
     assert not opened
 

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.saver import save_checkpoint
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.local_ranks import run_ranks
-from megalite.optim.part import Part
-from megalite.parallel.shard import ParameterSpec
-from megalite.topology import Topology
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from tests.ranks.checkpoint.saving import save_checkpoint
 
 CONFIG = Config(
     model=ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=2, vocab_size=50),
     training=TrainingConfig(global_batch_size=8, train_iters=90),
 )
 OLD, NEW = 10, 20
-Tensors = dict[str, torch.Tensor | Part]
+Tensors = dict[str, torch.Tensor | ParameterShard]
 
 
 def tensors(topology: Topology, seed: int | None) -> Tensors:
@@ -41,15 +41,15 @@ def tensors(topology: Topology, seed: int | None) -> Tensors:
     found: Tensors = {"optimizer.num_steps": values("steps", 1)[0]}
     share = 12 // topology.dp.size
     for name in ("model.up.weight", "model.norm"):
-        found[name] = Part(values(name, 12), 0, (3, 4), ParameterSpec((3, 4)), is_copied=True)
+        found[name] = ParameterShard(values(name, 12), 0, (3, 4), ParameterSpec((3, 4)), is_copied=True)
         state, start = f"optimizer.{name}.exp_avg", share * topology.dp.rank
         mine = values(state, 12)[start : start + share]
-        found[state] = Part(mine, start, (3, 4), ParameterSpec((3, 4)), is_copied=False)
+        found[state] = ParameterShard(mine, start, (3, 4), ParameterSpec((3, 4)), is_copied=False)
     return found
 
 
-def elements(tensor: torch.Tensor | Part) -> torch.Tensor:
-    return tensor.tensor if isinstance(tensor, Part) else tensor
+def elements(tensor: torch.Tensor | ParameterShard) -> torch.Tensor:
+    return tensor.tensor if isinstance(tensor, ParameterShard) else tensor
 
 
 def truncate(rng: random.Random, file: Path, _: Path) -> None:
@@ -81,7 +81,7 @@ def swap(rng: random.Random, file: Path, older: Path) -> str:
 WAYS: tuple[Callable[[random.Random, Path, Path], str | None], ...] = (truncate, flip_bit, delete, swap)
 
 
-class Told(logging.Handler):
+class LogLines(logging.Handler):
     """What was logged."""
 
     def __init__(self) -> None:
@@ -96,9 +96,11 @@ def damage_and_load(topology: Topology, folder: Path, seeds: range) -> list[tupl
     """For each seed its way, the file's name, and whether the checkpoint before was loaded instead."""
     found = []
     for iteration in (OLD, NEW):
-        save_checkpoint(folder, Progress(iteration, 80), tensors(topology, iteration), CONFIG, topology)
-    told = Told()
-    logging.getLogger("megalite").addHandler(told)
+        save_checkpoint(
+            folder, TrainingProgress(iteration, 80), tensors(topology, iteration), CONFIG, topology
+        )
+    log_lines = LogLines()
+    logging.getLogger("megalite").addHandler(log_lines)
     config = replace(CONFIG, checkpoint=CheckpointConfig())
     for seed in seeds:
         rng, copy = random.Random(seed), folder.with_name(f"copy{seed}")
@@ -112,14 +114,14 @@ def damage_and_load(topology: Topology, folder: Path, seeds: range) -> list[tupl
             if topology.rank == 0:
                 before = file.read_bytes()
                 names = {file.name, way(rng, file, copy / f"iter_{OLD:07d}") or file.name}
-        told.lines.clear()
+        log_lines.lines.clear()
         mine = tensors(topology, None)
         try:
-            intake = load_checkpoint(copy, mine, config, topology)
+            plan = load_checkpoint(copy, mine, config, topology)
         except UserError as error:  # a damaged `latest` alone may name what is not there
             raise AssertionError(f"seed {seed}: {error}") from error
-        assert intake is not None
-        iteration = intake.progress.iteration
+        assert plan is not None
+        iteration = plan.progress.iteration
         assert iteration in (OLD, NEW), seed
         for name, expected in tensors(topology, iteration).items():
             assert torch.equal(elements(mine[name]), elements(expected)), (seed, name)
@@ -127,7 +129,10 @@ def damage_and_load(topology: Topology, folder: Path, seeds: range) -> list[tupl
             is_changed = not file.exists() or file.read_bytes().strip() != before.strip()
             assert (iteration == OLD) == (is_changed and file.name != "latest"), (seed, file.name)
             if is_changed:
-                assert any(name in line for name in names for line in told.lines), (seed, told.lines)
+                assert any(name in line for name in names for line in log_lines.lines), (
+                    seed,
+                    log_lines.lines,
+                )
         found.append((seed, way.__name__, file.name, iteration == OLD))
         with topology.agreed():
             if topology.rank == 0:
@@ -137,16 +142,16 @@ def damage_and_load(topology: Topology, folder: Path, seeds: range) -> list[tupl
 
 def check(found: list[tuple[int, str, str, bool]]) -> None:
     """Most damage is not harmless."""
-    assert sum(is_told for *_, is_told in found) > len(found) // 2
+    assert sum(is_reported for *_, is_reported in found) > len(found) // 2
 
 
-def test_damage_is_harmless_or_told(tmp_path: Path, topology) -> None:
+def test_damage_is_harmless_or_reported(tmp_path: Path, topology) -> None:
     check(damage_and_load(topology, tmp_path / "save", range(20)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_much_damage_is_harmless_or_told(tmp_path: Path, world_size: int) -> None:
+def test_much_damage_is_harmless_or_reported(tmp_path: Path, world_size: int) -> None:
     """Ranks share the check of the files."""
     parallel = replace(CONFIG.parallel, data_parallel_size=world_size)
     seeds = range(1000 * world_size, 1000 * world_size + 200)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megalite.config import ParallelConfig
-from megalite.local_ranks import run_ranks
+from megalite.distributed.local_ranks import run_ranks
 from tests.checkpoint_folder import FULL, SHORT, STEPS, cut_pieces, write_checkpoint
 
 
@@ -66,21 +66,21 @@ def test_one_process_reads_it_without_a_pickle(tmp_path: Path, monkeypatch) -> N
     assert torch.equal(load_alone(folder), FULL)
 
 
-def test_files_that_are_not_asked_for_are_not_opened(tmp_path: Path) -> None:
+def test_files_that_are_not_needed_are_not_opened(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     os.truncate(folder / "part_1.safetensors", 60)
     assert torch.equal(load_alone(folder, "padded", SHORT), SHORT)
 
 
 @pytest.mark.parametrize("damage", [lambda file: os.truncate(file, 60), Path.unlink])
-def test_a_damaged_file_is_told(tmp_path: Path, damage) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path, damage) -> None:
     folder = write_checkpoint(tmp_path)
     damage(folder / "part_1.safetensors")
     with pytest.raises(CheckpointException, match=r"part_1.safetensors (is missing|has other contents)"):
         load_alone(folder)
 
 
-def test_lost_elements_are_told(tmp_path: Path) -> None:
+def test_lost_elements_are_reported(tmp_path: Path) -> None:
     """torch itself leaves what no chunk has as it was."""
     files = cut_pieces()
     del files[2]["cut"]
@@ -88,6 +88,6 @@ def test_lost_elements_are_told(tmp_path: Path) -> None:
         load_alone(write_checkpoint(tmp_path, files=files))
 
 
-def test_another_shape_is_told(tmp_path: Path) -> None:
+def test_another_shape_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"[Ss]ize mismatch"):
         load_alone(write_checkpoint(tmp_path), "cut", torch.zeros(6, 4))

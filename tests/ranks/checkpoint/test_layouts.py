@@ -1,4 +1,4 @@
-"""What one layout saves, another loads: every element bitwise, and the run goes on as if undisturbed."""
+"""What one layout saves, another loads: every element bitwise, and the run continues as if undisturbed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.local_ranks import run_ranks
-from megalite.optim.part import Part
-from megalite.parallel.shard import Shard
-from megalite.presets import PRESETS
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import Shard
+from megalite.train.trainer import Trainer, start_trainer
 
 NUM_ITERATIONS = 2
 Layout = dict[str, Any]
@@ -94,9 +92,8 @@ Ranks = list[Pieces]
 
 
 def run(topology, config: Config, num_before: int, num_after: int):
-    """Loads or trains, saves, and goes on: its pieces as saved, the last losses, and pieces at the end."""
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    """Loads or trains, saves, and continues: its pieces as saved, the last losses, and pieces at the end."""
+    trainer = start_trainer(config, topology)
     assert trainer.load() is (num_before == 0)
     for _ in range(num_before):
         trainer.step()
@@ -110,7 +107,7 @@ def pieces_of(trainer: Trainer) -> Pieces:
     return {name: piece_of(tensor, tp_rank) for name, tensor in trainer.tensors().items()}
 
 
-def piece_of(held: torch.Tensor | Part, tp_rank: int) -> Piece | torch.Tensor:
+def piece_of(held: torch.Tensor | ParameterShard, tp_rank: int) -> Piece | torch.Tensor:
     if isinstance(held, torch.Tensor):
         return held.clone()
     spec = held.spec

@@ -1,4 +1,4 @@
-"""Non-persistent saves: taken where every rank has its own, whole and newer, and else left out."""
+"""Non-persistent saves: loaded if every rank has its own, whole and newer, and else skipped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import pytest
 from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
-from megalite.presets import PRESETS
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.train.trainer import start_trainer
 from tests.ranks.checkpoint.saving import (
     config_of,
     contents_of,
@@ -74,7 +72,7 @@ def flip(folder: Path) -> None:
 
 
 def as_copied(folder: Path) -> None:
-    """The folder is a copy of the one that the run saved to, as another run's that goes on from it."""
+    """The folder is a copy of the one that the run saved to, as of another run that continues from it."""
     (folder / "save").rename(folder / "original")
     shutil.copytree(folder / "original", folder / "save")
 
@@ -98,7 +96,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("kind", "is_async"), [*((kind, False) for kind in CHANGES), ("nothing", True)])
-def test_the_newest_that_every_rank_has_whole_is_taken(tmp_path: Path, kind: str, is_async: bool) -> None:
+def test_the_newest_that_every_rank_has_whole_is_loaded(tmp_path: Path, kind: str, is_async: bool) -> None:
     (tmp_path / "save").mkdir()
     config = local_config(tmp_path, async_save=is_async)
     change, (iteration, layout) = CHANGES[kind]
@@ -140,7 +138,7 @@ def load_older(topology, config: Config) -> tuple[int, float] | None:
     return loaded(topology, config, saver)
 
 
-def test_a_newer_persistent_one_is_taken(tmp_path: Path) -> None:
+def test_a_newer_persistent_one_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
     assert run_ranks(load_older, parallel(), 1, local_config(tmp_path)) == [(20, 2.0)]
 
@@ -160,8 +158,7 @@ def run_config(folder: Path, way: tuple[int, int, int, str], is_async: bool) -> 
 
 def train(topology, config: Config, resumes: bool) -> tuple[int, list[float]]:
     """Three iterations and a save, or what it saved; then the losses of three more."""
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    trainer = start_trainer(config, topology)
     if resumes:
         assert trainer.load()
     first = trainer.progress.iteration

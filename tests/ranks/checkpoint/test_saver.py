@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from megalite.checkpoint import save
-from megalite.checkpoint.exchange import Exchange
 from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import HeldLease, LeaseLost, hold_folder
+from megalite.checkpoint.save_agreement import SaveAgreement
 from megalite.checkpoint.saver import Saver
+from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
-from megalite.local_ranks import run_ranks
 from megalite.log import log
 from tests.ranks.checkpoint.saving import (
     Gate,
@@ -59,7 +59,7 @@ def _digests(checkpoint: Path) -> dict[str, str]:
 
 
 def save_while_training_goes_on(topology, folder: Path) -> list[str]:
-    """The state is overwritten, and a second save asked for, while no file of the first is written yet."""
+    """The state is overwritten, and a second save requested, while no file of the first is written yet."""
     config, lines, gate = config_of(folder, async_save=True), _listen(), Gate()
     tensors = state(topology, 1.0)
     with Saver(config.checkpoint, topology) as saver:
@@ -70,7 +70,7 @@ def save_while_training_goes_on(topology, folder: Path) -> list[str]:
             for tensor in tensors.values():
                 elements(tensor).fill_(-1.0)
             saver.poll()
-            saver.save(contents_of(config, topology, 20), tensors)  # left out
+            saver.save(contents_of(config, topology, 20), tensors)  # skipped
             assert not iterations_in(folder)
             gate.open()
             saver.finish()
@@ -93,10 +93,10 @@ def ask_for_a_second_save_of_each_kind(topology, folder: Path) -> list[str]:
     return [line for line in lines if "is not saved" in line]
 
 
-def test_a_save_that_is_left_out_names_the_flag_that_asked_for_it(tmp_path: Path) -> None:
+def test_a_skipped_save_names_its_interval_flag(tmp_path: Path) -> None:
     persistent, own = run_ranks(ask_for_a_second_save_of_each_kind, parallel(1, 1, 1), 1, tmp_path)[0]
-    assert persistent.endswith("a larger --save-interval gives it the time")
-    assert own.endswith("a larger --non-persistent-save-interval gives it the time")
+    assert persistent.endswith("give a larger --save-interval")
+    assert own.endswith("give a larger --non-persistent-save-interval")
 
 
 def save_at_once(topology, folder: Path) -> None:
@@ -117,10 +117,12 @@ def test_a_save_in_the_background_is_that_of_its_moment(tmp_path: Path, tp: int,
     assert background == at_once
     assert list(iterations_in(folders[0])) == [10, 30, 40]
     assert (folders[0] / "latest").read_text() == "iter_0000040\n"
-    told = [line.replace(str(folders[0]), "SAVE") for line in lines]
-    assert told[0] == "saving checkpoint SAVE/iter_0000010 in the background"
-    assert told[1].startswith("iteration 20 is not saved: SAVE/iter_0000010 is still being written after 0 s")
-    assert told[2:] == [
+    messages = [line.replace(str(folders[0]), "SAVE") for line in lines]
+    assert messages[0] == "saving checkpoint SAVE/iter_0000010 in the background"
+    assert messages[1].startswith(
+        "iteration 20 is not saved: SAVE/iter_0000010 is still being written after 0 s"
+    )
+    assert messages[2:] == [
         "saved checkpoint SAVE/iter_0000010",
         "saving checkpoint SAVE/iter_0000030 in the background",
         "saved checkpoint SAVE/iter_0000030",
@@ -164,10 +166,10 @@ def test_training_outlives_failures_and_the_next_save_tries_again(tmp_path: Path
     folder = tmp_path / "run"
     folder.mkdir()
     lines = run_ranks(save_through_failures, parallel(dp=2), 2, folder, is_async, full_disk)[0]
-    told = [line for line in lines if "cannot be written" in line]
-    assert told == [
+    messages = [line for line in lines if "cannot be written" in line]
+    assert messages == [
         f"checkpoint SAVE/iter_00000{iteration} cannot be written ({why}): free space or change --save; "
-        "every rank must see the folder; training goes on, and the next save tries again"
+        "every rank must see the folder; training continues, and the next save tries again"
         for iteration, why in (
             (20, "rank 1: No space left on device"),
             (30, "rank 0: No such file or directory: SAVE"),
@@ -176,13 +178,13 @@ def test_training_outlives_failures_and_the_next_save_tries_again(tmp_path: Path
     assert "deleted checkpoint SAVE/iter_0000010" in lines
 
 
-def test_a_defect_in_the_thread_is_told(tmp_path: Path) -> None:
+def test_a_defect_in_the_thread_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     lines = run_ranks(save_through_failures, parallel(dp=2), 2, folder, True, defect)[0]
-    (told,) = [line for line in lines if "a defect" in line]
-    assert "iter_0000020 cannot be written (rank 1 failed:" in told
-    assert "ZeroDivisionError" in told
+    (message,) = [line for line in lines if "a defect" in line]
+    assert "iter_0000020 cannot be written (rank 1 failed:" in message
+    assert "ZeroDivisionError" in message
 
 
 def fail_for_good(topology, folder: Path, is_last: bool, fields: dict[str, bool]) -> str:
@@ -216,7 +218,7 @@ def test_a_failing_last_save_ends_every_rank(tmp_path: Path, is_last: bool, fiel
 
 
 def stop_after(topology, folder: Path, is_async: bool, fails: bool) -> str:
-    """A run that is stopped right after an interval's save, which nobody knew to be the last."""
+    """A run that is stopped right after an interval's save, which was not known to be the last."""
     config = config_of(folder, async_save=is_async)
     try:
         with (
@@ -234,8 +236,8 @@ def test_a_run_that_is_stopped_after_a_save_waits_for_it(tmp_path: Path, is_asyn
     assert run_ranks(stop_after, parallel(dp=2), 2, tmp_path, is_async, False) == ["saved"] * 2
     assert (tmp_path / "latest").read_text() == "iter_0000020\n"
     (tmp_path / "latest").unlink()
-    (told, _) = run_ranks(stop_after, parallel(dp=2), 2, tmp_path, is_async, True)
-    assert "iter_0000020 cannot be written (rank 1: No space left on device)" in told
+    (message, _) = run_ranks(stop_after, parallel(dp=2), 2, tmp_path, is_async, True)
+    assert "iter_0000020 cannot be written (rank 1: No space left on device)" in message
 
 
 def test_an_error_in_training_lets_the_save_come_to_its_end(tmp_path: Path, topology) -> None:
@@ -258,7 +260,7 @@ def test_a_run_that_can_save_no_more_ends(tmp_path: Path, topology, monkeypatch)
     def lost(*_) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    monkeypatch.setattr(Exchange, "to_first", lost)
+    monkeypatch.setattr(SaveAgreement, "to_first", lost)
     config = config_of(tmp_path)
     saver = Saver(config.checkpoint, topology)
     with pytest.raises(UserError, match=r"store .* is gone \(Connection reset by peer\)"):
@@ -346,8 +348,8 @@ def lose_the_folder(topology, folder: Path, is_local: bool) -> tuple[list[str], 
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_run_that_has_lost_its_folder_names_nothing(tmp_path: Path, is_local: bool) -> None:
-    told = run_ranks(lose_the_folder, parallel(dp=2), 2, tmp_path, is_local)
-    for lines, error in told:
+    outcomes = run_ranks(lose_the_folder, parallel(dp=2), 2, tmp_path, is_local)
+    for lines, error in outcomes:
         assert len(lines) == 1
         assert "in the background" in lines[0]
         assert error.startswith(f"--save {tmp_path} was taken over by another run (process")
@@ -358,7 +360,7 @@ def test_a_run_that_has_lost_its_folder_names_nothing(tmp_path: Path, is_local: 
 
 
 def test_a_save_follows_no_link(tmp_path: Path, topology) -> None:
-    """At every name that somebody else can know before; what was linked to stays as it was."""
+    """At every name that can be known before; the link's target stays unchanged."""
     save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
     config = config_of(
         save, non_persistent_save_interval=1, non_persistent_local_ckpt_dir=str(tmp_path / "l")

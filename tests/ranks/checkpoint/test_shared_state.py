@@ -16,12 +16,10 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.local_ranks import run_ranks
-from megalite.optim.part import Part
-from megalite.presets import PRESETS
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.train.trainer import Trainer, start_trainer
 
 NUM_ITERATIONS = 3
 Way = tuple[int, int]
@@ -46,15 +44,14 @@ def config_of(folder: Path, way: Way, dtype: str) -> Config:
 
 
 def trainer_of(topology, config: Config) -> Trainer:
-    timers = Timers()
-    return Trainer(config, topology, build_data(config, topology, timers), timers)
+    return start_trainer(config, topology)
 
 
 def whole_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds, put together from the ranks' parts."""
     whole = {}
     for name, tensor in trainer.tensors().items():
-        if isinstance(tensor, Part):
+        if isinstance(tensor, ParameterShard):
             full = torch.zeros(tensor.shape, dtype=tensor.tensor.dtype)
             full.view(-1)[tensor.start : tensor.start + tensor.tensor.numel()] = tensor.tensor
             if not tensor.is_copied:

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.progress import Progress
-from megalite.checkpoint.saver import save_checkpoint
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
-from megalite.local_ranks import run_ranks
-from megalite.optim.part import Part
-from megalite.parallel.shard import ParameterSpec, Shard
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import ParameterSpec, Shard
+from tests.ranks.checkpoint.saving import save_checkpoint
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50, norm_epsilon=1e-6)
 CONFIG = Config(model=MODEL, training=TrainingConfig(global_batch_size=8, train_iters=20))
-PROGRESS = Progress(10, 80)
+PROGRESS = TrainingProgress(10, 80)
 CUT = ParameterSpec((4 << 20,), Shard("tp", 0))
 TEXTS = {"run.json", "config.yaml", "index.json", "SHA256SUMS"}
 
@@ -30,29 +30,29 @@ def parallel(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelConfig:
     return ParallelConfig(tp, pp, dp, distributed_backend="gloo")
 
 
-def tensors_of(topology) -> dict[str, torch.Tensor | Part]:
+def tensors_of(topology) -> dict[str, torch.Tensor | ParameterShard]:
     """Views of one flat tensor, as the optimizer's are, with values of this stage and slice."""
     flat = torch.randn(20, generator=torch.Generator().manual_seed(10 * topology.pp.rank + topology.tp.rank))
     flat[:4] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     stage, tp = topology.pp.rank, topology.tp.size
     cut = {"spec": ParameterSpec((3, 4 * tp), Shard("tp", 1)), "is_copied": True}
     return {
-        f"model.{stage}.weight": Part(flat[:12], 0, (3, 4), **cut),
-        f"optimizer.{stage}.exp_avg": Part(flat[8:].double(), 0, (3, 4), **cut),
+        f"model.{stage}.weight": ParameterShard(flat[:12], 0, (3, 4), **cut),
+        f"optimizer.{stage}.exp_avg": ParameterShard(flat[8:].double(), 0, (3, 4), **cut),
         "optimizer.num_steps": torch.tensor(3.0),
     }
 
 
-def elements(tensor: torch.Tensor | Part) -> torch.Tensor:
-    return tensor.tensor if isinstance(tensor, Part) else tensor
+def elements(tensor: torch.Tensor | ParameterShard) -> torch.Tensor:
+    return tensor.tensor if isinstance(tensor, ParameterShard) else tensor
 
 
-def zeroed(tensor: torch.Tensor | Part) -> torch.Tensor | Part:
+def zeroed(tensor: torch.Tensor | ParameterShard) -> torch.Tensor | ParameterShard:
     zeros = torch.zeros_like(elements(tensor))
-    return dataclasses.replace(tensor, tensor=zeros) if isinstance(tensor, Part) else zeros
+    return dataclasses.replace(tensor, tensor=zeros) if isinstance(tensor, ParameterShard) else zeros
 
 
-def bits(tensors: dict[str, torch.Tensor | Part]) -> dict[str, bytes]:
+def bits(tensors: dict[str, torch.Tensor | ParameterShard]) -> dict[str, bytes]:
     return {name: elements(tensor).numpy().tobytes() for name, tensor in tensors.items()}
 
 
@@ -60,17 +60,17 @@ def save(topology, folder: Path) -> Path:
     return save_checkpoint(folder, PROGRESS, tensors_of(topology), CONFIG, topology)
 
 
-def load(topology, folder: Path, config: Config = CONFIG) -> str | Progress | None:
-    """The progress, after a check of each tensor's bits; or what the user is told."""
+def load(topology, folder: Path, config: Config = CONFIG) -> str | TrainingProgress | None:
+    """The progress, after a check of each tensor's bits; or the user's error message."""
     tensors = {name: zeroed(tensor) for name, tensor in tensors_of(topology).items()}
     try:
-        intake = load_checkpoint(folder, tensors, config, topology)
+        plan = load_checkpoint(folder, tensors, config, topology)
     except UserError as error:
         return str(error)
-    if intake is None:
+    if plan is None:
         return None
     assert bits(tensors) == bits(tensors_of(topology))
-    return intake.progress
+    return plan.progress
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
@@ -100,9 +100,9 @@ def test_the_number_of_replicas_is_free(tmp_path, saved, loaded):
 def test_another_model_is_named_field_by_field(tmp_path):
     run_ranks(save, parallel(), 1, tmp_path)
     other = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, hidden_size=16, activation="relu"))
-    (told,) = run_ranks(load, parallel(), 1, tmp_path, other)
-    assert "is of another model: hidden_size 8 (now 16), " in told
-    assert "activation gelu (now relu); run with what it was saved with" in told
+    (message,) = run_ranks(load, parallel(), 1, tmp_path, other)
+    assert "has another model: hidden_size 8 (now 16), " in message
+    assert "activation gelu (now relu); use the checkpoint's values" in message
 
 
 def damage(file: Path) -> None:
@@ -113,7 +113,7 @@ def damage(file: Path) -> None:
     ("damage", "what"),
     [(damage, "has other contents than SHA256SUMS says"), (Path.unlink, "is missing")],
 )
-def test_a_damaged_file_of_one_rank_is_told_by_all(tmp_path, damage, what):
+def test_a_damaged_file_of_one_rank_is_reported_by_all(tmp_path, damage, what):
     run_ranks(save, parallel(tp=2), 2, tmp_path)
     damage(tmp_path / "iter_0000010" / "pp_00_tp_01.safetensors")
     first, second = run_ranks(load, parallel(tp=2), 2, tmp_path, timeout=60.0)
@@ -122,18 +122,18 @@ def test_a_damaged_file_of_one_rank_is_told_by_all(tmp_path, damage, what):
 
 
 def save_where_one_rank_cannot(topology, folder: Path) -> str:
-    """The second rank can write no large file: all ranks must be told, and none may wait."""
-    large = {f"{topology.tp.rank}": Part(torch.zeros(2 << 20), 0, (2 << 20,), CUT, is_copied=True)}
+    """The second rank cannot write large files: all ranks must report it, and none may wait."""
+    large = {f"{topology.tp.rank}": ParameterShard(torch.zeros(2 << 20), 0, (2 << 20,), CUT, is_copied=True)}
     if topology.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of this process alone
     try:
-        save_checkpoint(folder, Progress(20, 160), large, CONFIG, topology)
+        save_checkpoint(folder, TrainingProgress(20, 160), large, CONFIG, topology)
     except UserError as error:
         return str(error)
     return "saved"
 
 
-def test_a_full_disk_of_one_rank_is_told_by_all_and_leaves_nothing(tmp_path):
+def test_a_full_disk_of_one_rank_is_reported_by_all_and_leaves_nothing(tmp_path):
     run_ranks(save, parallel(tp=2), 2, tmp_path)
     first, second = run_ranks(save_where_one_rank_cannot, parallel(tp=2), 2, tmp_path, timeout=60.0)
     assert first == second
@@ -145,6 +145,6 @@ def test_a_full_disk_of_one_rank_is_told_by_all_and_leaves_nothing(tmp_path):
 def test_run_json_tells_what_it_is(tmp_path):
     run_ranks(save, parallel(tp=2), 2, tmp_path)
     description = json.loads((tmp_path / "iter_0000010" / "run.json").read_text())
-    assert Progress.from_record(description["progress"]) == PROGRESS
+    assert TrainingProgress.from_record(description["progress"]) == PROGRESS
     assert description["layout"] == {"pp": 1, "dp": 1, "tp": 2}
     assert description["model"] == dataclasses.asdict(MODEL)

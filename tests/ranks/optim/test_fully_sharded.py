@@ -25,13 +25,11 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
-from megalite.local_ranks import run_ranks
-from megalite.topology import Topology
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.record import record_run
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.train.trainer import Trainer, start_trainer
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.record_run import record_run
 from tests.live_bytes import LiveBytes
 from tests.traffic import Traffic, by_bytes, ring_bytes
 
@@ -60,8 +58,7 @@ def config_of(dp: int, model: ModelConfig = MODEL, batch: int | None = None, **p
 
 def trainer_of(topology: Topology, config: Config) -> Trainer:
     check_config(config, topology.world_size)
-    timers = Timers()
-    return Trainer(config, topology, build_data(config, topology, timers), timers)
+    return start_trainer(config, topology)
 
 
 def num_parameters(trainer: Trainer) -> tuple[int, int]:

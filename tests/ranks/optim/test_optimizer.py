@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.local_ranks import run_ranks
+from megalite.distributed.local_ranks import run_ranks
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel.shard import ParameterSpec, Placement, Shard, axis_of, new_parameter
-from megalite.parallel.tied import TiedWeight, sum_over_edges
+from megalite.tensor_parallel.parameter_shard import (
+    LayerContext,
+    ParameterSpec,
+    Shard,
+    axis_of,
+    new_parameter,
+)
+from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_over_edges
 
 SPECS = {
     "word": ParameterSpec((8, 4), Shard("tp", 0)),
@@ -45,9 +51,9 @@ def mine(tensor: torch.Tensor, name: str, topology) -> torch.Tensor:
 
 def build(topology) -> tuple[dict[str, nn.Parameter], Optimizer]:
     """This stage's parameters, and their optimizer."""
-    place = Placement(topology.tp, torch.float64, topology.device)
+    context = LayerContext(topology, torch.float64)
     names = STAGES[topology.pp.size][topology.pp.rank]
-    parameters = {name: new_parameter(SPECS[name], place) for name in names}
+    parameters = {name: new_parameter(SPECS[name], context) for name in names}
     for name, parameter in parameters.items():
         parameter.data.copy_(mine(full(name, 0), name, topology))
     at_edge = topology.pp.size > 1 and "word" in parameters

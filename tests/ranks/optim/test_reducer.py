@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.local_ranks import RankError, run_ranks
-from megalite.optim.flat import make_buckets
-from megalite.optim.gradients import GRADIENTS
-from megalite.optim.reducer import MAX_IN_FLIGHT, GradReducer
-from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.optim.flat_buffers import make_buckets
+from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MAX_IN_FLIGHT, GradReducer
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
 
 NUM_LAYERS = 4
 WIDTH = 6
@@ -37,10 +36,10 @@ class Chain(nn.Module):
     def __init__(self, topology, watch=None) -> None:
         super().__init__()
         self.watch = watch
-        place = Placement(topology.tp, torch.float64, topology.device)
+        context = LayerContext(topology, torch.float64)
         spec = ParameterSpec((WIDTH, WIDTH))
-        self.layers = nn.ParameterList([new_parameter(spec, place) for _ in range(NUM_LAYERS)])
-        self.unused = new_parameter(spec, place)
+        self.layers = nn.ParameterList([new_parameter(spec, context) for _ in range(NUM_LAYERS)])
+        self.unused = new_parameter(spec, context)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             parameter.data.copy_(torch.randint(-2, 3, spec.full_shape, generator=generator))
@@ -60,16 +59,16 @@ class Chain(nn.Module):
 def reducer_of(net, topology, bucket_size: int, stage: int = 0, overlap: bool = True) -> GradReducer:
     buckets = make_buckets(net.named_parameters(), topology.dp, bucket_size)
     return GradReducer(
-        [GRADIENTS[stage](bucket, topology.dp, None) for bucket in buckets], topology.dp, overlap
+        [GRADIENT_BUFFERS[stage](bucket, topology.dp, None) for bucket in buckets], topology.dp, overlap
     )
 
 
 def gathered(reducer: GradReducer) -> dict[str, torch.Tensor]:
     """Each parameter's complete gradient."""
     return {
-        slot.name: each.bucket.view(each.gathered(), slot).clone()
-        for each in reducer.gradients
-        for slot in each.bucket.slots
+        entry.name: each.bucket.view(each.all_gather(), entry).clone()
+        for each in reducer.buffers
+        for entry in each.bucket.entries
     }
 
 
@@ -120,7 +119,7 @@ def record_course(topology, overlap: bool) -> list[str]:
     net = Chain(topology, watch=lambda number: events.append(f"backward {number}"))
     del net.unused
     reducer = reducer_of(net, topology, 1, 0, overlap)
-    names = {each.whole.data_ptr(): each.bucket.slots[0].name[-1] for each in reducer.gradients}
+    names = {each.full.data_ptr(): each.bucket.entries[0].name[-1] for each in reducer.buffers}
     all_reduce = dist.all_reduce
 
     def recorded(tensor, **options):
@@ -166,7 +165,7 @@ def buffers_between_microbatches(topology) -> list[tuple[int, int]]:
     for number in range(NUM_MICROBATCHES):
         net.backward(number)
         assert all(parameter.grad is None for parameter in net.parameters())
-        seen.append((sum(each.buffer is not None for each in reducer.gradients), len(reducer._in_flight)))
+        seen.append((sum(each.buffer is not None for each in reducer.buffers), len(reducer._in_flight)))
     reducer.finish()
     return seen
 
@@ -181,9 +180,9 @@ class Branches(nn.Module):
 
     def __init__(self, topology, skip_on_rank: int | None) -> None:
         super().__init__()
-        place = Placement(topology.tp, torch.float64, topology.device)
-        self.a = new_parameter(ParameterSpec((WIDTH,)), place)
-        self.b = new_parameter(ParameterSpec((WIDTH,)), place)
+        context = LayerContext(topology, torch.float64)
+        self.a = new_parameter(ParameterSpec((WIDTH,)), context)
+        self.b = new_parameter(ParameterSpec((WIDTH,)), context)
         self.rank = topology.dp.rank
         self.skip = skip_on_rank == topology.dp.rank
 
@@ -250,5 +249,5 @@ def backward_once_too_often(topology) -> None:
 
 
 def test_a_gradient_that_comes_too_late_is_no_silent_error():
-    with pytest.raises(RankError, match=r"more backward passes than begin\(\) was told"):
+    with pytest.raises(RankError, match=r"more backward passes than passed to begin\(\)"):
         run_ranks(backward_once_too_often, parallel(2), 2, timeout=30.0)

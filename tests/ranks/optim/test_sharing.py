@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.local_ranks import run_ranks
-from megalite.optim.flat import ALIGNMENT
-from megalite.optim.gather import Unit
-from megalite.optim.optimizer import Optimizer
-from megalite.parallel import collectives
-from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
+from megalite.distributed import collectives
+from megalite.distributed.local_ranks import run_ranks
+from megalite.optim.flat_buffers import ALIGNMENT
+from megalite.optim.optimizer import ForwardUnit, Optimizer
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 NUM_LAYERS = 3
@@ -37,9 +36,9 @@ def parallel(dp: int, **changes) -> ParallelConfig:
 class Layer(nn.Module):
     def __init__(self, topology, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        place = Placement(topology.tp, dtype, topology.device)
-        self.weight = new_parameter(ParameterSpec((width, width)), place)
-        self.bias = new_parameter(ParameterSpec((width,), decay=False), place)
+        context = LayerContext(topology, dtype)
+        self.weight = new_parameter(ParameterSpec((width, width)), context)
+        self.bias = new_parameter(ParameterSpec((width,), decay=False), context)
 
     def forward(self, x):
         return torch.tanh(F.linear(x, self.weight, self.bias))
@@ -62,8 +61,8 @@ class Net(nn.Module):
             x = layer(x)
         return x.float().square().mean()
 
-    def units(self) -> list[Unit]:
-        return [Unit(layer, list(layer.parameters())) for layer in self.layers]
+    def units(self) -> list[ForwardUnit]:
+        return [(layer, list(layer.parameters())) for layer in self.layers]
 
 
 def optimizer_of(net: Net, topology, config: ParallelConfig, adam: OptimizerConfig = CONFIG) -> Optimizer:
@@ -116,13 +115,13 @@ def memory(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[int, i
     net = Net(topology, dtype, width=200)
     optimizer = optimizer_of(net, topology, dataclasses.replace(config, ddp_bucket_size=40000))
     iterate(net, optimizer, topology.dp.rank, 0)
-    kept = [each.bucket.weight for each in optimizer.gradients]
-    kept += [each.sums if hasattr(each, "sums") else each.whole for each in optimizer.gradients]
+    kept = [each.bucket.weight for each in optimizer.buffers]
+    kept += [each.shard_sum if hasattr(each, "shard_sum") else each.full for each in optimizer.buffers]
     kept += [tensor for state in optimizer.states for _, tensor in state.tensors()]
     kept += [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    padding = sum(each.bucket.size for each in optimizer.gradients) - num_parameters
+    padding = sum(each.bucket.size for each in optimizer.buffers) - num_parameters
     return sum(storages.values()), num_parameters, padding
 
 
@@ -165,7 +164,7 @@ def traffic(topology, config: ParallelConfig) -> tuple[list[tuple[str, int]], in
     counted(collectives, "_all_gather", 0)
     iterate(net, optimizer, topology.dp.rank, 0)
     optimizer.finish_weights()
-    return calls, sum(each.bucket.size for each in optimizer.gradients), len(optimizer.gradients)
+    return calls, sum(each.bucket.size for each in optimizer.buffers), len(optimizer.buffers)
 
 
 @pytest.mark.parametrize("dp", [2, 4])
@@ -194,7 +193,7 @@ def wait_in_units(topology) -> list[tuple[int, int]]:
     iterate(net, optimizer, topology.dp.rank, 0)
     seen.clear()
     net(0)
-    first_use = [[slot.name for slot in bucket.slots][-1] for bucket in optimizer.gatherer.buckets]
+    first_use = [[entry.name for entry in bucket.entries][-1] for bucket in optimizer.gatherer.buckets]
     assert first_use == sorted(first_use, key=lambda name: name.split(".")[1])
     return list(zip(seen[::2], seen[1::2], strict=True))
 

@@ -14,12 +14,10 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.local_ranks import run_ranks
-from megalite.presets import PRESETS
-from megalite.train.chunks import named_parameters
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.train.model_chunks import named_parameters
+from megalite.train.trainer import start_trainer
 
 
 def config_of(schedule, pp=2, folder=None):
@@ -34,8 +32,7 @@ def config_of(schedule, pp=2, folder=None):
 
 
 def trainer_of(topology, config):
-    timers = Timers()
-    return Trainer(config, topology, build_data(config, topology, timers), timers)
+    return start_trainer(config, topology)
 
 
 def describe(topology, config):

@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.local_ranks import RankError, run_ranks
-from megalite.parallel.weight_gradient_store import WeightGradientStore
-from megalite.pipeline.action import Kind
+from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.messages import MAX_OPEN_BATCHES
-from megalite.pipeline.schedule import SCHEDULES
-from megalite.pipeline.simulate import peak_in_flight
+from megalite.pipeline.schedules import SCHEDULES, ActionKind, peak_in_flight
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 WIDTH = 8
 SHAPE = (3, WIDTH)
@@ -262,6 +260,21 @@ def test_what_stays_on_a_rank_is_not_copied(one_rank):
     assert given == taken
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_loss_is_a_mean_over_tokens_and_its_gradient_is_scaled(one_rank, schedule):
+    (plain,), ((weight_grad, scale_grad),) = reference(1, 1)
+    store = WeightGradientStore() if schedule == "zb-h1" else None
+    link = Link(0, 1, store)
+    (loss,) = pipeline_of(one_rank, schedule, [link], store).train_step(
+        1, load, num_tokens=4.0, loss_scale=8.0
+    )
+    assert loss == plain / 4
+    torch.testing.assert_close(link.weight.grad, 2 * weight_grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(link.scale.grad, 2 * scale_grad, rtol=1e-12, atol=0)
+    (evaluated,) = pipeline_of(one_rank, schedule, [link], store).evaluate(1, load, num_tokens=4.0)
+    assert evaluated == loss
+
+
 class Notes:
     def __init__(self):
         self.begun, self.ended = [], []
@@ -288,7 +301,7 @@ def test_an_observer_sees_each_action_of_an_evaluation_and_of_a_training_step():
     for rank, (begun, ended) in enumerate(observed):
         schedule = SCHEDULES["zb-h1"]
         assert begun == ended == schedule.evaluate(rank, stages, 3) + schedule.train(rank, stages, 3)
-        assert {action.kind for action in begun} == set(Kind) - {Kind.BACKWARD}
+        assert {action.kind for action in begun} == set(ActionKind) - {ActionKind.BACKWARD}
 
 
 def give_a_wrong_shape(topology):
@@ -299,5 +312,5 @@ def give_a_wrong_shape(topology):
 
 
 def test_a_stage_that_gives_another_shape_is_named():
-    with pytest.raises(RankError, match=r"a stage gave \(3, 1\), not \(3, 8\)"):
+    with pytest.raises(RankError, match=r"a stage returned \(3, 1\), not \(3, 8\)"):
         run_ranks(give_a_wrong_shape, ParallelConfig(pipeline_model_parallel_size=2), 2, timeout=30)

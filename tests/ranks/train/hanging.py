@@ -17,12 +17,10 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainingConfig
-from megalite.presets import PRESETS
-from megalite.topology import Launch, Topology
+from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Launch, Topology
 from megalite.train.health import watchdog
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import Trainer, start_trainer
 
 NUM_RANKS = 4
 CONFIG = Config(
@@ -62,7 +60,7 @@ def run_with_fault(fault: Fault, at_fault: int, parallel: ParallelConfig, folder
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "megalite.topology", "megalite.train.trainer"]
+        ["torch", "torch.distributed", "megalite.distributed.topology", "megalite.train.trainer"]
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,8 +91,8 @@ def run_with_fault(fault: Fault, at_fault: int, parallel: ParallelConfig, folder
 
 
 def sleep_in_data(trainer: Trainer) -> None:
-    """No further sample comes."""
-    prefetcher = trainer.train_step.load._prefetcher
+    """Make every further read of a sample wait forever."""
+    prefetcher = trainer.load_batch._prefetcher
     assert prefetcher is not None
     prefetcher._reads.clear()
     prefetcher._dataset = _Asleep()
@@ -110,12 +108,13 @@ class _Asleep:
 
 
 def skip_collectives(trainer: Trainer) -> None:
-    """Goes on to a collective that comes later, or never."""
-    dist.barrier()
+    """Enter a collective that the other ranks enter later, or never."""
+    with trainer.topology.world.wait("barrier"):
+        dist.barrier()
 
 
 def stop_process(trainer: Trainer) -> None:
-    """As a debugger, or a machine that swaps, stops it."""
+    """Stop the process, as a debugger does, or a machine that swaps."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -127,8 +126,7 @@ def _rank_main(rank: int, port: int, config: Config, fault: Fault | None) -> Non
     watchdog._PATIENCE_SECONDS = 1.0
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with Topology.start(config.parallel, Launch(rank, NUM_RANKS, rank, NUM_RANKS)) as topology:
-        timers = Timers()
-        trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+        trainer = start_trainer(config, topology)
         with watchdog.watched(trainer):
             trainer.step()
             if fault:

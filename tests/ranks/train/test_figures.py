@@ -1,4 +1,4 @@
-"""The whole model's figures are those of one rank, however its parameters are cut, copied and shared out."""
+"""Test that the norms and counts of the whole model are those of one rank, in any layout."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import pytest
 import torch
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
-from megalite.parallel.shard import spec_of
-from megalite.presets import PRESETS
-from megalite.topology import Topology
-from megalite.train.layer_norms import layer_grad_norms
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.tensor_parallel.parameter_shard import spec_of
+from megalite.train.callbacks.layer_norms import layer_grad_norms
+from megalite.train.trainer import start_trainer
 
 CONFIG = Config(
-    # Positions that no sample has get no gradient. Keys' biases, which a softmax takes no notice of, are left
-    # out: the gradient of one is zero or not by the rounding of its sums.
+    # Positions that no sample has get no gradient. There are no biases: those of keys do not change a
+    # softmax, so that it depends on rounding whether their gradient is zero.
     # The vocabulary is padded to 259 rows, to 266 with tp=2 and to 280 with tp=4.
     model=replace(
         PRESETS["gpt-tiny"],
@@ -54,14 +52,15 @@ UNTIED_LAYOUTS = ("tp4", "tp2 pp2", "tp2 dp2, ZeRO 1", "tp2 dp2, ZeRO 3")
 
 
 def _layer_norms(topology: Topology, config: Config) -> tuple[dict[str, float], dict[str, float], float]:
-    """After two updates, which clip; those that are counted on full tensors by hand; and the whole norm."""
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    """Return the norms after two updates that clip, the same from full tensors, and the whole norm."""
+    trainer = start_trainer(config, topology)
     for _ in range(2):
         result = trainer.step()
-    told = dict(layer_grad_norms(trainer.optimizer, config.model.num_layers, result.grad_norm, topology))
+    norms_of_layers = dict(
+        layer_grad_norms(trainer.optimizer, config.model.num_layers, result.grad_norm, topology)
+    )
     if topology.world_size > 1:
-        return told, {}, result.grad_norm
+        return norms_of_layers, {}, result.grad_norm
     squares: dict[str, float] = {}
     for name, _ in trainer.chunks[0].named_parameters():
         layer = ".".join(name.split(".")[:2]) if name.startswith("layers") else name.split(".")[0]
@@ -70,7 +69,7 @@ def _layer_norms(topology: Topology, config: Config) -> tuple[dict[str, float], 
         squares[part] = squares.get(part, 0.0) + gradient.square().sum().item()
     whole = sum(squares.values())
     norms = {part: result.grad_norm * math.sqrt(square / whole) for part, square in squares.items()}
-    return told, norms, result.grad_norm
+    return norms_of_layers, norms, result.grad_norm
 
 
 @functools.cache
@@ -80,25 +79,24 @@ def _norms_of_one_rank() -> tuple[dict[str, float], dict[str, float], float]:
 
 
 def test_norms_of_layers_are_as_counted_by_hand() -> None:
-    told, by_hand, whole = _norms_of_one_rank()
-    assert told == pytest.approx(by_hand, rel=1e-12)
-    assert list(told) == ["embedding", *(f"layers.{layer}" for layer in range(4)), "head"]
-    assert math.hypot(*told.values()) == pytest.approx(whole, rel=1e-12)
-    assert min(told.values()) > 0
+    norms_of_layers, by_hand, whole = _norms_of_one_rank()
+    assert norms_of_layers == pytest.approx(by_hand, rel=1e-12)
+    assert list(norms_of_layers) == ["embedding", *(f"layers.{layer}" for layer in range(4)), "head"]
+    assert math.hypot(*norms_of_layers.values()) == pytest.approx(whole, rel=1e-12)
+    assert min(norms_of_layers.values()) > 0
 
 
 @pytest.mark.parametrize("layout", FIGURE_LAYOUTS)
 def test_any_layout_has_the_same_norms_of_layers(layout: str) -> None:
     config = replace(CONFIG, parallel=replace(FIGURE_LAYOUTS[layout], distributed_backend="gloo"))
     expected, _, _ = _norms_of_one_rank()
-    for told, _, _ in run_ranks(_layer_norms, config.parallel, 2, config):
-        assert told == pytest.approx(expected, rel=1e-11)
+    for norms_of_layers, _, _ in run_ranks(_layer_norms, config.parallel, 2, config):
+        assert norms_of_layers == pytest.approx(expected, rel=1e-11)
 
 
 def _figures(topology: Topology, config: Config) -> tuple[float, int, float, int]:
-    """As the optimizer logs them after two iterations, and as counted by hand on full tensors."""
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    """Return norm and zeros after two iterations, from the optimizer and computed from full tensors."""
+    trainer = start_trainer(config, topology)
     for _ in range(2):
         trainer.step()
     norm, zeros = trainer.optimizer.params_norm(), trainer.optimizer.num_zeros()

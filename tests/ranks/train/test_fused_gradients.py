@@ -1,4 +1,4 @@
-"""Weight gradients that the products add to their sums themselves: the same training as by autograd."""
+"""Test that fused accumulation of weight gradients trains as autograd's does."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
-from megalite.parallel import linear
-from megalite.topology import Topology
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.tensor_parallel import linear
 from megalite.train import weight_gradients
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
-from megalite.verify.layout import Layout
+from megalite.train.trainer import start_trainer
+from megalite.verify.layouts import Layout
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_ITERATIONS = 4, 3, 2
 CONFIG = Config(
@@ -41,7 +39,7 @@ def with_fusion(config: Config, fused: bool) -> Config:
 
 
 def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses and norms, new weights, and how many products have added to a sum themselves."""
+    """Return losses and norms, new weights, and the number of GEMMs that accumulated their result."""
     num_added = 0
     add = linear.add_weight_gradient_
 
@@ -53,7 +51,7 @@ def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Te
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "add_weight_gradient_", counted)
         patch.setattr(weight_gradients, "has_widening_product", lambda *_: True)
-        trainer = Trainer(config, topology, build_data(config, topology, Timers()), Timers())
+        trainer = start_trainer(config, topology)
         results = [trainer.step() for _ in range(NUM_ITERATIONS)]
     figures = [figure for result in results for figure in (result.loss, result.grad_norm)]
     trainer.optimizer.finish_weights()
@@ -62,7 +60,7 @@ def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Te
 
 
 def both(name: str, config: Config) -> tuple[list, list]:
-    """What each rank gives with fusion, and without."""
+    """Return the result of each rank, with fusion and without."""
     layout = Layout.parse(name)
     config = layout.apply(config, NUM_MICROBATCHES * layout.dp)
     fused, plain = (
@@ -88,8 +86,8 @@ def test_the_same_training_as_by_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tp1", "dp2+zero1"])
-def test_16_bit_products_add_to_sums_of_32(name: str) -> None:
-    """As on a GPU, here by the op's reference; but for the tied table nothing is rounded another time."""
+def test_16_bit_gemms_add_to_fp32_sums(name: str) -> None:
+    """Test it with the op's reference. The embedding is untied: a tied one is rounded once more."""
     model = replace(CONFIG.model, params_dtype="bf16", untie_embeddings_and_output_weights=True)
     fused, plain = both(name, replace(CONFIG, model=model))
     for (figures, weights, num_added), (expected, others, _) in zip(fused, plain, strict=True):
@@ -98,7 +96,7 @@ def test_16_bit_products_add_to_sums_of_32(name: str) -> None:
         assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
 
 
-def test_ranks_that_share_out_weights_leave_it_to_autograd() -> None:
+def test_with_sharded_weights_autograd_accumulates() -> None:
     fused, plain = both("dp2+zero3", CONFIG)
     for (figures, _, num_added), (expected, *_) in zip(fused, plain, strict=True):
         assert num_added == 0

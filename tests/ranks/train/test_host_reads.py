@@ -1,4 +1,4 @@
-"""What the host reads from the device in an iteration: a read is a wait, and the device idles after it."""
+"""Test what the host reads from the device in an iteration: the host waits, and the device idles after it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
-from megalite.topology import Topology
-from megalite.train import step
-from megalite.train.guard import MIN_LOSSES
-from megalite.train.prepare import build_data
-from megalite.train.readout import Readout
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
-from megalite.verify.layout import Layout
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.train import train_step
+from megalite.train.anomaly_check import MIN_LOSSES
+from megalite.train.async_scalars import AsyncScalars
+from megalite.train.trainer import start_trainer
+from megalite.verify.layouts import Layout
 
 aten = torch.ops.aten
 READS = {
@@ -31,7 +29,7 @@ READS = {
     aten.repeat_interleave.Tensor,
 }
 METHODS = ("tolist", "numpy", "cpu", "__array__")
-"""Ways to the host that are no operators for tensors on a CPU."""
+"""Methods that copy to the host, and that are not operators for tensors on a CPU."""
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -70,7 +68,7 @@ CASES: dict[str, tuple[str, Config]] = {
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the memory that each number came from which the host has read."""
+    """Records the memory of each number that the host reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +79,8 @@ class HostReads(TorchDispatchMode):
             self.seen.append(args[0].untyped_storage().data_ptr())
         return func(*args, **(kwargs or {}))
 
-    def noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of tensors that is noted too."""
+    def recording(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of tensors to record its reads."""
 
         def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.seen.append(tensor.untyped_storage().data_ptr())
@@ -92,27 +90,30 @@ class HostReads(TorchDispatchMode):
 
 
 def count_reads(topology: Topology, config: Config, num_iterations: int) -> list[tuple[int, int]]:
-    """Numbers read in each iteration, of the one packed tensor and of all others but the loss scaler's."""
-    trainer = Trainer(config, topology, build_data(config, topology, Timers()), Timers())
+    """Return the numbers of reads in each iteration: of the packed tensor, and of all others.
+
+    The loss scaler's tensors do not count.
+    """
+    trainer = start_trainer(config, topology)
     of_scaler = {
         value.untyped_storage().data_ptr()
         for value in vars(trainer.optimizer.scaler).values()
         if isinstance(value, torch.Tensor)
     }
-    packed: list[Readout] = []
+    packed: list[AsyncScalars] = []
 
-    class Noted(Readout):
+    class Noted(AsyncScalars):
         def __init__(self, *scalars: torch.Tensor) -> None:
             super().__init__(*scalars)
             packed.append(self)
 
-    step.Readout = Noted  # type: ignore[misc]
+    train_step.AsyncScalars = Noted  # type: ignore[misc]
     counts = []
     for _ in range(num_iterations):
         packed.clear()
         with pytest.MonkeyPatch.context() as patch, HostReads() as reads:
             for name in METHODS:
-                patch.setattr(torch.Tensor, name, reads.noting(getattr(torch.Tensor, name)))
+                patch.setattr(torch.Tensor, name, reads.recording(getattr(torch.Tensor, name)))
             result = trainer.step()
         assert not result.skipped, result
         (one,) = packed

@@ -1,4 +1,4 @@
-"""The one file that a traced run of several ranks leaves behind."""
+"""Test the trace file of a run of several ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.pipeline.schedule import SCHEDULES
-from megalite.presets import PRESETS
-from megalite.topology import Topology
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.tracing.pipeline_trace import pipeline_trace
-from megalite.train.trainer import Trainer
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.train.callbacks.pipeline_trace import pipeline_trace
+from megalite.train.trainer import start_trainer
 
 MICROBATCHES = 4
 WAITS = {
@@ -39,12 +37,11 @@ LAYOUTS = {
 
 
 def _run(topology: Topology, config: Config) -> tuple[list[str], int]:
-    """What is logged on the way, and observers that are left at the end."""
+    """Return the log lines, and the number of observers that remain at the end."""
     lines: list[str] = []
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    trainer = start_trainer(config, topology)
     with pipeline_trace(trainer) as trace:
         for number in range(1, 5):
             with trace.iteration(number):
@@ -76,9 +73,9 @@ def _trace(layout: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_lane_for_each_rank_with_all_that_it_did(layout: str, tmp_path: Path) -> None:
     trace, lines = _trace(layout, tmp_path)
-    verdict, where = lines
-    assert verdict.startswith("pipeline trace of iterations 2-3: bubble ")
-    assert where.startswith(f"pipeline trace: {tmp_path}/pipeline_trace_2-3.json (2 lanes; clocks ")
+    breakdown, file = lines
+    assert breakdown.startswith("pipeline trace of iterations 2-3: bubble ")
+    assert file.startswith(f"pipeline trace: {tmp_path}/pipeline_trace_2-3.json (2 lanes; clocks ")
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     lanes = [[event for event in events if event["tid"] == rank] for rank in range(2)]
     assert len(lanes[0]) + len(lanes[1]) == len(events)
@@ -102,7 +99,7 @@ def test_a_lane_for_each_rank_with_all_that_it_did(layout: str, tmp_path: Path) 
 
 
 def test_waits_are_named(tmp_path: Path) -> None:
-    """Each microbatch's hidden states are waited for by the last stage, and its gradient by the first."""
+    """Test the waits of the last stage for hidden states, and of the first stage for gradients."""
     trace, _ = _trace("pp2", tmp_path)
     names = [
         Counter(
@@ -125,7 +122,7 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_ends_within_the_range_tells_what_it_has(tmp_path: Path) -> None:
+def test_a_run_that_ends_within_the_range_writes_its_iterations(tmp_path: Path) -> None:
     config = _config("pp2", tmp_path, "4:9")
     _, (lines, _) = run_ranks(_run, config.parallel, 2, config)
     assert lines[0].startswith("pipeline trace of iteration 4: ")

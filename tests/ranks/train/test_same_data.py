@@ -1,4 +1,4 @@
-"""Ranks whose hosts hold different files under one path."""
+"""Test ranks whose hosts have different files under one path."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.indexed_dataset import IndexedWriter
+from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
-from megalite.local_ranks import run_ranks
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
+from megalite.train.run_context import resolve_run
+from megalite.train.run_datasets import build_data
 
 
 def build(topology, config: Config, folder: Path) -> int:
-    """Every rank stands in a folder of its own, in which the prefix leads to its own files."""
+    """Build the datasets in a folder of the rank's own, where the prefix names its own files."""
     os.chdir(folder / str(topology.rank))
-    train = build_data(config, topology, Timers()).train
+    train = build_data(resolve_run(config, topology)).train
     assert train is not None
     return len(train)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_other_contents_under_one_path_are_refused_on_every_rank(tmp_path: Path, stages: int) -> None:
-    """The stage in the middle of three reads no data, and its files do not count."""
+    """Test that the files of the middle stage do not count: it reads no data."""
     config = Config(
         model=ModelConfig(vocab_size=64, num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=8),
         parallel=ParallelConfig(pipeline_model_parallel_size=stages),

@@ -1,4 +1,4 @@
-"""The rank that computes more than its like is named, in whatever its peers wait for it."""
+"""The rank that computes slowest is named, along whichever axis its peers wait for it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.presets import PRESETS
-from megalite.topology import Topology
 from megalite.train.health.straggler import straggler_log
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.train.trainer import start_trainer
 
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], num_layers=2, vocab_size=256, seq_length=16),
@@ -28,16 +26,15 @@ CONFIG = Config(
 )
 NUM_ITERATIONS = 4
 EXTRA_SECONDS = 0.05
-"""Of a slow rank, in each of its forward passes: many times what a whole iteration takes."""
+"""Of a slow rank in each of its forward passes: many times the time of a whole iteration."""
 
 
 def _lines(topology: Topology, config: Config, slow: int) -> list[str]:
-    """What the reporter tells of a run in which one rank is slow."""
+    """Return the lines that this rank logs in a run in which one rank is slow."""
     lines: list[str] = []
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    timers = Timers()
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
+    trainer = start_trainer(config, topology)
     if topology.rank == slow:
         trainer.chunks[0].register_forward_pre_hook(_compute)
     straggler = straggler_log(config.logging, topology)
@@ -48,7 +45,7 @@ def _lines(topology: Topology, config: Config, slow: int) -> list[str]:
 
 
 def _compute(*_: Any) -> None:
-    """Work of this rank alone, by the processor's own clock: no load of the machine shortens it."""
+    """Compute for a while by the thread's clock, which a load of the machine does not shorten."""
     end = time.thread_time() + EXTRA_SECONDS
     while time.thread_time() < end:
         torch.ones(64, 64) @ torch.ones(64, 64)

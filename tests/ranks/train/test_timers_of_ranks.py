@@ -1,4 +1,4 @@
-"""Timers of all ranks in one table, and none of it where no timers are asked for."""
+"""Test the table of all ranks' timers, and that it costs nothing if no timers are requested."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
-from megalite.local_ranks import run_ranks
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.presets import PRESETS
-from megalite.topology import Topology
+from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
-from megalite.train.prepare import build_data, open_writers
-from megalite.train.stopping.requeue import RequeueNote
-from megalite.train.stopping.signals import StopSignals
-from megalite.train.stopping.stop import StopConditions
+from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.train.telemetry.writers import Writers
+from megalite.train.trainer import start_trainer
 
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
@@ -32,7 +31,7 @@ CONFIG = Config(
 
 
 def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
-    """What is logged, and how often objects were gathered over all ranks while it trained."""
+    """Return the log lines, and how often objects were gathered over all ranks during training."""
     lines: list[str] = []
     num_gathered = 0
     gather = dist.all_gather_object
@@ -47,16 +46,16 @@ def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
     config = replace(CONFIG, logging=logging)
     signals = StopSignals(RequeueNote(None))
     timers = Timers(topology.device, logging.timers_level)
-    trainer = Trainer(config, topology, build_data(config, topology, timers), timers)
-    with open_writers(config, topology) as writers:
+    trainer = start_trainer(config, topology, timers)
+    with Writers(config.logging, topology, "") as writers:
         dist.all_gather_object = counting
-        train(trainer, writers, StopConditions(config.training, topology, signals))
+        train(trainer, StopConditions(config.training, topology, signals), default_callbacks(writers))
         dist.all_gather_object = gather
     return lines, num_gathered
 
 
 def _table(lines: list[str]) -> dict[str, str]:
-    """The first table's rows, by timer."""
+    """Return the rows of the first table, by timer."""
     text = next(line for line in lines if line.startswith("(min, max) time across ranks (ms):"))
     return {row.split(" .")[0].strip(): row.split(": ", 1)[1] for row in text.splitlines()[1:]}
 
@@ -75,14 +74,14 @@ def test_both_ranks_are_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("level", [None, 0])
-def test_without_timers_nothing_is_gathered_nor_told(level: int | None) -> None:
+def test_without_timers_nothing_is_gathered_or_logged(level: int | None) -> None:
     logging = LoggingConfig(log_interval=1, timing_log_level=level)
     ranks = run_ranks(_run, CONFIG.parallel, 2, logging)
     assert [num_gathered for _, num_gathered in ranks] == [0, 0]
     assert not [line for lines, _ in ranks for line in lines if "across ranks" in line]
 
 
-def test_timers_for_tensorboard_alone_are_not_told_in_the_log(tmp_path: Path) -> None:
+def test_timers_for_tensorboard_alone_are_not_in_the_log(tmp_path: Path) -> None:
     logging = LoggingConfig(
         log_interval=1, log_timers_to_tensorboard=True, tensorboard_dir=str(tmp_path / "board")
     )

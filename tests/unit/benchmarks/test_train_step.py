@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from megalite.errors import UserError
-from megalite.plan.parameters import total_parameters
+from megalite.plan.model_parameters import total_parameters
 
 
 @pytest.fixture

@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megalite.checkpoint.full import FullReader
+from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.model_settings import Settings, parameters_of
+from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
+from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import damage_of, read_manifest
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig
-from megalite.convert.convert import Conversion
-from megalite.convert.parameters import parameters_of
-from megalite.convert.settings import Settings
-from megalite.convert.target import Order, whole_folder, write_megalite
+from megalite.config.presets import PRESETS
 from megalite.errors import UserError
-from megalite.model.stage import GPTStage
-from megalite.presets import PRESETS
+from megalite.microbatch import Microbatch
+from tests.stages import build_stage
 from tests.unit.checkpoint.foreign_models import VOCABULARY, build, logits_of, same_bits, save, tensors_of
 
 KINDS = ("gpt2", "bloom", "llama")
@@ -36,7 +36,7 @@ def stage_of(kind, topology, dtype="fp32"):
     config = dataclasses.replace(
         PRESETS[TINY[kind]], num_layers=2, vocab_size=VOCABULARY, hidden_dropout=0.0, params_dtype=dtype
     )
-    stage = GPTStage(config, topology, range(2), seed=3)
+    stage = build_stage(config, topology, range(2), seed=3)
     for parameter in stage.parameters():
         parameter.data.add_(torch.randn(parameter.shape) * 0.1)  # biases and norms matter too
     return stage.eval()
@@ -46,10 +46,10 @@ def save_stage(stage, folder, data=None, progress=None):
     """A checkpoint of the stage's weights."""
     specs = parameters_of(stage.config)
     config = Config(model=stage.config, data=data or DataConfig())
-    order = Order(config, progress or Progress(7, 70), specs, 10**9, folder)
+    plan = ConversionPlan(config, progress or TrainingProgress(7, 70), specs, 10**9, folder)
     weights = ((name, stage.get_parameter(name).data[: spec.used_shape[0]]) for name, spec in specs.items())
     with whole_folder(folder, 0) as aside:
-        write_megalite(aside, order, weights)
+        write_megalite(aside, plan, weights)
     return folder
 
 
@@ -74,7 +74,7 @@ def test_transformers_computes_the_same(kind, tmp_path, one_rank):
     folder = convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")
     ids = torch.randint(VOCABULARY, (2, 17))
     with torch.no_grad():
-        ours = stage.logits(stage.hidden_states(ids, torch.arange(2), None)).transpose(0, 1)
+        ours = stage.logits(stage.hidden_states(Microbatch(ids, ids, torch.arange(2)), None)).transpose(0, 1)
     theirs = logits_of(folder, ids)
     ours = ours[..., :VOCABULARY]
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
@@ -102,7 +102,7 @@ def test_what_a_checkpoint_of_weights_holds(tmp_path):
     assert {reader.dtype(name) for name in reader.names()} == {torch.bfloat16}
     for name, spec in specs.items():
         (piece,) = manifest.tensors[f"model.{name}"]
-        assert piece.place.dim == (spec.shard.dim if spec.shard else 0)
+        assert piece.range.dim == (spec.shard.dim if spec.shard else 0)
 
 
 def test_main_weights_are_taken_where_they_are_finer(tmp_path, one_rank):
@@ -119,13 +119,15 @@ def test_main_weights_are_taken_where_they_are_finer(tmp_path, one_rank):
 
 
 def add_main_weights(checkpoint, config, main):
+    from megalite.checkpoint.convert.target import _full_range
     from megalite.checkpoint.manifest import FileRecord, seal
-    from megalite.checkpoint.tensor_writer import Piece, write_file
-    from megalite.convert.target import _place
+    from megalite.checkpoint.tensor_files import FilePiece, write_file
 
     manifest = read_manifest(checkpoint)
     specs = parameters_of(config)
-    pieces = {f"optimizer.{name}.main": Piece(tensor, _place(specs[name])) for name, tensor in main.items()}
+    pieces = {
+        f"optimizer.{name}.main": FilePiece(tensor, _full_range(specs[name])) for name, tensor in main.items()
+    }
     files = [write_file(checkpoint / "main.safetensors", pieces)]
     for file in manifest.files:
         held = {
@@ -170,7 +172,7 @@ def test_memory_is_that_of_about_a_layer(tmp_path):
         """
         import sys, threading, torch
         from pathlib import Path
-        from megalite.convert.convert import Conversion
+        from megalite.checkpoint.convert.convert import Conversion
         from megalite.log import configure_logging
 
         def anonymous():
@@ -238,7 +240,7 @@ def test_a_target_that_is_there_is_left_alone(tmp_path):
     save(build("gpt2"), tmp_path / "hf")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "mine").write_text("")
-    with pytest.raises(UserError, match="ours is there and not empty"):
+    with pytest.raises(UserError, match="ours exists and is not empty"):
         convert(tmp_path / "hf", tmp_path / "ours")
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["mine"]
     convert(tmp_path / "hf", tmp_path / "new")  # and an empty one is taken
@@ -298,7 +300,7 @@ def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp
 def test_an_activation_computes_what_transformers_computes(name):
     from transformers.activations import ACT2FN
 
-    from megalite.convert.hf_config import ACTIVATIONS as NAMES
+    from megalite.checkpoint.convert.hf_config import ACTIVATIONS as NAMES
     from megalite.model.mlp import ACTIVATIONS
 
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)

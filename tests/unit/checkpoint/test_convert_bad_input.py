@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.model_settings import Settings
+from megalite.checkpoint.convert.target import whole_folder
 from megalite.checkpoint.manifest import CONFIG
-from megalite.convert.convert import Conversion
-from megalite.convert.settings import Settings
-from megalite.convert.target import whole_folder
 from megalite.errors import UserError
 from tests.checkpoint_folder import reseal
 from tests.unit.checkpoint.foreign_models import build, save, tensors_of
@@ -43,17 +43,17 @@ MISTAKES = {
     "model_type 'opt' cannot be converted": lambda f: change_config(f, model_type="opt"),
     "config.json is damaged: KeyError": lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
     "--num-attention-heads 0 is out of range": lambda f: change_config(f, n_head=0),
-    "gives num_layers as 'two', which is not a number": lambda f: change_config(f, n_layer="two"),
-    "gives hidden_size as 2.5, which is not a number": lambda f: change_config(f, n_embd=2.5),
+    "has num_layers 'two', which is not a number": lambda f: change_config(f, n_layer="two"),
+    "has hidden_size 2.5, which is not a number": lambda f: change_config(f, n_embd=2.5),
     "and config.json says 20000 layers": lambda f: change_config(f, n_layer=20000),
-    "config.json is damaged: it is no JSON": lambda f: (f / "config.json").write_text("{"),
+    "config.json is damaged: it is not JSON": lambda f: (f / "config.json").write_text("{"),
     "holds quantized weights": lambda f: change_config(f, quantization_config={"bits": 4}),
-    r"embedding.word.weight is \[300, 24\], and \[300, 28\] by the config": lambda f: change_config(
+    r"embedding.word.weight is \[300, 24\], and the config says \[300, 28\]": lambda f: change_config(
         f, n_embd=28
     ),
     r"lacks transformer.h.3.attn.c_attn.bias, .* and 9 more": lambda f: change_config(f, n_layer=4),
     "lacks transformer.wpe.weight": lambda f: change_weights(f, **{"transformer.wpe.weight": None}),
-    "has no place for: transformer.h.9.strange": lambda f: change_weights(
+    "does not have: transformer.h.9.strange": lambda f: change_weights(
         f, **{"transformer.h.9.strange": torch.zeros(1)}
     ),
     "holds none of model.safetensors, pytorch_model.bin": lambda f: (f / "model.safetensors").unlink(),
@@ -61,7 +61,7 @@ MISTAKES = {
     "lacks two.safetensors, which model.safetensors.index.json names": lambda f: write_index(
         f, {"transformer.wte.weight": "two.safetensors"}
     ),
-    "its weight_map names no files of the folder": lambda f: write_index(f, {"a": "../model.safetensors"}),
+    "its weight_map must name files of the folder": lambda f: write_index(f, {"a": "../model.safetensors"}),
 }
 
 
@@ -80,9 +80,9 @@ def test_masks_of_old_versions_are_no_weights(gpt2, tmp_path):
 
 def test_no_folder_and_no_known_one(tmp_path):
     for path, message in (
-        ("nothing", "is not there"),
-        ("file", "is no folder"),
-        ("empty", "is no checkpoint of"),
+        ("nothing", "does not exist"),
+        ("file", "is not a folder"),
+        ("empty", "is not a checkpoint of"),
     ):
         (tmp_path / "file").write_text("")
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -94,15 +94,15 @@ def test_flags_without_use_and_wrong_models(gpt2, tmp_path):
     def run(*flags):
         main(["--load", str(gpt2), "--save", str(tmp_path / "ours"), *flags])
 
-    with pytest.raises(UserError, match="--lr: a conversion has no use for it"):
+    with pytest.raises(UserError, match="--lr: a conversion does not use it, remove it"):
         run("--lr", "0.1")
     with pytest.raises(UserError, match="unknown flag --hiden-size; nearest is --hidden-size"):
         run("--hiden-size", "3")
     with pytest.raises(UserError, match=r"--hidden-size 24 .*--num-attention-heads 5"):
         run("--num-attention-heads", "5")
-    with pytest.raises(UserError, match=r"embedding.word.weight is \[300, 24\], and \[400, 24\]"):
+    with pytest.raises(UserError, match=r"weight is \[300, 24\], and the config says \[400, 24\]"):
         run("--vocab-size", "400")
-    with pytest.raises(UserError, match="'5 apples' is no size"):
+    with pytest.raises(UserError, match="'5 apples' is not a size"):
         run("--max-shard-size", "5 apples")
     with pytest.raises(UserError, match="holds one model, not iterations"):
         run("--load-iteration", "3")
@@ -131,24 +131,24 @@ def test_a_model_that_transformers_does_not_have(tmp_path):
         Conversion(tmp_path / "ours", tmp_path / "back", settings=Settings(("--activation", "gelu"))).run()
 
 
-def test_a_missing_tokenizer_is_told_and_left_out(tmp_path, caplog):
+def test_a_missing_tokenizer_is_reported_and_skipped(tmp_path, caplog):
     folder = save(build("gpt2"), tmp_path / "hf")
     Conversion(folder, tmp_path / "ours", settings=Settings(("--tokenizer-model", "/nowhere/t.json"))).run()
-    assert "the tokenizer is left out, as /nowhere/t.json is not there" in caplog.text
+    assert "the tokenizer is not copied: /nowhere/t.json is missing" in caplog.text
     assert not (tmp_path / "ours" / "tokenizer").exists()
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "told"), [(1, "num_layers 1, has no layers.1."), (9, "lacks model.layers.")]
+    ("num_layers", "message"), [(1, "num_layers 1, has no layers.1."), (9, "lacks model.layers.")]
 )
-def test_a_config_of_another_number_of_layers(num_layers, told, tmp_path):
+def test_a_config_of_another_number_of_layers(num_layers, message, tmp_path):
     save(build("bloom"), tmp_path / "hf")
     Conversion(tmp_path / "hf", tmp_path / "ours").run()
     checkpoint = tmp_path / "ours" / "iter_0000000"
     config = checkpoint / CONFIG
     config.write_text(re.sub("num_layers: .*", f"num_layers: {num_layers}", config.read_text()))
     reseal(checkpoint, CONFIG)
-    with pytest.raises(UserError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(message)):
         Conversion(tmp_path / "ours", tmp_path / "back").run()
     assert not (tmp_path / "back").exists()
 

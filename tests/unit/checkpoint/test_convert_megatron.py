@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
+from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.megatron_folder import TRACKER
+from megalite.checkpoint.convert.model_settings import Settings
+from megalite.checkpoint.convert.source import kind_of
 from megalite.checkpoint.manifest import read_manifest
-from megalite.convert.convert import Conversion
-from megalite.convert.megatron_folder import TRACKER
-from megalite.convert.settings import Settings
-from megalite.convert.source import kind_of
 from megalite.errors import UserError
 from tests.checkpoint_folder import make_pipe
 from tests.unit.checkpoint import megatron_fixtures as megatron
@@ -134,7 +134,7 @@ def test_a_pickle_that_would_run_code_is_refused(place, tmp_path, monkeypatch):
         (tmp_path / "load" / "config.json").write_text(build("gpt2").config.to_json_string())
         torch.save({"transformer.wte.weight": Hostile()}, tmp_path / "load" / "pytorch_model.bin")
     with pytest.raises(
-        UserError, match=r"is refused, as to read it could run code of its author \(posix.system\)"
+        UserError, match=r"is refused, because reading it could run code of its author \(posix.system\)"
     ):
         to_hf(tmp_path / "load", tmp_path / "hf")
     assert not (tmp_path / "planted").exists()
@@ -180,7 +180,7 @@ def write_tracker(folder, text):
 
 DAMAGE = {
     "mp_rank_01 has none of": lose_a_rank,
-    "iter_0000099 is not there: of iterations there are iter_0000012": lose_an_iteration,
+    "iter_0000099 does not exist: the folder has the iterations iter_0000012": lose_an_iteration,
     "model_optim_rng.pt cannot be read": cut_short,
     "model_optim_rng.pt cannot be read: it is not a regular file": lambda folder: make_pipe(
         folder / "iter_0000012" / "mp_rank_00" / "model_optim_rng.pt"
@@ -189,8 +189,8 @@ DAMAGE = {
     "distributed format.*--ckpt-format torch": make_distributed,
     "no model with num_experts 8": lambda folder: change_arguments(folder, num_experts=8),
     "rotary_percent 0.25": lambda folder: change_arguments(folder, rotary_percent=0.25),
-    "has parameters that the config's model has not: embedding.position": lambda folder: change_arguments(
-        folder, position_embedding_type="rope"
+    "has parameters that the config's model does not have: embedding.position": lambda folder: (
+        change_arguments(folder, position_embedding_type="rope")
     ),
     r"layers.0.attention.qkv.weight is \[36, 24\] on 2": lambda folder: change_arguments(
         folder, kv_channels=3

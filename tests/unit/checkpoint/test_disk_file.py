@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint import disk_file
-from megalite.checkpoint.disk_file import DiskFile
+from megalite.checkpoint import tensor_files
+from megalite.checkpoint.tensor_files import DiskFile
 
 BUFFER_BYTES = 8192
-FILE_SYSTEM_OF = disk_file._file_system_of
+FILE_SYSTEM_OF = tensor_files._file_system_of
 SIZES = (0, 1, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 5 * BUFFER_BYTES + 77)
 
 
 @pytest.fixture(params=["ext4", "nfs"], autouse=True)
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the file is taken to be on."""
-    monkeypatch.setattr(disk_file, "_file_system_of", lambda _: request.param)
-    monkeypatch.setattr(disk_file, "_BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(tensor_files, "_file_system_of", lambda _: request.param)
+    monkeypatch.setattr(tensor_files, "_BUFFER_BYTES", BUFFER_BYTES)
     return request.param
 
 
@@ -71,7 +71,7 @@ def test_a_disk_of_other_blocks_is_written_through_the_system(
     assert (tmp_path / "x").read_bytes() == content
 
 
-def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are, also where views of the buffer are held by the error's own frames."""
     room = [4096]
 

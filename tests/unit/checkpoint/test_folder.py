@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has, in which order they are tried, and which go."""
+"""The checkpoints in a folder, the order in which they are tried, and which are deleted."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def test_the_latest_comes_first_and_newer_ones_last(tmp_path: Path, latest: int,
     names, notices = list_checkpoints(tmp_path)
     assert " ".join(names) == expected
     if latest is None:
-        assert notices == (f"{tmp_path}/latest is missing: the newest whole checkpoint before it is taken",)
+        assert notices == (f"{tmp_path}/latest is missing: the newest whole checkpoint is loaded",)
     elif latest == 20:
         (notice,) = notices
         assert notice.endswith("iter_0000030 is newer: give --load-iteration 30 to load that instead")
     elif latest == 40:
-        assert "latest names iter_0000040, which is not there: the newest" in notices[0]
+        assert "latest names iter_0000040, which does not exist: the newest" in notices[0]
     else:
         assert not notices
 
 
 @pytest.mark.parametrize("content", [b"", b"iter_10", b"../iter_0000010", b"iter_0000010\0", b"10"])
-def test_a_latest_that_names_none_is_told(tmp_path: Path, content: bytes) -> None:
+def test_a_latest_that_names_none_is_reported(tmp_path: Path, content: bytes) -> None:
     make(tmp_path, "iter_0000010")
     (tmp_path / "latest").write_bytes(content)
     names, (notice,) = list_checkpoints(tmp_path)
@@ -81,13 +81,13 @@ LATEST_THAT_IS_NONE = {
     "it is not a regular file": make_pipe,
     "it is a symbolic link": lambda file: file.symlink_to("/dev/zero"),
     "it has more than 256 bytes": lambda file: file.write_text("iter_" + 5000 * "1"),
-    "it is no text": lambda file: file.write_bytes(b"\x80"),
+    "it is not text": lambda file: file.write_bytes(b"\x80"),
     "names no checkpoint": lambda file: file.write_text("iter_" + 100 * "1"),
 }
 
 
 @pytest.mark.parametrize("problem", LATEST_THAT_IS_NONE)
-def test_a_latest_that_is_anything_is_told(tmp_path: Path, problem: str) -> None:
+def test_a_latest_that_is_anything_is_reported(tmp_path: Path, problem: str) -> None:
     make(tmp_path, "iter_0000010")
     LATEST_THAT_IS_NONE[problem](tmp_path / "latest")
     names, (notice,) = list_checkpoints(tmp_path)

@@ -9,15 +9,14 @@ import shutil
 import pytest
 import torch
 
-from megalite.checkpoint.progress import Progress
+from megalite.checkpoint.convert.model_settings import parameters_of
+from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
+from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.convert.parameters import parameters_of
-from megalite.convert.target import Order, whole_folder, write_megalite
+from megalite.config.presets import PRESETS
 from megalite.errors import UserError
-from megalite.inspection.difference import compare
-from megalite.inspection.inspect import figures_of, inspect, lines_of
-from megalite.inspection.view import open_view
-from megalite.presets import PRESETS
+from megalite.report.checkpoint_difference import compare
+from megalite.report.checkpoint_inspection import figures_of, inspect, lines_of, open_view
 from tests.checkpoint_folder import make_pipe, write_checkpoint
 from tools.inspect_checkpoint import main
 
@@ -30,12 +29,14 @@ def save(folder, iteration=3, dtype="fp32", changes=None):
     model = dataclasses.replace(MODEL, params_dtype=dtype)
     specs = parameters_of(model)
     generator = torch.Generator().manual_seed(0)
-    order = Order(Config(model=model), Progress(iteration, 8 * iteration), specs, 10**9, folder)
+    plan = ConversionPlan(
+        Config(model=model), TrainingProgress(iteration, 8 * iteration), specs, 10**9, folder
+    )
     weights = {name: torch.randn(spec.used_shape, generator=generator) for name, spec in specs.items()}
     for name, value in (changes or {}).items():
         weights[name].view(-1)[: len(value)] = torch.tensor(value)
     with whole_folder(folder, 0) as aside:
-        write_megalite(aside, order, ((name, tensor.to(order.dtype)) for name, tensor in weights.items()))
+        write_megalite(aside, plan, ((name, tensor.to(plan.dtype)) for name, tensor in weights.items()))
     return folder
 
 
@@ -137,7 +138,7 @@ def test_what_differs(tmp_path, capsys):
     ]
 
 
-def test_another_precision_is_told_with_its_distance(tmp_path):
+def test_another_precision_is_reported_with_its_distance(tmp_path):
     views = [open_view(save(tmp_path / dtype, dtype=dtype)) for dtype in ("fp32", "bf16")]
     comparison = compare(*views)
     assert not comparison.is_equal
@@ -172,10 +173,10 @@ def test_one_tensor_is_held_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "not there"),
-        (lambda path: path.write_text(""), "no folder"),
-        (lambda path: path.mkdir(), "is no checkpoint of megalite"),
-        (lambda path: (path / "mp_rank_00").mkdir(parents=True), "is no checkpoint"),
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_text(""), "is not a folder"),
+        (lambda path: path.mkdir(), "is not a checkpoint of megalite"),
+        (lambda path: (path / "mp_rank_00").mkdir(parents=True), "is not a checkpoint"),
     ],
 )
 def test_what_is_no_checkpoint(make, message, tmp_path):
@@ -190,4 +191,4 @@ def test_a_pipe_as_a_tensor_file_is_not_waited_for(words, tmp_path, capsys):
     checkpoint = write_checkpoint(tmp_path / "run")
     make_pipe(checkpoint / "part_0.safetensors")
     assert exit_status(tmp_path / "run", *words) == 1
-    assert "damaged: part_0.safetensors is no file" in capsys.readouterr().out
+    assert "damaged: part_0.safetensors cannot be read: it is not a regular file" in capsys.readouterr().out

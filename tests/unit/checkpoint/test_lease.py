@@ -24,7 +24,7 @@ from megalite.errors import UserError
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A heartbeat of hundredths of a second, outside of Slurm; by itself silence never ends a lease."""
     never = float("inf")
-    for name, seconds in (("BEAT_SECONDS", 0.02), ("ABANDONED_SECONDS", never), ("_LOOK_SECONDS", 0.0)):
+    for name, seconds in (("BEAT_SECONDS", 0.02), ("ABANDONED_SECONDS", never), ("_CHECK_SECONDS", 0.0)):
         monkeypatch.setattr(lease_module, name, seconds)
     monkeypatch.setattr(lease_module, "_POLL_SECONDS", 0.01)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
@@ -69,8 +69,8 @@ def test_a_lease_that_is_released_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_living_run_is_named_and_keeps_the_folder(held: HeldLease, tmp_path: Path) -> None:
     who = rf"process {os.getpid()} on {socket.gethostname()}, since"
-    told = rf"--save {tmp_path} is in use by another run \({who}"
-    with pytest.raises(UserError, match=told):
+    message = rf"--save {tmp_path} is in use by another run \({who}"
+    with pytest.raises(UserError, match=message):
         HeldLease.take(tmp_path)
     held.check()
     assert names(tmp_path) == {"lease.1"}
@@ -84,8 +84,10 @@ def test_a_process_that_has_ended_is_succeeded_at_once(tmp_path: Path, lines) ->
     lease = HeldLease.take(tmp_path)
     ended.wait()
     assert names(tmp_path) == {"lease.2"}
-    (told,) = lines.messages
-    assert told.startswith(f"--save {tmp_path} is taken over: its holder has ended (process {ended.pid} on ")
+    (message,) = lines.messages
+    assert message.startswith(
+        f"--save {tmp_path} is taken over: its holder has ended (process {ended.pid} on "
+    )
     lease.release()
     leave_lease(tmp_path, pid=ended.pid)
     HeldLease.take(tmp_path).release()
@@ -94,7 +96,7 @@ def test_a_process_that_has_ended_is_succeeded_at_once(tmp_path: Path, lines) ->
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b'{"pid": 1}'])
-def test_silence_is_waited_for_where_nobody_can_know(tmp_path: Path, content, lines, monkeypatch) -> None:
+def test_silence_is_waited_for_where_no_machine_can_know(tmp_path: Path, content, lines, monkeypatch) -> None:
     """Another host's process, and one that died before it had written its name."""
     monkeypatch.setattr(lease_module, "ABANDONED_SECONDS", 0.1)
     leave_lease(tmp_path, host="n7", machine="another")
@@ -102,9 +104,9 @@ def test_silence_is_waited_for_where_nobody_can_know(tmp_path: Path, content, li
         (tmp_path / "lease.1").write_bytes(content)
     lease = HeldLease.take(tmp_path)
     assert names(tmp_path) == {"lease.2"}
-    waiting, told = lines.messages
+    waiting, message = lines.messages
     assert waiting.endswith(": waiting to see whether that run is alive")
-    assert "is taken over: its holder has shown no heartbeat for 0.1 s (" in told
+    assert "is taken over: its holder has shown no heartbeat for 0.1 s (" in message
     lease.release()
 
 
@@ -166,7 +168,7 @@ def test_a_folder_that_is_away_for_a_while_is_not_lost(held: HeldLease, tmp_path
     held.check()
 
 
-def test_a_lease_that_somebody_deleted_is_lost(held: HeldLease, tmp_path: Path) -> None:
+def test_a_lease_that_was_deleted_is_lost(held: HeldLease, tmp_path: Path) -> None:
     (tmp_path / held.name).unlink()
     with pytest.raises(LeaseLost):
         held.check()

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself comes back, and what is no checkpoint is told in one line."""
+"""What a checkpoint says about itself is read back; what is not a checkpoint is reported in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megalite.checkpoint.manifest import (
     damage_of,
     read_manifest,
 )
-from megalite.checkpoint.place import Place
+from megalite.checkpoint.parameter_range import ParameterRange
 from tests.checkpoint_folder import cut_pieces, edit, edit_piece, edit_run, reseal, write_checkpoint
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path)
 
 
-def told(folder: Path) -> str:
+def problem_of(folder: Path) -> str:
     with pytest.raises(DamagedCheckpoint) as caught:
         read_manifest(folder)
     assert "\n" not in str(caught.value)
@@ -49,11 +49,11 @@ def test_it_comes_back(folder: Path) -> None:
     assert manifest.description["megalite"] == megalite.__version__
     assert manifest.description["torch"] == torch.__version__
     assert manifest.tensors.keys() == {"cut", "padded", "steps"}
-    assert [record.place for record in manifest.tensors["cut"]] == [
-        pieces["cut"].place for pieces in cut_pieces()
+    assert [record.range for record in manifest.tensors["cut"]] == [
+        pieces["cut"].range for pieces in cut_pieces()
     ]
     assert manifest.tensors["steps"][2].file == "part_2.safetensors"
-    assert manifest.tensors["steps"][2].place is None
+    assert manifest.tensors["steps"][2].range is None
     assert {record.dtype for record in manifest.tensors["cut"]} == {"float64"}
     assert damage_of(manifest, manifest.files) == []
 
@@ -68,13 +68,13 @@ def test_sha256sum_checks_it_by_hand(folder: Path) -> None:
 @pytest.mark.parametrize("name", [*TEXTS, SUMS])
 def test_a_lost_text_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    assert told(folder) == f"{name} is missing"
+    assert problem_of(folder) == f"{name} is missing"
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_another_text_is_named(folder: Path, name: str) -> None:
     (folder / name).write_text((folder / name).read_text() + " ")
-    assert told(folder) == f"{name} has other contents than SHA256SUMS says"
+    assert problem_of(folder) == f"{name} has other contents than SHA256SUMS says"
 
 
 def test_lost_and_altered_tensor_files_are_named(folder: Path) -> None:
@@ -86,37 +86,37 @@ def test_lost_and_altered_tensor_files_are_named(folder: Path) -> None:
     assert damage_of(manifest, manifest.files) == [
         "part_0.safetensors is missing",
         "part_2.safetensors has other contents than SHA256SUMS says",
-        "part_3.safetensors is a link",
+        "part_3.safetensors cannot be read: it is a symbolic link",
     ]
 
 
-def test_a_missing_folder_is_told(folder: Path) -> None:
-    assert told(folder / "none") == "the folder is missing"
+def test_a_missing_folder_is_reported(folder: Path) -> None:
+    assert problem_of(folder / "none") == "the folder is missing"
 
 
 @pytest.mark.parametrize("name", [*TEXTS, SUMS])
 @pytest.mark.parametrize("content", [b"", b"\x80\xff", b"[1, 2]", b"[" * 100000, b"null", b"3" * 5000])
-def test_what_is_no_text_of_ours_is_told(folder: Path, name: str, content: bytes) -> None:
+def test_a_text_that_is_not_ours_is_reported(folder: Path, name: str, content: bytes) -> None:
     """Whoever wrote it made the digests fit."""
     (folder / name).write_bytes(content)
     if name == CONFIG:
         if content == b"\x80\xff":
             reseal(folder, name)
-            assert told(folder) == "config.yaml is damaged: it is no text"
+            assert problem_of(folder) == "config.yaml is damaged: it is not text"
         return
     if name != SUMS:
         reseal(folder, name)
-    assert told(folder).startswith(f"{name} is ")
+    assert problem_of(folder).startswith(f"{name} is ")
 
 
 @pytest.mark.parametrize("part", ["format", "progress", "model", "run"])
 @pytest.mark.parametrize("value", [None, "x", [], 1.5, True])
-def test_wrong_types_in_run_json_are_told(folder: Path, part: str, value) -> None:
+def test_wrong_types_in_run_json_are_reported(folder: Path, part: str, value) -> None:
     edit_run(folder, **{part: value})
-    assert told(folder).startswith("run.json is ")
+    assert problem_of(folder).startswith("run.json is ")
 
 
-PLACE = Place((4, 6), 1, 0, (4, 4), 0, 7).record()
+PLACE = ParameterRange((4, 6), 1, 0, (4, 4), 0, 7).record()
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ PLACE = Place((4, 6), 1, 0, (4, 4), 0, 7).record()
         lambda index: index.update(files=[["part_0.safetensors"]]),
     ],
 )
-def test_wrong_types_in_index_json_are_told(folder: Path, change) -> None:
+def test_wrong_types_in_index_json_are_reported(folder: Path, change) -> None:
     edit(folder, INDEX, lambda index: change(index) and None)
-    assert told(folder).startswith("index.json is damaged: ")
+    assert problem_of(folder).startswith("index.json is damaged: ")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_wrong_types_in_index_json_are_told(folder: Path, change) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_piece_is_told(folder: Path, fields) -> None:
+def test_a_wrong_piece_is_reported(folder: Path, fields) -> None:
     edit_piece(folder, "cut", **fields)
-    assert told(folder).startswith("index.json is damaged: cut")
+    assert problem_of(folder).startswith("index.json is damaged: cut")
 
 
 @pytest.mark.parametrize(
@@ -162,39 +162,39 @@ def test_a_wrong_piece_is_told(folder: Path, fields) -> None:
         *(".metadata", "x.pt", "x.safetensors\n", "\u0000.safetensors", "x.safetensors/"),
     ],
 )
-def test_names_that_lead_out_of_the_folder_are_told(folder: Path, name: str) -> None:
+def test_names_that_lead_out_of_the_folder_are_reported(folder: Path, name: str) -> None:
     def point_elsewhere(index) -> None:
         index["files"].append(name)
         index["tensors"]["cut"][0]["file"] = name
 
     edit(folder, INDEX, point_elsewhere)
-    assert told(folder) == "index.json is damaged: its files are none of this folder"
+    assert problem_of(folder) == "index.json is damaged: its files are not in this folder"
 
 
 @pytest.mark.parametrize("name", [*TEXTS, SUMS])
-def test_a_link_is_told(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_is_reported(folder: Path, tmp_path: Path, name: str) -> None:
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    assert told(folder) == f"{name} is a link"
+    assert problem_of(folder) == f"{name} cannot be read: it is a symbolic link"
 
 
 @pytest.mark.parametrize("name", [*TEXTS, SUMS])
 def test_a_text_without_end_is_not_read(folder: Path, name: str) -> None:
     with (folder / name).open("wb") as sparse:
         sparse.truncate(1 << 40)
-    assert " has more than " in told(folder) or " it has more than " in told(folder)
+    assert " has more than " in problem_of(folder) or " it has more than " in problem_of(folder)
 
 
 @pytest.mark.parametrize("count", [-1, 1 << 63, 1 << 80, 10**400, True, 1.0, "3", None])
-def test_a_count_that_is_none_is_told(folder: Path, count: object) -> None:
+def test_a_malformed_count_is_reported(folder: Path, count: object) -> None:
     edit_run(folder, progress={"iteration": 10, "consumed_samples": count})
-    assert told(folder) == "run.json is damaged: its progress is none"
+    assert problem_of(folder) == "run.json is damaged: its progress is malformed"
 
 
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
     (folder / RUN).unlink()
     os.mkfifo(folder / RUN)
-    assert told(folder) == "run.json is no file"
+    assert problem_of(folder) == "run.json cannot be read: it is not a regular file"
 
 
 @pytest.mark.parametrize(
@@ -208,15 +208,15 @@ def test_a_pipe_is_not_waited_for(folder: Path) -> None:
         lambda lines: [lines[0].upper(), *lines[1:]],
     ],
 )
-def test_other_sums_are_told(folder: Path, change) -> None:
+def test_other_sums_are_reported(folder: Path, change) -> None:
     lines = (folder / SUMS).read_text().splitlines()
     (folder / SUMS).write_text("\n".join(change(lines)) + "\n")
-    assert told(folder).startswith(SUMS)
+    assert problem_of(folder).startswith(SUMS)
 
 
-def test_a_folder_under_another_name_is_told(folder: Path) -> None:
+def test_a_folder_under_another_name_is_reported(folder: Path) -> None:
     other = folder.rename(folder.with_name("iter_0000020"))
-    assert told(other) == "run.json is of iteration 10, not of iter_0000020"
+    assert problem_of(other) == "run.json belongs to iteration 10, not to iter_0000020"
 
 
 def test_a_folder_with_a_free_name_is_read(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_later_format_says_to_upgrade(folder: Path) -> None:
         read_manifest(folder)
 
 
-def test_the_format_before_is_told(tmp_path: Path) -> None:
+def test_the_format_before_is_reported(tmp_path: Path) -> None:
     (tmp_path / RUN).write_text(json.dumps({"format": 2, "progress": {}, "files": []}))
     with pytest.raises(OtherFormat, match="it has format 2, this version reads 3: only the version of"):
         read_manifest(tmp_path)
@@ -237,7 +237,7 @@ def test_the_format_before_is_told(tmp_path: Path) -> None:
 
 def test_a_damaged_format_is_no_other_format(folder: Path) -> None:
     (folder / RUN).write_text((folder / RUN).read_text().replace('"format": 3', '"format": 7'))
-    assert told(folder) == "run.json has other contents than SHA256SUMS says"
+    assert problem_of(folder) == "run.json has other contents than SHA256SUMS says"
 
 
 @pytest.mark.parametrize("kind", [DamagedCheckpoint, OtherFormat])

@@ -10,8 +10,8 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.checkpoint.place import Place
-from megalite.checkpoint.tensor_writer import DTYPE_CODES, Piece, write_file
+from megalite.checkpoint.parameter_range import ParameterRange
+from megalite.checkpoint.tensor_files import DTYPE_CODES, FilePiece, write_file
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -36,7 +36,9 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def test_the_library_reads_it_and_would_write_it_so(tmp_path: Path) -> None:
     expected = tensors()
-    record = write_file(tmp_path / "a.safetensors", {name: Piece(each) for name, each in expected.items()})
+    record = write_file(
+        tmp_path / "a.safetensors", {name: FilePiece(each) for name, each in expected.items()}
+    )
     read = load_file(tmp_path / "a.safetensors")
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -49,11 +51,14 @@ def test_the_library_reads_it_and_would_write_it_so(tmp_path: Path) -> None:
 
 
 def test_the_record_tells_what_is_in_it(tmp_path: Path) -> None:
-    place = Place((4, 6), 1, 2, (4, 2), 3, 7)
-    pieces = {"cut": Piece(torch.ones(4, dtype=torch.bfloat16), place), "plain": Piece(torch.tensor(1.0))}
+    place = ParameterRange((4, 6), 1, 2, (4, 2), 3, 7)
+    pieces = {
+        "cut": FilePiece(torch.ones(4, dtype=torch.bfloat16), place),
+        "plain": FilePiece(torch.tensor(1.0)),
+    }
     record = write_file(tmp_path / "x.safetensors", pieces)
     assert record.name == "x.safetensors"
-    assert {name: (each.file, each.dtype, each.place) for name, each in record.tensors.items()} == {
+    assert {name: (each.file, each.dtype, each.range) for name, each in record.tensors.items()} == {
         "cut": ("x.safetensors", "bfloat16", place),
         "plain": ("x.safetensors", "float32", None),
     }
@@ -63,6 +68,6 @@ def test_the_record_tells_what_is_in_it(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_file(tmp_path / "none" / "x.safetensors", {"x": Piece(torch.ones(3))})
+        write_file(tmp_path / "none" / "x.safetensors", {"x": FilePiece(torch.ones(3))})
     with pytest.raises(OSError, match="No space left"):
-        write_file(Path("/dev/full"), {"x": Piece(torch.ones(1 << 20))})
+        write_file(Path("/dev/full"), {"x": FilePiece(torch.ones(1 << 20))})

@@ -5,20 +5,20 @@ from collections.abc import Callable
 
 import pytest
 
-from megalite.cli import parse
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher around the test."""
+    """Remove the variables of a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def problems() -> Callable[[str], list[str]]:
-    """The mistakes of a command line."""
+    """Return a function that returns the errors of a command line."""
 
     def of(line: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:

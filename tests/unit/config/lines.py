@@ -1,4 +1,4 @@
-"""Command lines that users have, as they have them."""
+"""Command lines of users' scripts, unchanged."""
 
 COURSE = """
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2

@@ -1,4 +1,4 @@
-"""The ramp-up against Megatron's own calculator, and its sums against counting."""
+"""The ramp-up, compared with Megatron's own calculator, and its sums with counting."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Ramp = tuple[int, tuple[int, int, int] | None]
 
 @st.composite
 def ramps(draw: st.DrawFn) -> Ramp:
-    """The full batch, and START INCREMENT SAMPLES that lead to it."""
+    """Draw a full batch, and a START INCREMENT SAMPLES that reaches it."""
     start, increment = draw(st.integers(1, 40)), draw(st.integers(1, 16))
     steps = draw(st.integers(1, 30))
     return start + steps * increment, (start, increment, draw(st.integers(1, 5000)))
 
 
 def run(batch_size: BatchSize, num_iterations: int) -> list[int]:
-    """The global batches of the first iterations."""
+    """Return the global batch sizes of the first iterations."""
     batches: list[int] = []
     for _ in range(num_iterations):
         batches.append(batch_size(sum(batches)))
@@ -28,7 +28,7 @@ def run(batch_size: BatchSize, num_iterations: int) -> list[int]:
 
 
 def test_blooms_ramp_up() -> None:
-    """192 to 2048 by 16 over 9,765,625 samples, as the run's log tells it."""
+    """Check 192 to 2048 by 16 over 9,765,625 samples against the log of the run."""
     batch_size = BatchSize(2048, (192, 16, 9_765_625))
     assert batch_size(0) == batch_size(84_185) == 192
     assert batch_size(84_187) == 208

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded and which ones are kept, as flags."""
+"""Options that select the checkpoint to load and those to keep."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import CheckpointConfig, check_config
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
@@ -36,26 +36,26 @@ def test_flags_and_megatrons_are_taken(line: str, name: str, value: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--load A --load-iteration -1", "--load-iteration -1 is out of range: it must be at least 0"),
         ("--save A --keep-last 0", "--keep-last 0 is out of range: it must be greater than 0"),
         ("--save A --keep-every 0", "--keep-every 0 is out of range: it must be greater than 0"),
     ],
 )
-def test_what_is_out_of_range_is_told(line: str, told: str) -> None:
+def test_what_is_out_of_range_is_told(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(line)
-    assert caught.value.problems == (told,)
+    assert caught.value.problems == (message,)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ("--load-iteration 5", "--load-iteration 5 is without effect: there is no --load folder"),
-        ("--keep-last 5", "--keep-last 5 is without effect: there is no --save folder"),
-        ("--keep-every 5", "--keep-every 5 is without effect: there is no --save folder"),
+        ("--load-iteration 5", "--load-iteration 5 has no effect: --load is not set"),
+        ("--keep-last 5", "--keep-last 5 has no effect: --save is not set"),
+        ("--keep-every 5", "--keep-every 5 has no effect: --save is not set"),
     ],
 )
-def test_what_has_no_effect_is_told(line: str, told: str) -> None:
-    assert read(line)[1] == [told]
+def test_what_has_no_effect_is_told(line: str, message: str) -> None:
+    assert read(line)[1] == [message]

@@ -1,4 +1,4 @@
-"""The command lines that users bring along."""
+"""Command lines of users' existing scripts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import check_config
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE
 
@@ -22,7 +22,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def without(line: str, *flags: str) -> list[str]:
-    """The words of a line less these flags and their values."""
+    """Return the tokens of a line without these flags and their values."""
     kept, skipping = [], False
     for word in shlex.split(line):
         skipping = word in flags if word.startswith("--") else skipping
@@ -54,19 +54,19 @@ def test_the_bloom_job_is_accepted_whole(in_folder: Path) -> None:
     assert config.recompute.recompute_granularity == "full"
     assert config.recompute.groups(2) == [(range(1), True), (range(1, 2), True)]
     assert config.model.head_dim == 448
-    told = " ".join(notices)
+    message = " ".join(notices)
     for flag in (
         "--data-impl",
         "--deepspeed ",
-        "--zero-stage 0: every data-parallel rank holds the whole optimizer state; BLOOM's bf16",
-        "--loss-scale 15.0 is without effect: bf16 needs no loss scale",
+        "--zero-stage 0: every data-parallel rank holds the whole optimizer state. BLOOM's bf16",
+        "--loss-scale 15.0 has no effect: bf16 has no loss scale",
         "--sync-tp-duplicated-parameters",
         "--abort-on-unmet-fused-kernel-constraints",
         "--pp-partition-method type:transformer|embedding",
         "steps_per_print, wall_clock_breakdown",
-        "--max-position-embeddings 2048 is without effect",
+        "--max-position-embeddings 2048 has no effect",
     ):
-        assert flag in told, flag
+        assert flag in message, flag
 
 
 def test_the_176b_script(in_folder: Path) -> None:
@@ -97,7 +97,7 @@ def test_workers_are_accepted_and_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--zero-stage 2 --use_distributed_optimizer", "--zero-stage 2 and --use_distributed_optimizer set"),
         ("--bf16 --fp16", "--bf16 and --fp16 set the same option"),
@@ -105,35 +105,38 @@ def test_workers_are_accepted_and_told() -> None:
             "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
             "--accumulate-allreduce-grads-in-fp32 and --grad-communication-dtype bf16 contradict each other",
         ),
-        ("--data-impl lazy", "--data-impl takes mmap alone in this version, not lazy"),
+        ("--data-impl lazy", "--data-impl only accepts mmap in this version, not lazy"),
         ("--num-workers", "--num-workers takes one value"),
         ("--sync-tp-duplicated-parameters 3", "takes no value"),
         ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
-        ("--context-parallel-size 2", "--context-parallel-size (context parallelism) is not in this version"),
+        (
+            "--context-parallel-size 2",
+            "--context-parallel-size (context parallelism) is not supported in this version",
+        ),
         ("--deepspeed_config", "--deepspeed_config takes one value"),
     ],
 )
-def test_a_value_that_is_not_how_things_are_is_refused(line: str, told: str, problems) -> None:
-    assert told in problems(line)[0]
+def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, problems) -> None:
+    assert message in problems(line)[0]
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ("--loss-scale 15", "--loss-scale 15.0 is without effect: fp32 needs no loss scale"),
-        ("--bf16 --hysteresis 3", "--hysteresis 3 is without effect: bf16 needs no loss scale"),
-        ("--fp16 --loss-scale 8 --hysteresis 3", "--hysteresis 3 is without effect: --loss-scale 8.0 is"),
-        ("--log-straggler --dp 1", "--log-straggler-interval 100 is without effect: one rank has no others"),
-        ("--overlap-param-gather", "without effect: with --zero-stage 0 no weights are gathered"),
-        ("--use-distributed-optimizer --dp 1", "--zero-stage 1 is without effect: there is one replica"),
-        ("--train-iters 9 --iterations-to-skip 10:12", "without effect: the run ends with --train-iters 9"),
-        ("--accumulate-allreduce-grads-in-fp32", "--accumulate-allreduce-grads-in-fp32 needs nothing here"),
+        ("--loss-scale 15", "--loss-scale 15.0 has no effect: fp32 has no loss scale"),
+        ("--bf16 --hysteresis 3", "--hysteresis 3 has no effect: bf16 has no loss scale"),
+        ("--fp16 --loss-scale 8 --hysteresis 3", "--hysteresis 3 has no effect: --loss-scale 8.0 is"),
+        ("--log-straggler --dp 1", "--log-straggler-interval 100 has no effect: there is only one rank"),
+        ("--overlap-param-gather", "no effect: with --zero-stage 0 weights are not gathered"),
+        ("--use-distributed-optimizer --dp 1", "--zero-stage 1 has no effect: there is one replica"),
+        ("--train-iters 9 --iterations-to-skip 10:12", "no effect: the run ends at --train-iters 9"),
+        ("--accumulate-allreduce-grads-in-fp32", "--accumulate-allreduce-grads-in-fp32 is not needed"),
     ],
 )
-def test_what_has_no_effect_is_told_with_the_reason(line: str, told: str) -> None:
+def test_what_has_no_effect_is_told_with_the_reason(line: str, message: str) -> None:
     _, notices = parse(shlex.split(line))
     assert len(notices) == 1
-    assert told in notices[0]
+    assert message in notices[0]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,9 @@ def test_what_only_replicas_do_is_told_of_where_one_is_started(
 
 def test_an_option_that_has_no_effect_for_two_reasons_is_told_once() -> None:
     (notice,) = parse(shlex.split("--overlap-param-gather --dp 1 --recompute-granularity full"))[1]
-    assert notice.startswith("--overlap-param-gather True is without effect")
+    assert notice.startswith("--overlap-param-gather has no effect")
     (notice,) = parse(shlex.split("--recompute-modules mlp layernorm"))[1]
-    assert notice.startswith("--recompute-modules mlp layernorm is without effect")
+    assert notice.startswith("--recompute-modules mlp layernorm has no effect")
 
 
 def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +175,7 @@ def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("changes", "line", "told"),
+    ("changes", "line", "message"),
     [
         ({"gradient_clipping": 0.5}, "", ["gradient_clipping is 0.5", "--clip-grad is 1.0"]),
         ({"train_batch_size": 8}, "", ["train_batch_size is 8", "--global-batch-size is 16"]),
@@ -186,23 +189,27 @@ def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.Monke
         (
             {"fp16": {"enabled": True, "initial_scale_power": 16}},
             "--fp16",
-            ["initial_scale_power is 65536", "--initial-loss-scale is 4294967296"],
+            ["initial_scale_power is 16, a loss scale of 65536", "--initial-loss-scale is 4294967296"],
         ),
         ({"fp16": {"enabled": True, "initial_scale_power": "9"}}, "--fp16", ["scale_power is 9"]),
         ({"fp16": {"enabled": True, "initial_scale_power": 9999}}, "--fp16", ["scale_power is 9999"]),
         ({"communication_data_type": "bf16"}, "", ["is bf16", "--grad-communication-dtype is fp32"]),
-        ({"fp16": {"enabled": False}}, "--fp16", ["fp16.enabled is not true", "--fp16 is given"]),
+        (
+            {"fp16": {"enabled": False}},
+            "--fp16",
+            ["fp16.enabled is not true", "--params-dtype is fp16: set it to true"],
+        ),
         ({"gradient_accumulation_steps": 3}, "--dp 2", ["gradient_accumulation_steps is 3", "is 4"]),
     ],
 )
 def test_a_deepspeed_file_that_disagrees_names_both(
-    changes: dict, line: str, told: list[str], problems, tmp_path: Path
+    changes: dict, line: str, message: list[str], problems, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**BLOOM_DEEPSPEED, "bf16": {"enabled": False}, **changes}))
     found = problems(f"--micro-batch-size 2 --global-batch-size 16 --deepspeed_config {path} {line}")
     (conflict,) = (problem for problem in found if str(path) in problem)
-    assert all(words in conflict for words in told), conflict
+    assert all(words in conflict for words in message), conflict
 
 
 ALL_OF_DEEPSPEED = {
@@ -218,13 +225,13 @@ ALL_OF_DEEPSPEED = {
 
 
 def test_no_setting_of_a_deepspeed_file_is_passed_over_in_silence(tmp_path: Path) -> None:
-    """Each is compared, as a change of it shows, or named."""
+    """Check that each setting is either compared, which a change of it shows, or named in a notice."""
     path = tmp_path / "ds.json"
     line = f"--micro-batch-size 2 --global-batch-size 16 --bf16 --dp 1 --deepspeed_config {path}"
     path.write_text(json.dumps(ALL_OF_DEEPSPEED))
     _, notices = parse(shlex.split(line))
     (notice,) = [each for each in notices if str(path) in each]
-    named = notice.removeprefix(f"{path}: ").partition(" without effect")[0].split(", ")
+    named = notice.removeprefix(f"{path}: ").partition(" have no effect")[0].split(", ")
     settings = {
         f"{key}.{name}" if isinstance(value, dict) and key in ("bf16", "fp16", "zero_optimization") else key
         for key, value in ALL_OF_DEEPSPEED.items()
@@ -258,7 +265,7 @@ def test_no_setting_of_a_deepspeed_file_is_passed_over_in_silence(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer offloads the optimizer's state to cpu"),
         ({"offload_param": {"device": "nvme"}}, "offload_param offloads weights to nvme"),
@@ -266,12 +273,12 @@ def test_no_setting_of_a_deepspeed_file_is_passed_over_in_silence(tmp_path: Path
     ],
 )
 def test_a_deepspeed_file_that_offloads_is_refused(
-    section: dict, told: str, problems, tmp_path: Path
+    section: dict, message: str, problems, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 0, **section}}))
     (problem,) = [each for each in problems(f"--deepspeed_config {path}") if str(path) in each]
-    assert told in problem
+    assert message in problem
 
 
 def test_the_older_name_of_bf16_is_compared_too(problems, tmp_path: Path) -> None:

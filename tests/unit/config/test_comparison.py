@@ -1,18 +1,18 @@
-"""Every config field has a rule for a resumed run and for ranks that were started apart."""
+"""Every config field has a rule for resumed runs, and for ranks with different values."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from megalite.cli.fields import config_fields
 from megalite.config import OptimizerConfig
 from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS, RESUME_RULES, OnResume, fields_with
+from megalite.config.fields import config_fields
 
 GROUP_OF = {field.name: field.group for field in config_fields()}
 
 
 def test_a_new_field_must_be_given_a_rule() -> None:
-    """A field that fails here is not in `comparison._NAMES`: say there what a resumed run may do with it."""
+    """Check that `comparison._NAMES` has every field: add a new one there, with its rule for resumed runs."""
     assert set(RESUME_RULES) ^ set(GROUP_OF) == set()
     counted = Counter(name for rule in OnResume for name in fields_with(rule))
     assert [name for name, count in counted.items() if count > 1] == []

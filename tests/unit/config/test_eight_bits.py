@@ -1,4 +1,4 @@
-"""What multiplying in 8 bits asks of a model, what it goes with, and how it is asked for."""
+"""8-bit GEMMs: the flags, what they require of a model, and what they can be combined with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import check_config
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError, UserError
-from megalite.plan.request import read_request
+from megalite.plan.plan_request import read_request
 
 BASE = "--preset gpt-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"
 
@@ -41,9 +41,9 @@ def test_megatrons_names(flags: str, expected: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
 def test_the_rest_is_in_bf16(dtype: str) -> None:
-    (told,) = _problems(f"--fp8 --params-dtype {dtype}")
-    assert told.startswith(f"--fp8-format hybrid with --params-dtype {dtype}: ")
-    assert "give --bf16" in told
+    (message,) = _problems(f"--fp8 --params-dtype {dtype}")
+    assert message.startswith(f"--fp8-format hybrid with --params-dtype {dtype}: ")
+    assert "pass --bf16" in message
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_the_rest_is_in_bf16(dtype: str) -> None:
 )
 def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> None:
     assert not _problems(f"--bf16 {line}", world_size)
-    told = _problems(f"--bf16 --fp8 {line}", world_size)
-    assert told
-    assert all(problem.startswith("--fp8-format hybrid with ") for problem in told)
-    assert any(named in problem for problem in told)
+    message = _problems(f"--bf16 --fp8 {line}", world_size)
+    assert message
+    assert all(problem.startswith("--fp8-format hybrid with ") for problem in message)
+    assert any(named in problem for problem in message)
 
 
 def test_a_plan_of_it_is_refused_in_a_line() -> None:
@@ -74,6 +74,6 @@ def test_a_plan_of_it_is_refused_in_a_line() -> None:
 
 def test_a_dry_run_compiles_nothing() -> None:
     _, notices = parse(shlex.split(f"{BASE} --compile --dry-run --world-size 1"))
-    assert [notice for notice in notices if notice.startswith("--compile True is without effect: ")]
+    assert [notice for notice in notices if notice.startswith("--compile has no effect: ")]
     _, notices = parse(shlex.split(f"{BASE} --compile"))
     assert not [notice for notice in notices if "--compile" in notice]

@@ -1,4 +1,4 @@
-"""The configs and job files that ship: each is valid for the machines that it names."""
+"""The example configs and job files: each is valid for the machines that it names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.cli import parse
 from megalite.config import check_config
+from megalite.config.command_line import parse
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

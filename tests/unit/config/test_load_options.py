@@ -1,4 +1,4 @@
-"""What a run is told to take from a checkpoint: flags, contradictions, and --use-checkpoint-args."""
+"""Options of loading: what is used of a checkpoint, contradictions, and --use-checkpoint-args."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import Config, ModelConfig, TrainingConfig, check_config, to_yaml
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
@@ -25,8 +25,8 @@ def test_megatrons_flags() -> None:
     config, notices = read(line)
     assert (config.checkpoint.load_optim, config.checkpoint.save_optim) == (False, False)
     assert [notice.split(": ")[0] for notice in notices] == [
-        "--no-load-rng needs nothing here",
-        "--no-save-rng needs nothing here",
+        "--no-load-rng is not needed",
+        "--no-save-rng is not needed",
     ]
     config, notices = read("--load A --save A --override-opt-param-scheduler")
     assert config.checkpoint.override_opt_param_scheduler
@@ -34,54 +34,60 @@ def test_megatrons_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ("--finetune", "--finetune True is without effect: there is no --load folder"),
-        ("--no-load-optim", "--no-load-optim is without effect: there is no --load folder"),
-        ("--no-save-optim", "--no-save-optim is without effect: there is no --save folder"),
-        ("--load A --finetune --no-load-optim", "--no-load-optim is without effect: --finetune takes the"),
+        ("--finetune", "--finetune has no effect: --load is not set"),
+        ("--no-load-optim", "--no-load-optim has no effect: --load is not set"),
+        ("--no-save-optim", "--no-save-optim has no effect: --save is not set"),
+        ("--load A --finetune --no-load-optim", "--no-load-optim has no effect: --finetune loads only the"),
         (
             "--load A --finetune --use-checkpoint-opt-param-scheduler",
-            "--use-checkpoint-opt-param-scheduler True is without effect: --finetune takes the weights alone",
+            "--use-checkpoint-opt-param-scheduler has no effect: --finetune loads only the weights",
         ),
         (
             "--load A --no-load-optim --override-opt-param-scheduler",
-            "--override-opt-param-scheduler True is without effect: with --no-load-optim the given schedule",
+            "--override-opt-param-scheduler has no effect: with --no-load-optim the flags' schedule",
         ),
-        ("--weight-decay-incr-iters 5", "--weight-decay-incr-iters 5 is without effect: the weight decay is"),
+        (
+            "--weight-decay-incr-iters 5",
+            "--weight-decay-incr-iters 5 has no effect: --weight-decay-incr-style is",
+        ),
     ],
 )
-def test_what_has_no_effect_is_told(line: str, told: str) -> None:
+def test_what_has_no_effect_is_told(line: str, message: str) -> None:
     (notice,) = read(line)[1]
-    assert notice.startswith(told)
+    assert notice.startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (
             "--load A --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
-            "--override-opt-param-scheduler takes the given schedule and --use-checkpoint-opt-param-",
+            "--override-opt-param-scheduler resumes with the flags' schedule and --use-checkpoint-opt-param-",
         ),
-        ("--use-checkpoint-args", "--use-checkpoint-args takes the model from --load, which is missing"),
+        ("--use-checkpoint-args", "--use-checkpoint-args reads the model from --load, which is missing"),
         (
             "--load A --save A --finetune",
-            "--finetune starts a run of its own at iteration 0, but --save A is",
+            "--finetune starts a new run at iteration 0, but --save A is",
         ),
         (
             "--load A --save ./A/ --finetune",
-            "--finetune starts a run of its own at iteration 0, but --save ./A/ is",
+            "--finetune starts a new run at iteration 0, but --save ./A/ is",
         ),
-        ("--load A --save A --no-load-optim", "--no-load-optim would leave out at each start what the one"),
-        ("--load A --preset gpt-tiny --use-checkpoint-args", "--preset and --use-checkpoint-args both give"),
+        (
+            "--load A --save A --no-load-optim",
+            "--no-load-optim would drop the optimizer state at every restart",
+        ),
+        ("--load A --preset gpt-tiny --use-checkpoint-args", "--preset and --use-checkpoint-args both set"),
         ("--weight-decay-incr-samples 5", "--weight-decay-incr-samples 5 with --train-iters 100: a run is"),
     ],
 )
-def test_contradictions(line: str, told: str) -> None:
+def test_contradictions(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(line)
     (problem,) = caught.value.problems
-    assert problem.startswith(told)
+    assert problem.startswith(message)
 
 
 MODEL = ModelConfig(num_layers=3, hidden_size=96, num_attention_heads=6, vocab_size=256, params_dtype="bf16")
@@ -89,7 +95,7 @@ MODEL = ModelConfig(num_layers=3, hidden_size=96, num_attention_heads=6, vocab_s
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two checkpoints, the earlier with one layer less."""
+    """Create two checkpoints, the earlier one with a layer less."""
     for iteration, num_layers in ((10, 2), (20, 3)):
         checkpoint = tmp_path / f"iter_{iteration:07d}"
         checkpoint.mkdir()
@@ -126,5 +132,5 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 def test_a_config_of_a_later_version_is_told_by_line(folder: Path) -> None:
     file = folder / "iter_0000020" / "config.yaml"
     file.write_text(file.read_text().replace("model:\n", "model:\n  num_experts: 8\n"))
-    with pytest.raises(ConfigError, match=r"config.yaml line 2: 'num_experts' is no field of model"):
+    with pytest.raises(ConfigError, match=r"config.yaml line 2: 'num_experts' is not a field of model"):
         read(f"--load {folder} --use-checkpoint-args")

@@ -1,4 +1,4 @@
-"""What may be asked of timers, traces and profilers, and what would be without effect."""
+"""Options of timers, traces and profilers: which are rejected, and which have no effect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import LoggingConfig, check_config
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
@@ -17,18 +17,21 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
     ("line", "problem"),
     [
         ("--timing-log-level 3", "--timing-log-level 3 is out of range: it must be 0, 1 or 2"),
-        ("--trace-pipeline 5-6 --save s", "--trace-pipeline 5-6 is no range: give FIRST:LAST counted from 1"),
-        ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is no range"),
-        ("--trace-pipeline 5:6", "--trace-pipeline has nowhere to write to: give --tensorboard-dir"),
+        (
+            "--trace-pipeline 5-6 --save s",
+            "--trace-pipeline 5-6 is not a range: pass FIRST:LAST counted from 1",
+        ),
+        ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is not a range"),
+        ("--trace-pipeline 5:6", "--trace-pipeline has no folder to write to: pass --tensorboard-dir"),
         ("--profile --use-pytorch-profiler", "--profile --use-pytorch-profiler needs --tensorboard-dir"),
-        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler: leave one out"),
+        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler: remove one"),
         (
             "--profile --profile-step-start 8 --profile-step-end 8",
             "--profile-step-start 8 and --profile-step-end 8 leave no iteration to profile",
         ),
         ("--profile --profile-ranks 0 4", "--profile-ranks 4: the run's ranks are 0 to 3"),
         ("--record-memory-history --profile-ranks 5", "--profile-ranks 5: the run's ranks are 0 to 3"),
-        ("--log-layer-grad-norms-interval 5", "--log-layer-grad-norms-interval has nowhere to write to"),
+        ("--log-layer-grad-norms-interval 5", "--log-layer-grad-norms-interval has no folder to write to"),
         ("--tensorboard-log-interval 0", "--tensorboard-log-interval 0 is out of range"),
     ],
 )
@@ -42,20 +45,20 @@ def test_what_is_refused(line: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("--timing-log-option max", "--timing-log-option max is without effect: no timers are logged"),
+        ("--timing-log-option max", "--timing-log-option max has no effect: no timers are logged"),
         (
             "--trace-pipeline-path x",
-            "--trace-pipeline-path x is without effect: there is no --trace-pipeline",
+            "--trace-pipeline-path x has no effect: --trace-pipeline is not set",
         ),
-        ("--trace-pipeline 101:102 --save s", "is without effect: the run ends with --train-iters 100"),
-        ("--profile-step-end 13", "--profile-step-end 13 is without effect: --profile is off"),
-        ("--profile-ranks 1", "--profile-ranks 1 is without effect: --profile is off"),
-        ("--use-pytorch-profiler", "--use-pytorch-profiler True is without effect: --profile is off"),
-        ("--profile --profile-name x", "--profile-name x is without effect"),
-        ("--wandb-exp-name x", "--wandb-exp-name x is without effect: there is no --wandb-project"),
-        ("--memory-snapshot-path x", "--memory-snapshot-path x is without effect: --record-memory-history"),
-        ("--tensorboard-log-interval 5", "without effect: there is no --tensorboard-dir"),
-        ("--no-barrier-with-level-1-timing", "needs nothing here: no timer makes ranks wait"),
+        ("--trace-pipeline 101:102 --save s", "has no effect: the run ends at --train-iters 100"),
+        ("--profile-step-end 13", "--profile-step-end 13 has no effect: --profile is off"),
+        ("--profile-ranks 1", "--profile-ranks 1 has no effect: --profile is off"),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler has no effect: --profile is off"),
+        ("--profile --profile-name x", "--profile-name x has no effect"),
+        ("--wandb-exp-name x", "--wandb-exp-name x has no effect: --wandb-project is not set"),
+        ("--memory-snapshot-path x", "--memory-snapshot-path x has no effect: --record-memory-history"),
+        ("--tensorboard-log-interval 5", "no effect: --tensorboard-dir is not set"),
+        ("--no-barrier-with-level-1-timing", "is not needed: timers never make ranks wait"),
     ],
 )
 def test_what_is_without_effect_is_told(line: str, notice: str) -> None:
@@ -81,7 +84,7 @@ def test_what_is_honoured_is_not_remarked_upon(line: str) -> None:
 
 
 def test_the_level_of_timers() -> None:
-    """Timers for TensorBoard alone are those that an iteration uses once."""
+    """Check that timers for TensorBoard alone are those of the parts of an iteration."""
     assert LoggingConfig().timers_level == 0
     assert LoggingConfig(log_timers_to_tensorboard=True).timers_level == 0
     assert LoggingConfig(log_timers_to_tensorboard=True, tensorboard_dir="t").timers_level == 1

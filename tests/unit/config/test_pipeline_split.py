@@ -1,4 +1,4 @@
-"""Layers of pipeline stages: against Megatron-LM's own function, and what cannot be is told."""
+"""Layers of pipeline stages, compared with Megatron-LM's own function, and splits that are rejected."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.cli import parse
-from megalite.cli.fields import fields_by_flag
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig, check_config
-from megalite.config.partition import balanced_partition
-from megalite.config.stages import layers_per_stage, num_chunks
+from megalite.config.command_line import parse
+from megalite.config.fields import fields_by_flag
+from megalite.config.stage_layers import balanced_partition, layers_per_stage, num_chunks
 from megalite.errors import ConfigError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte --global-batch-size 64 "
 
 
-def told(line: str, world_size: int | None = None) -> list[str]:
+def problems_with(line: str, world_size: int | None = None) -> list[str]:
     config, _ = parse(shlex.split(ENOUGH + line))
     try:
         check_config(config, world_size)
@@ -56,7 +55,7 @@ SPLITS = st.one_of(
 
 
 def megatrons(layers: int, pp: int, chunks: int, parallel: ParallelConfig) -> list[int] | None:
-    """Layers of each stage by Megatron-LM, None where it refuses."""
+    """Return the layers of each stage in Megatron-LM, None if it rejects the config."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -91,7 +90,7 @@ def test_splits_are_megatrons(layers, pp, chunks, options):
     try:
         check_config(config)
     except ConfigError as error:
-        # What is told besides the split is that the config has no corpus, length or vocabulary.
+        # What is message besides the split is that the config has no corpus, length or vocabulary.
         refused = any("layers" in problem or "pipeline" in problem for problem in error.problems)
     expected = megatrons(layers, pp, chunks, parallel)
     if not refused:
@@ -120,7 +119,7 @@ def test_a_split(line, expected):
 
 
 def test_blooms_own_split():
-    """70 layers on 12 ranks: the embedding and the tied output count as a layer each."""
+    """Check 70 layers on 12 ranks: the embedding and the tied output count as a layer each."""
     line = (
         "--num-layers 70 --pp 12 --num-attention-heads 8 --pp-partition-method 'type:transformer|embedding'"
     )
@@ -128,7 +127,7 @@ def test_blooms_own_split():
 
 
 def test_parameters_balance_the_word_table():
-    """With 12 h^2 a layer, a table of 24 h rows weighs two layers."""
+    """Check that a table of 24 h rows counts as two layers of 12 h^2 parameters."""
     line = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --pp 3 --pp-partition-method parameters "
     assert split(line + f"--vocab-size {24 * 64} --pad-vocab-size-to {24 * 64}") == (2, 4, 2)
 
@@ -165,7 +164,7 @@ RULES = [
     (
         "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2",
         None,
-        "say the same thing twice: give one of them",
+        "set the same thing: pass one of them",
     ),
     (
         "--pp 2 --num-layers-per-virtual-pipeline-stage 5",
@@ -186,8 +185,8 @@ RULES = [
     (
         "--pp 4 --num-virtual-stages-per-pipeline-rank 2",
         None,
-        "--num-layers 12 is not divisible by the 8 stages of --pp 4 x 2 chunks: change one of them, or give "
-        "each stage's layers, as in --pipeline-layers 2 2 2 2 1 1 1 1",
+        "--num-layers 12 is not divisible by the 8 stages of --pp 4 x 2 chunks: change one of them, or set "
+        "the layers of each stage, as in --pipeline-layers 2 2 2 2 1 1 1 1",
     ),
     (
         "--pp 4 --num-virtual-stages-per-pipeline-rank 4",
@@ -197,7 +196,7 @@ RULES = [
     (
         "--pp 2 --pipeline-schedule zb-v --pipeline-layers 6 6",
         None,
-        "names 2 stages, but there are the 4 stages of --pp 2 x 2 chunks: give one number a stage",
+        "names 2 stages, but there are the 4 stages of --pp 2 x 2 chunks: pass one number per stage",
     ),
     (
         "--pp 2 --pipeline-layers 4 8 --decoder-first-pipeline-num-layers 4",
@@ -217,7 +216,7 @@ RULES = [
     (
         "--pp 4 --decoder-first-pipeline-num-layers 4",
         None,
-        "--num-layers 12 leave 8 layers to the other 3 of --pp 4 ranks, each of which takes the same number",
+        "--num-layers 12 leave 8 layers to the other 3 of --pp 4 ranks, which must have equal numbers",
     ),
     (
         "--pp 3 --decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2",
@@ -227,12 +226,12 @@ RULES = [
     (
         "--pp 2 --decoder-first-pipeline-num-layers 4 --num-layers-per-virtual-pipeline-stage 2",
         None,
-        "chunks differ then, give --num-virtual-stages-per-pipeline-rank",
+        "makes chunks of different sizes: pass --num-virtual-stages-per-pipeline-rank",
     ),
     (
         "--pp 2 --decoder-first-pipeline-num-layers 4 --pipeline-schedule zb-v",
         None,
-        "with --pipeline-schedule zb-v, whose first rank holds both ends: give --pipeline-layers",
+        "with --pipeline-schedule zb-v, whose first rank holds both ends: pass --pipeline-layers",
     ),
     ("--pp 5 --account-for-loss-in-pipeline-split", None, "(together 13) is not divisible by --pp 5"),
     (
@@ -240,7 +239,7 @@ RULES = [
         None,
         "best is not known: choose uniform, parameters or type:REGEX",
     ),
-    ("--pp 2 --pp-partition-method type:(", None, "type:( is no regular expression"),
+    ("--pp 2 --pp-partition-method type:(", None, "type:( is not a regular expression"),
     ("--pp 2 --pp-partition-method type:mlp", None, "type:mlp matches no transformer layer"),
     (
         "--pp 4 --dp 16 --pipeline-layers 1 1 2 2 2 2 1 1 --num-virtual-stages-per-pipeline-rank 2 "
@@ -259,7 +258,7 @@ RULES = [
 
 @pytest.mark.parametrize(("line", "world_size", "expected"), [*RULES])
 def test_each_rule_alone(line, world_size, expected):
-    problems = told(line.replace("type:(", "'type:('"), world_size)
+    problems = problems_with(line.replace("type:(", "'type:('"), world_size)
     if expected is None:
         assert problems == []
         return
@@ -270,7 +269,9 @@ def test_each_rule_alone(line, world_size, expected):
 
 
 def test_all_that_is_wrong_is_told_at_once():
-    problems = told("--pp 2 --num-virtual-stages-per-pipeline-rank 5 --pp-partition-method best --tp 5", 2)
+    problems = problems_with(
+        "--pp 2 --num-virtual-stages-per-pipeline-rank 5 --pp-partition-method best --tp 5", 2
+    )
     assert len(problems) >= 3, problems
 
 

@@ -1,11 +1,11 @@
-"""Which layers and parts are recomputed, by the flags of either Megatron, and what is refused."""
+"""Layers and modules that are recomputed, by the flags of either Megatron, and what is rejected."""
 
 import shlex
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import RecomputeConfig, check_config
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def recompute(line):
 
 
 def layers(line, num_layers):
-    """The layers of each recomputed group."""
+    """Return the layers of each recomputed group."""
     groups = recompute(line).groups(num_layers)
     assert [layer for group, _ in groups for layer in group] == list(range(num_layers))
     return [list(group) for group, is_recomputed in groups if is_recomputed]
@@ -54,7 +54,7 @@ def test_parts_that_are_recomputed():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (
             "--recompute-granularity full --recompute-num-layers 13",
@@ -62,10 +62,10 @@ def test_parts_that_are_recomputed():
         ),
         (
             "--recompute-activations --recompute-modules mlp_act mlp",
-            "--recompute-modules mlp_act mlp names mlp_act, which is a part of mlp: leave one out",
+            "--recompute-modules mlp_act mlp names mlp_act, which is a part of mlp: remove one of them",
         ),
         ("--recompute-modules moe_act", "choose one of core_attn, mlp, mlp_act, layernorm"),
-        ("--checkpoint-activations --recompute-activations", "set the same option: leave one out"),
+        ("--checkpoint-activations --recompute-activations", "set the same option: remove one"),
         ("--recompute-num-layers 0 --checkpoint-activations", "must be greater than 0"),
         (
             "--checkpoint-activations --distribute-saved-activations --seq-length 9 --tp 2",
@@ -74,15 +74,15 @@ def test_parts_that_are_recomputed():
         (
             "--sequence-parallel --seq-length 1023 --tp 4",
             "--sequence-parallel with --seq-length 1023, which is not divisible by --tp 4: "
-            "give a length that is, such as 1024, or another --tp",
+            "use a multiple of it, such as 1024, or another --tp",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(line, told):
+def test_what_cannot_be_is_refused(line, message):
     with pytest.raises(ConfigError) as caught:
         check_config(parse(shlex.split(f"{line} --train-iters 1 --mock-data --vocab-size 9"))[0])
     assert len(caught.value.problems) == 1
-    assert told in caught.value.problems[0]
+    assert message in caught.value.problems[0]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""The command lines of the tools: their own flags, and those of training behind them."""
+"""Command lines of the tools: their own flags, together with those of training."""
 
 from __future__ import annotations
 
 import pytest
 
-from megalite.cli.tool import ToolParser
+from megalite.config.tool_parser import ToolParser
 from megalite.errors import UserError
 
 
@@ -45,6 +45,6 @@ def test_flags_of_training_are_left_to_training(parser: ToolParser) -> None:
         parser.parse_args(["--iteration", "3", *words])
 
 
-def test_words_that_only_look_like_flags_are_values(parser: ToolParser) -> None:
+def test_tokens_that_only_look_like_flags_are_values(parser: ToolParser) -> None:
     parser.add_argument("text", nargs="*")
     assert parser.parse_args(["--iteration=3", "--x y", "--", "--z"]).text == ["--x y", "--z"]

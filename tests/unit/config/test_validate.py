@@ -1,4 +1,4 @@
-"""What makes a config sound: every rule, in words that name the flags."""
+"""Validation of a config: every rule, with messages that name the flags."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from megalite.cli import parse
-from megalite.cli.fields import config_fields, fields_by_flag
-from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, check_config
+from megalite.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    check_config,
+)
+from megalite.config.command_line import parse
+from megalite.config.fields import config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES
-from megalite.config.rules.run import LOCAL_PATHS
+from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
 
 
-def told(line: str, world_size: int | None = None) -> list[str]:
+def problems_with(line: str, world_size: int | None = None) -> list[str]:
     config, _ = parse(shlex.split(ENOUGH + line))
     try:
         check_config(config, world_size)
@@ -44,18 +51,23 @@ def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:
 
 RULES = [
     ("--hang-timeout 451", None, "--hang-timeout 451 leaves no time for its report before"),
-    ("--distributed-timeout-minutes 1 --hang-timeout 46", None, "give at most 45, or more minutes there"),
+    (
+        "--distributed-timeout-minutes 1 --hang-timeout 46",
+        None,
+        "pass at most --hang-timeout 45, or a larger",
+    ),
     ("--hang-timeout -1", None, "--hang-timeout -1.0 is out of range: it must be at least 0"),
     ("--log-straggler-interval 0", None, "--log-straggler-interval 0 is out of range"),
-    ("--fim-rate 0.5", None, "--fim-rate 0.5 with --tokenizer-type byte: give the one that the corpus"),
+    ("--fim-rate 0.5", None, "--fim-rate 0.5 with --tokenizer-type byte: pass the tokenizer of the corpus"),
     ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),
-    ("--data-args-path f", None, "--data-path and --data-args-path both give the corpora: leave one out"),
+    ("--data-args-path f", None, "--data-path and --data-args-path both set the corpora: remove one"),
     (
         "--train-weighted-split-paths-path f",
         None,
-        "--data-path and --train-weighted-split-paths-path both give the corpora",
+        "--data-path and --train-weighted-split-paths-path both set the corpora",
     ),
-    ("--num-attention-heads 10", None, "--hidden-size 768 is not divisible by --num-attention-heads 10"),
+    ("--num-attention-heads 10", None, "by --num-attention-heads 10: pass --num-attention-heads 8 or 12, or"),
+    ("--num-attention-heads 769", None, "--hidden-size 768 is not divisible by --num-attention-heads 769"),
     (
         "--hidden-size 12 --num-attention-heads 4 --position-embedding-type rope",
         None,
@@ -66,13 +78,17 @@ RULES = [
         None,
         "--attention-backend flash (or its flag) with --attention-dropout 0.1: only unf",
     ),
-    ("--num-query-groups 5", None, "--num-attention-heads 12 is not divisible by --num-query-groups 5"),
+    (
+        "--num-query-groups 5",
+        None,
+        "12 is not divisible by --num-query-groups 5: pass --num-query-groups 4 or 6",
+    ),
     ("--seq-length 2048 --max-position-embeddings 1024", None, "--seq-length 2048 is longer than --max-pos"),
     ("--num-attention-heads 6 --tp 4", 4, "--num-attention-heads 6 is not divisible by --tp 4"),
     (
         "--ffn-hidden-size 3074 --tp 4",
         4,
-        "--ffn-hidden-size 3074 is not divisible by --tp 4: give one that is, such as 3076",
+        "--ffn-hidden-size 3074 is not divisible by --tp 4: use a multiple of it, such as 3076",
     ),
     (
         "--pad-vocab-size-to 1001 --tp 2",
@@ -92,7 +108,7 @@ RULES = [
     ),
     ("--num-attention-heads 6 --num-query-groups 2 --tp 6 --kv-channels 1", 6, "5 rows of a group"),
     ("--num-layers 3 --pp 4", 4, "--num-layers 3 is fewer than --pp 4 stages"),
-    ("--num-layers 7 --pp 2", 2, "or give each stage's layers, as in --pipeline-layers 4 3"),
+    ("--num-layers 7 --pp 2", 2, "or set the layers of each stage, as in --pipeline-layers 4 3"),
     ("--pipeline-layers 3 9 --pp 3", 3, "--pipeline-layers 3 9 names 2 stages, but --pp is 3"),
     ("--pipeline-layers 3 8 --pp 2", 2, "--pipeline-layers 3 8 add up to 11, not to --num-layers 12"),
     ("--tp 2 --pp 2", 6, "world size 6 is not a multiple of --tp 2 x --pp 2 = 4: start 8 ranks"),
@@ -101,33 +117,37 @@ RULES = [
     (
         "--micro-batch-size 4 --global-batch-size 6",
         None,
-        "6 is not divisible by --micro-batch-size 4: give 8",
+        "6 is not divisible by --micro-batch-size 4: use 8",
     ),
     (
         "--micro-batch-size 2 --global-batch-size 6",
         4,
-        "--micro-batch-size 2 x data-parallel size 4 = 8: give 8",
+        "--micro-batch-size 2 x data-parallel size 4 = 8: use 8",
     ),
     ("--lr 1e-4 --min-lr 1e-3", None, "--min-lr 0.001 is above --lr 0.0001"),
     ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
-    ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both give the warm-up"),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
     ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),
     ("--lr-warmup-iters 50 --lr-decay-iters 50", None, "does not end before --lr-decay-iters 50"),
-    ("--train-samples 500", None, "--train-iters 100 and --train-samples 500 both give the length"),
+    ("--train-samples 500", None, "--train-iters 100 and --train-samples 500 both set the length"),
     ("--lr-decay-samples 50", None, "--lr-decay-samples 50 with --train-iters 100: a run is counted in"),
     ("--lr-warmup-samples 5", None, "--lr-warmup-samples 5 with --train-iters 100: a run is counted in"),
-    ("--rampup-batch-size 2 2 --global-batch-size 8", None, "are 2 numbers: give three, START INCREMENT SAM"),
+    ("--rampup-batch-size 2 2 --global-batch-size 8", None, "has 2 numbers: pass three, START INCREMENT SAM"),
     ("--rampup-batch-size 2 2 9", None, "--rampup-batch-size 2 2 9 needs --global-batch-size"),
     ("--rampup-batch-size 8 2 9 --global-batch-size 8", None, "starts at 8, not below --global-batch-size 8"),
-    ("--rampup-batch-size 2 4 9 --global-batch-size 8", None, "8 - 2 is not divisible by the increment 4"),
+    (
+        "--rampup-batch-size 2 4 9 --global-batch-size 8",
+        None,
+        "8 - 2 is not divisible by the increment 4; pass --global-batch-size 10",
+    ),
     (
         "--rampup-batch-size 4 2 9 --global-batch-size 8 --micro-batch-size 4",
         None,
-        "the increment 2 is not divisible by --micro-batch-size 4: give 4",
+        "the increment 2 is not divisible by --micro-batch-size 4: pass 4",
     ),
     ("--rampup-batch-size 2 0 9 --global-batch-size 8", None, "--rampup-batch-size 0 is out of range"),
-    ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is no range: give FIRST:LAST"),
-    ("--iterations-to-skip 0:2", None, "--iterations-to-skip 0:2 is no range"),
+    ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is not a range: pass FIRST:LAST"),
+    ("--iterations-to-skip 0:2", None, "--iterations-to-skip 0:2 is not a range"),
     ("--start-weight-decay 0.1", None, "--start-weight-decay 0.1 with --weight-decay-incr-style constant"),
     (
         "--weight-decay-incr-style linear --end-weight-decay 1",
@@ -145,23 +165,23 @@ RULES = [
         None,
         "--lr-wsd-decay-iters 101 is more than the 100 iter",
     ),
-    ("--split 1,2,3,4", None, "--split 1,2,3,4 is no split"),
-    ("--split 0,0,0", None, "--split 0,0,0 is no split"),
-    ("--split a,b", None, "--split a,b is no split"),
-    ("--split=-1,2", None, "--split -1,2 is no split"),
+    ("--split 1,2,3,4", None, "--split 1,2,3,4 is not a split"),
+    ("--split 0,0,0", None, "--split 0,0,0 is not a split"),
+    ("--split a,b", None, "--split a,b is not a split"),
+    ("--split=-1,2", None, "--split -1,2 is not a split"),
     (
         "--tokenizer-type GPT2BPETokenizer --vocab-file v",
         None,
         "tokenizer GPT2BPETokenizer needs --merge-file",
     ),
     ("--tokenizer-type HuggingFaceTokenizer", None, "--tokenizer-model or --tokenizer-name-or-path"),
-    ("--tokenizer-type NullTokenizer", None, "the vocabulary is not known: give --vocab-size"),
+    ("--tokenizer-type NullTokenizer", None, "the vocabulary size is unknown: pass --vocab-size"),
     ("--profile-execution", None, "--profile-execution needs --tensorboard-dir"),
     ("--min-loss-scale 4 --initial-loss-scale 2", None, "4.0 is above --initial-loss-scale 2.0: change one"),
     ("--zero-stage 3 --pp 2", 2, "--zero-stage 3 with --pp 2: each stage would gather its weights"),
     ("--spiky-loss-factor 1", None, "--spiky-loss-factor 1.0 is out of range: it must be greater than 1"),
     ("--zero-stage 4", None, "--zero-stage 4 is out of range: it must be 0, 1, 2 or 3"),
-    ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is there to verify layouts: leave one out"),
+    ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is there to verify layouts: remove"),
     ("--grad-communication-dtype fp16 --bf16", None, "only with fp16 weights does a loss scale"),
     ("--hidden-dropout 1", None, "--hidden-dropout 1.0 is out of range: it must be at least 0 and below 1"),
     ("--num-layers 0", None, "--num-layers 0 is out of range: it must be greater than 0"),
@@ -175,7 +195,7 @@ RULES = [
 @pytest.mark.parametrize(("line", "world_size", "expected"), RULES)
 def test_each_rule_alone(line: str, world_size: int | None, expected: str) -> None:
     # The last --tokenizer-type counts, so a line may give its own.
-    found = told(line, world_size)
+    found = problems_with(line, world_size)
     assert len(found) == 1, found
     assert expected in found[0]
     assert ":" in found[0], "cause, then fix"
@@ -184,8 +204,8 @@ def test_each_rule_alone(line: str, world_size: int | None, expected: str) -> No
 def test_every_batch_of_a_ramp_up_is_whole_microbatches() -> None:
     line = "--rampup-batch-size 2 3 9 --global-batch-size 8 --micro-batch-size 2"
     given, divisor = "--rampup-batch-size 2 3 9", "--micro-batch-size 2 x data-parallel size 2 = 4"
-    assert told(line, 2) == [
-        f"{given}: the {what} is not divisible by {divisor}: give 4, or change one of them"
+    assert problems_with(line, 2) == [
+        f"{given}: the {what} is not divisible by {divisor}: pass 4, or change one of them"
         for what in ("start 2", "increment 3")
     ]
 
@@ -199,8 +219,8 @@ SAMPLES = "--data-path p --tokenizer-type byte --train-samples 100 "
         ("--lr-decay-iters 5", "--lr-decay-iters 5 with --train-samples 100: a run is counted in"),
         ("--lr-warmup-iters 5", "--lr-warmup-iters 5 with --train-samples 100"),
         ("--lr-warmup-samples 100", "--lr-warmup-samples 100 does not end before --train-samples 100"),
-        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-samples: give the samples"),
-        ("--global-batch-size 101", "--train-samples 100 are fewer than the first batch of 101"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-samples: pass the samples"),
+        ("--global-batch-size 101", "--train-samples 100 is less than the first batch of 101"),
         ("--global-batch-size 101 --rampup-batch-size 1 1 9", None),
         ("--lr-decay-samples 50 --lr-warmup-fraction 0.1", None),
     ],
@@ -218,7 +238,7 @@ def test_a_run_counted_in_samples(line: str, expected: str | None) -> None:
 
 @pytest.mark.parametrize(("line", "world_size", "expected"), RULES)
 def test_messages_name_flags_that_exist(line: str, world_size: int | None, expected: str) -> None:
-    for flag in re.findall(r"--[a-z][a-z-]*", told(line, world_size)[0]):
+    for flag in re.findall(r"--[a-z][a-z-]*", problems_with(line, world_size)[0]):
         assert flag in fields_by_flag() or flag == "--nproc-per-node", flag
 
 
@@ -242,18 +262,18 @@ def test_messages_name_flags_that_exist(line: str, world_size: int | None, expec
     ],
 )
 def test_what_is_sound_is_let_through(line: str, world_size: int | None) -> None:
-    assert told(line, world_size) == []
+    assert problems_with(line, world_size) == []
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    found = told(
+    found = problems_with(
         "--num-attention-heads 10 --num-layers 7 --pp 2 --tp 4 --global-batch-size 3 --micro-batch-size 2", 6
     )
     assert len(found) == 5
 
 
 def test_a_wrong_value_does_not_bring_up_others() -> None:
-    assert told("--num-attention-heads 0 --tp 0 --micro-batch-size 0 --global-batch-size 7", 4) == [
+    assert problems_with("--num-attention-heads 0 --tp 0 --micro-batch-size 0 --global-batch-size 7", 4) == [
         "--num-attention-heads 0 is out of range: it must be greater than 0",
         "--tp 0".replace("--tp", "--tensor-model-parallel-size")
         + " is out of range: it must be greater than 0",
@@ -279,7 +299,7 @@ def test_choices_are_strings() -> None:
 
 def test_tokenizers_are_those_that_can_be_built() -> None:
     from megalite.config.data import TokenizerType
-    from megalite.data.tokenizer import TOKENIZER_TYPES
+    from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES
 
     assert set(get_args(TokenizerType)) == set(TOKENIZER_TYPES)
 
@@ -334,18 +354,18 @@ def test_batches() -> None:
         ("--train-data-path p --valid-data-path q", None),
         ("--per-split-data-args-path f", None),
         ("--train-weighted-split-paths t --valid-weighted-split-paths-path f", None),
-        ("--valid-data-path p", "--valid-data-path is given without --train-data-path"),
+        ("--valid-data-path p", "--valid-data-path is set, but --train-data-path is not"),
         (
             "--test-weighted-split-paths-path f",
-            "--test-weighted-split-paths-path is given without --train-weighted-split-paths",
+            "--test-weighted-split-paths-path is set, but --train-weighted-split-paths is not",
         ),
         (
             "--train-weighted-split-paths t --train-weighted-split-paths-path f",
-            "--train-weighted-split-paths and --train-weighted-split-paths-path both give the same",
+            "--train-weighted-split-paths and --train-weighted-split-paths-path set the same option",
         ),
         (
             "--train-data-path p --per-split-data-args-path f",
-            "--train-data-path and --per-split-data-args-path both give the corpora",
+            "--train-data-path and --per-split-data-args-path both set the corpora",
         ),
     ],
 )
@@ -362,14 +382,14 @@ def test_splits_given_apart(line: str, fault: str | None) -> None:
 
 def test_split_says_nothing_where_splits_are_given_apart() -> None:
     assert parse(["--train-data-path", "p", "--split", "1"])[1] == [
-        "--split 1 is without effect: each split's data is given apart"
+        "--split 1 has no effect: each split has its own data"
     ]
 
 
 @pytest.mark.parametrize("flag", ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"])
 def test_ends_of_documents_take_a_tokenizer(flag: str) -> None:
     line = ["--train-iters", "1", "--vocab-size", "9", flag]
-    with pytest.raises(ConfigError, match=f"{flag} with no tokenizer: give the --tokenizer-type"):
+    with pytest.raises(ConfigError, match=f"{flag} with no tokenizer: pass the --tokenizer-type"):
         check_config(parse([*line, "--data-path", "p"])[0])
     check_config(parse([*line, "--mock-data"])[0])
     check_config(parse([*line, "--data-path", "p", "--tokenizer-type", "NullTokenizer"])[0])
@@ -385,11 +405,11 @@ def test_positions_that_restart_change_no_distances() -> None:
 
 @pytest.mark.parametrize("name", [name for names in LOCAL_PATHS.values() for name in names])
 def test_a_url_is_refused_where_a_path_is_needed(name: str) -> None:
-    """It would make a folder named `s3:` in the working directory."""
+    """Check paths of every kind: a URL would create a folder named `s3:` in the working directory."""
     flag = flag_of(name)
     config, _ = parse([flag, "s3://bucket/run"])
     (problem,) = [each for each in problems_of(config, 1) if "is a URL" in each]
-    assert problem.startswith(f"{flag} s3://bucket/run is a URL: give a path of this machine")
+    assert problem.startswith(f"{flag} s3://bucket/run is a URL: pass a path on this machine")
     config, _ = parse([flag, "bucket:/run"])
     assert not any("is a URL" in each for each in problems_of(config, 1))
 
@@ -413,6 +433,6 @@ def test_every_field_that_names_a_path_is_looked_at() -> None:
 )
 def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="is a URL: give a path of this machine"):
+    with pytest.raises(UserError, match="is a URL: pass a path on this machine"):
         importlib.import_module(f"tools.{tool}").main(words.split())
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""YAML files: read, written, and read back."""
+"""YAML files: reading, writing, and reading back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.cli import parse
-from megalite.cli.findings import Findings
-from megalite.cli.yaml import read_yaml
 from megalite.config import Config, DataConfig, OptimizerConfig, check_config, to_yaml
-from megalite.presets import PRESETS
+from megalite.config.arguments import Diagnostics
+from megalite.config.command_line import parse
+from megalite.config.presets import PRESETS
+from megalite.config.yaml_reader import read_yaml
 from tests.unit.config.lines import COURSE
 
 TINY = {"tiny.yaml": "gpt-tiny", "bloom-tiny.yaml": "bloom-tiny", "llama-tiny.yaml": "llama-tiny"}
@@ -24,7 +24,7 @@ EXAMPLES = [Path(__file__).parents[3] / "scripts" / "examples" / name for name i
 
 @pytest.fixture
 def written(tmp_path: Path):
-    """Writes a YAML file and gives its path."""
+    """Return a function that writes a YAML file and returns its path."""
 
     def write(text: str) -> str:
         (tmp_path / "run.yaml").write_text(text)
@@ -73,13 +73,13 @@ def test_values(text: str, name: str, expected: object, written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("tp: 1\nhiden_size: 3", "line 2: 'hiden_size' is no field; nearest is 'hidden_size'"),
-        ("model:\n  lr: 3", "line 2: 'lr' is no field of model; nearest is"),
-        ("modl:\n  num_layers: 3", "line 1: 'modl' is no field"),
+        ("tp: 1\nhiden_size: 3", "line 2: 'hiden_size' is not a field; nearest is 'hidden_size'"),
+        ("model:\n  lr: 3", "line 2: 'lr' is not a field of model; nearest is"),
+        ("modl:\n  num_layers: 3", "line 1: 'modl' is not a field"),
         ("model: 3", "line 1: expected `key: value` lines under model"),
-        ("- a", "line 1: expected `key: value` lines under the top"),
+        ("- a", "line 1: expected `key: value` lines at the top level"),
         ("num_layers: x", "line 1: num_layers takes a whole number, not 'x'"),
         ("num_layers: [1]", "line 1: num_layers takes one plain value"),
         ("num_layers: {a: 1}", "line 1: num_layers takes one plain value"),
@@ -91,11 +91,11 @@ def test_values(text: str, name: str, expected: object, written) -> None:
         ("a: \x07", "is not YAML"),
     ],
 )
-def test_mistakes_name_file_line_and_key(text: str, told: str, written, problems) -> None:
+def test_mistakes_name_file_line_and_key(text: str, message: str, written, problems) -> None:
     path = written(text)
     first = problems(f"--config {path}")[0]
     assert path in first
-    assert told in first
+    assert message in first
 
 
 def test_a_file_that_is_no_text(tmp_path: Path, problems) -> None:
@@ -196,6 +196,6 @@ def test_null_takes_back_what_a_preset_gives(written) -> None:
 
 
 def test_a_problem_in_a_file_leaves_its_field_in_doubt(written) -> None:
-    findings = Findings()
-    read_yaml(written("num_layers: x\nhiden_size: 3\n"), findings)
-    assert findings.doubted == {"num_layers", "hidden_size"}
+    diagnostics = Diagnostics()
+    read_yaml(written("num_layers: x\nhiden_size: 3\n"), diagnostics)
+    assert diagnostics.invalid_fields == {"num_layers", "hidden_size"}

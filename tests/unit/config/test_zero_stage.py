@@ -1,4 +1,4 @@
-"""What sharing weights out goes with, and what it leaves without effect."""
+"""ZeRO stages: which options they can be combined with, and which have no effect then."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import check_config
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
 BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3 --dp 2"
@@ -22,9 +22,9 @@ def test_stage_3_has_no_pipeline(schedule: str) -> None:
     config, _ = parse(shlex.split(f"{BASE} --zero-stage 3 --pp 2 --global-batch-size 8 {schedule}"))
     with pytest.raises(ConfigError) as caught:
         check_config(config, 4)
-    (told,) = caught.value.problems
-    assert told.startswith("--zero-stage 3 with --pp 2: ")
-    assert "--zero-stage 2" in told
+    (message,) = caught.value.problems
+    assert message.startswith("--zero-stage 3 with --pp 2: ")
+    assert "--zero-stage 2" in message
 
 
 def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:
@@ -34,17 +34,11 @@ def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--overlap-param-gather", "True"),
-        ("--no-overlap-grad-reduce", ""),
-        ("--ddp-bucket-size 100", "100"),
-    ],
+    "flag", ["--overlap-param-gather", "--no-overlap-grad-reduce", "--ddp-bucket-size 100"]
 )
-def test_stage_3_leaves_the_buckets_options_without_effect(flag: str, value: str) -> None:
+def test_stage_3_leaves_the_buckets_options_without_effect(flag: str) -> None:
     _, notices = parse(shlex.split(f"{BASE} --zero-stage 3 {flag}"))
-    told = f"{flag.split()[0]} {value}".rstrip()
-    assert [notice for notice in notices if notice.startswith(f"{told} is without effect: ")]
+    assert [notice for notice in notices if notice.startswith(f"{flag} has no effect: ")]
     _, notices = parse(shlex.split(f"{BASE} --zero-stage 1 {flag}"))
     assert not [notice for notice in notices if flag.split()[0] in notice]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import run_main
-from megalite.data.tokenizer import build_tokenizer
+from megalite.config.entry_point import run_main
+from megalite.data.tokenizers.tokenizer import build_tokenizer
 from tools.train_tokenizer import main
 
 CORPUS_DIR = Path(__file__).parents[3] / "scripts" / "corpus"
@@ -110,7 +110,7 @@ def test_a_truncated_gzip_file_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert said.count("\n") == 1
 
 
-def test_an_existing_tokenizer_is_kept_unless_told(
+def test_an_existing_tokenizer_is_kept_without_overwrite(
     tmp_path: Path, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = tmp_path / "part.jsonl", tmp_path / "out.json"

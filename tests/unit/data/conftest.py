@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.indexed_writer import IndexedWriter
+from megalite.data.indexed_dataset import IndexedWriter
 
 WriteDataset = Callable[..., str]
 

@@ -92,8 +92,8 @@ def test_datasets_are_built_with_a_surplus(size: int, weight: float, built: int)
         (["a"], ["a"], None),
         (["a", "b"], ["a", "b"], None),
         (["a", "b", "c"], ["a", "b", "c"], None),
-        (["0.3", "a", "7", "b"], ["a", "b"], [0.3, 7.0]),
-        ([" 1 ", "a "], ["a"], [1.0]),
+        (["0.3", "a", "7", "b"], ["a", "b"], (0.3, 7.0)),
+        ([" 1 ", "a "], ["a"], (1.0,)),
         (["a", "1", "b", "2"], ["a", "1", "b", "2"], None),
     ],
 )
@@ -104,13 +104,13 @@ def test_data_path(words: list[str], prefixes: list[str], weights: list[float] |
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no dataset is given"),
-        (["0.5", "a", "b", "c"], "b where a positive weight"),
-        (["0", "a", "1", "b"], "0 where a positive weight"),
-        (["-1", "a"], "-1 where a positive weight"),
-        (["nan", "a"], "nan where a positive weight"),
-        (["inf", "a"], "inf where a positive weight"),
-        (["0.5", "a", "0.5"], "3 words, an odd number"),
+        ([], "there is no dataset"),
+        (["0.5", "a", "b", "c"], "b before a prefix: give a positive weight"),
+        (["0", "a", "1", "b"], "0 before a prefix: give a positive weight"),
+        (["-1", "a"], "-1 before a prefix: give a positive weight"),
+        (["nan", "a"], "nan before a prefix: give a positive weight"),
+        (["inf", "a"], "inf before a prefix: give a positive weight"),
+        (["0.5", "a", "0.5"], "3 values, an odd number"),
     ],
 )
 def test_wrong_data_path_is_named(words: list[str], message: str) -> None:

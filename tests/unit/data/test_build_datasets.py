@@ -10,12 +10,12 @@ import pytest
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset
-from megalite.data.build import BuildOptions, build_datasets, build_from_sources, num_samples_per_split
+from megalite.data.build_datasets import BuildOptions, num_samples_per_split
+from megalite.data.corpus_sources import find_sources, parse_split
 from megalite.data.coverage import Coverage
-from megalite.data.gpt import GPTDataset
-from megalite.data.sources import find_sources
-from megalite.data.splits import parse_split, split_ranges
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.errors import UserError
+from tests.corpora import build_datasets, build_from_sources, split_ranges
 
 
 def test_numbers_of_samples() -> None:
@@ -162,7 +162,7 @@ def test_coverage_of_each_corpus_is_logged(write_dataset: Any, logged: pytest.Lo
     ]
 
 
-def test_many_epochs_are_told_without_an_exponent() -> None:
+def test_many_epochs_are_reported_without_an_exponent() -> None:
     assert ": 1,500 epochs of its 1,000 tokens" in Coverage("a", 1000, 10.0, 1500.0, 0.0).line()
     assert ": 2.34 epochs" in Coverage("a", 1000, 10.0, 2.34, 0.0).line()
 
@@ -184,15 +184,15 @@ def test_coverage_is_what_the_samples_hold(write_dataset: Any, num_samples: int)
     assert coverage.unseen == pytest.approx(1 - len(seen) / 107, abs=0.08)
 
 
-def test_evaluating_on_what_is_trained_on_is_told(
+def test_evaluating_on_what_is_trained_on_is_reported(
     write_dataset: Any, logged: pytest.LogCaptureFixture
 ) -> None:
     prefix = write_dataset([20] * 20)
-    for begin, told in ((0.7, True), (0.8, False)):
+    for begin, is_reported in ((0.7, True), (0.8, False)):
         logged.clear()
         data = DataConfig(
             train_weighted_split_paths=(f"T: 1 0:0.8 {prefix}",),
             valid_weighted_split_paths=(f"V: 1 {begin}:1 {prefix}",),
         )
         build_from_sources(find_sources(data), (5, 5, 0), OPTIONS)
-        assert ("trained on too" in logged.text) is told
+        assert ("also trained on" in logged.text) is is_reported

@@ -12,11 +12,10 @@ import pytest
 
 from megalite.config import DataConfig
 from megalite.data import corpus_record
-from megalite.data.build import open_corpora
+from megalite.data.build_datasets import open_corpora
 from megalite.data.corpus_record import CorpusIdentity, DataRecord, data_differences
-from megalite.data.indexed import IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.sources import find_sources
+from megalite.data.corpus_sources import find_sources
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 
 LENGTHS = (5, 3, 7, 2, 6)
 
@@ -110,7 +109,7 @@ def test_differences_name_the_corpus_or_the_blend(corpus: str, tmp_path: Path) -
     )[0]
 
 
-def test_data_for_evaluation_alone_are_told_apart(corpus: str, tmp_path: Path) -> None:
+def test_data_for_evaluation_alone_are_reported_apart(corpus: str, tmp_path: Path) -> None:
     other = write(tmp_path / "b", (9, 9))
     saved = record(data_path=(corpus,), split="90,5,5")
     assert differences(saved, record(data_path=(corpus,), split="90,10")) == (

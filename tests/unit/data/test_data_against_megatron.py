@@ -13,12 +13,9 @@ import pytest
 
 from megalite.data import _index_builder
 from megalite.data.blend import normalized
-from megalite.data.build import build_datasets
-from megalite.data.gpt import GPTDataset
-from megalite.data.gpt_index import build_gpt_index, plan_epochs
-from megalite.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.splits import split_ranges
+from megalite.data.gpt_dataset import GPTDataset, build_gpt_index, plan_epochs
+from megalite.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset, IndexedWriter
+from tests.corpora import build_datasets, split_ranges
 
 pytest.importorskip("megatron.core.datasets.helpers_cpp", reason="megatron-core is not installed")
 
@@ -158,7 +155,7 @@ def test_whole_datasets(write_dataset: Any, weights: Any, num_train: int) -> Non
         words, num_train = (
             prefixes,
             min(num_train, 50),
-        )  # beyond one epoch megatron-core gives fewer than asked
+        )  # beyond one epoch megatron-core returns fewer than requested
     else:
         words = [
             word for weight, prefix in zip(weights, prefixes, strict=False) for word in (str(weight), prefix)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data.batch import Microbatch
-from megalite.data.build import build_mock_datasets
+from megalite.data.build_datasets import build_mock_datasets
 from megalite.data.document_ends import DocumentEnds, check_ends
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import UserError
+from megalite.microbatch import Microbatch
 
 EOD = 3
 ALL = DocumentEnds(EOD, True, True, True, on_every_stage=True)
@@ -35,7 +35,7 @@ def test_a_sample_by_hand() -> None:
 
 
 @pytest.mark.parametrize("option", ["position_ids", "document_ids", "loss_mask"])
-def test_what_is_not_asked_for_is_not_there(option: str) -> None:
+def test_what_is_not_requested_is_missing(option: str) -> None:
     options = [name == option for name in ("position_ids", "document_ids", "loss_mask")]
     marked = DocumentEnds(EOD, *options, on_every_stage=False).marked(microbatch([[1, 3, 1]]))
     there = {

@@ -1,4 +1,4 @@
-"""The fast engine for byte-level BPE: what it gives, and when it is left out."""
+"""The fast engine for byte-level BPE: its ids, and when it is not used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.fast_bpe import SAMPLE, EncodeArrays, fast_engine, reference_engine
-from megalite.data.hf_tokenizer import HuggingFaceTokenizer
+from megalite.data.tokenizers.fast_bpe import SAMPLE, EncodeArrays, fast_engine, reference_engine
+from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 Encode = Callable[[bytes], npt.NDArray[np.uint32]]
@@ -70,7 +70,7 @@ def test_one_that_agrees_is_taken(library: Any, install: Any) -> None:
 
 
 @pytest.mark.parametrize("where", [3, -1])
-def test_one_that_differs_anywhere_is_left_out(library: Any, install: Any, where: int) -> None:
+def test_one_that_differs_anywhere_is_not_used(library: Any, install: Any, where: int) -> None:
     texts: list[bytes] = []
     install(lambda text: [texts.append(text), encode_alone(library, text)][1])
     assert fast_engine(library) is not None
@@ -80,7 +80,7 @@ def test_one_that_differs_anywhere_is_left_out(library: Any, install: Any, where
     assert HuggingFaceTokenizer(library, "x").encode_batch(["a b"]) == [library.encode("a b").ids]
 
 
-def test_one_that_does_not_know_the_tokenizer_is_left_out(library: Any, install: Any) -> None:
+def test_one_that_does_not_know_the_tokenizer_is_not_used(library: Any, install: Any) -> None:
     class Panic(BaseException):
         """As Rust's come through."""
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
-from megalite.data.gpt import gather
-from megalite.data.origin import origins_of
-from megalite.data.tokenizer import build_tokenizer
+from megalite.data.gpt_dataset import gather
+from megalite.data.provenance import sample_spans
+from megalite.data.tokenizers.tokenizer import build_tokenizer
 from megalite.errors import UserError
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 1, 2, 3
@@ -86,7 +86,7 @@ def test_what_is_cut_can_be_put_together_again() -> None:
     assert 70 < num_suffix_first < 130
 
 
-def test_as_many_as_asked() -> None:
+def test_as_many_as_requested() -> None:
     text = "|".join(["abcdefgh"] * 50)
     assert all((turned([text] * 3, 0)[i] == Samples([text])[0]).all() for i in range(3))
     dataset = turned([text] * 40, rate=0.25, spm_rate=0)
@@ -128,7 +128,7 @@ def test_empty_documents_and_short_encodings() -> None:
 
 def test_with_a_real_tokenizer(write_dataset: Any, tmp_path: Any) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    from megalite.data.build import build_datasets
+    from tests.corpora import build_datasets
 
     model = tokenizers.ByteLevelBPETokenizer()
     names = ["<|endoftext|>", "<p>", "<m>", "<s>"]
@@ -137,7 +137,7 @@ def test_with_a_real_tokenizer(write_dataset: Any, tmp_path: Any) -> None:
     tokenizer = build_tokenizer(None, tokenizer_model=str(tmp_path / "t.json"))
     flags = {"--fim-prefix-token": "<p>", "--fim-middle-token": "<m>", "--fim-suffix-token": "<s>"}
     assert find_marks(tokenizer, flags) == (1, 2, 3)
-    with pytest.raises(UserError, match="--fim-middle-token <none>: no token of the vocabulary"):
+    with pytest.raises(UserError, match="--fim-middle-token <none>: not in the tokenizer"):
         find_marks(tokenizer, {**flags, "--fim-middle-token": "<none>"})
     with pytest.raises(UserError, match="the same token twice"):
         find_marks(tokenizer, {**flags, "--fim-middle-token": "<p>"})
@@ -145,4 +145,4 @@ def test_with_a_real_tokenizer(write_dataset: Any, tmp_path: Any) -> None:
     assert plain is not None
     dataset = FillInMiddleDataset(plain, tokenizer, FillInMiddle(1, 0.5, 1, 2, 3, seed=1))
     assert all(len(dataset[i]) == 17 for i in range(4)) and any((dataset[i] == 1).any() for i in range(4))
-    assert np.concatenate([each.tokens for each in origins_of(dataset, 2)]).tolist() == plain[2].tolist()
+    assert np.concatenate([each.tokens for each in sample_spans(dataset, 2)]).tolist() == plain[2].tolist()

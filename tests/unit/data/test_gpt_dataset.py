@@ -14,12 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data import _index_builder, storage
-from megalite.data.compare import compare
-from megalite.data.gpt import GPTDataset
-from megalite.data.gpt_index import EpochPlan, build_gpt_index, plan_epochs
-from megalite.data.indexed import IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.inspect import summarize
+from megalite.data.gpt_dataset import EpochPlan, GPTDataset, build_gpt_index, plan_epochs
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.inspect_dataset import compare, summarize
 from megalite.errors import UserError
 
 GOLDEN_SAMPLES = [
@@ -181,7 +178,7 @@ def test_shuffle_is_numpys(dtype: type, seed: int) -> None:
     """Sizes around powers of two, where the mask of the draws changes, and around a block of draws."""
     for size in (0, 1, 2, 3, 4, 5, 127, 128, 129, 255, 256, 257, 258, 1025, 70_000):
         theirs, ours = np.random.RandomState(seed), _index_builder.LegacyRandom(seed)
-        for epochs in (1, 3):  # the second goes on with the first's generator
+        for epochs in (1, 3):  # the second continues with the first's generator
             expected = np.tile(np.arange(7, 7 + size, dtype=dtype), epochs)
             theirs.shuffle(expected)
             out = np.full(epochs * size, 99, dtype)
@@ -272,7 +269,7 @@ def test_a_file_replaced_while_it_is_read_stays_what_it_was(write_dataset: Any) 
 
 def test_any_other_bus_error_ends_the_process(write_dataset: Any) -> None:
     program = (
-        "import mmap, os, signal, sys; from megalite.data.indexed import IndexedDataset\n"
+        "import mmap, os, signal, sys; from megalite.data.indexed_dataset import IndexedDataset\n"
         "IndexedDataset(sys.argv[1])\n"
         "if sys.argv[2] == 'sent': os.kill(os.getpid(), signal.SIGBUS)\n"
         "file = open(sys.argv[1] + '.bin', 'r+b'); memory = mmap.mmap(file.fileno(), 0)\n"

@@ -16,9 +16,9 @@ import pytest
 
 from megalite.data import index_cache, storage
 from megalite.data.blend import BlendedDataset
-from megalite.data.gpt import GPTDataset
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import Arrays, CacheKey, IndexCache, checksum
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import UserError
 
 KEY = CacheKey("GPTDataset", "train", {"seed": 1}, 3, "corpus")
@@ -65,14 +65,14 @@ def test_all_that_matters_is_in_the_digest(tmp_path: Path, write_dataset: Any, c
 
     def dataset(cache: IndexCache | None, **changed: Any) -> GPTDataset:
         source = IndexedDataset(prefix)
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "sequences": range(5),
             "num_samples": 20,
             "seq_length": 4,
             "seed": 3,
             **changed,
         }
-        return GPTDataset(source, cache=cache, **asked)
+        return GPTDataset(source, cache=cache, **arguments)
 
     cache = IndexCache(tmp_path / "cache")
     dataset(cache)
@@ -123,8 +123,8 @@ def _build_slowly(folder: Path, builds: Path) -> None:
 
 
 def test_one_of_many_processes_builds(tmp_path: Path) -> None:
-    asked = (tmp_path / "cache", tmp_path / "builds")
-    processes = [FORKED.Process(target=_build_slowly, args=asked) for _ in range(4)]
+    arguments = (tmp_path / "cache", tmp_path / "builds")
+    processes = [FORKED.Process(target=_build_slowly, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -174,7 +174,7 @@ def _link_to_folder(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "another size"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "not the size"),
     "empty": (lambda path: os.truncate(path, 0), "truncated to 0 bytes"),
     "longer": (lambda path: os.truncate(path, path.stat().st_size + 8), "does not match its checksum"),
     "gone": (Path.unlink, "No such file"),
@@ -184,7 +184,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "reversed": (_rewrite(lambda values: values[::-1].copy()), "does not match its checksum"),
     "one bit": (_flip(-20), "does not match its checksum"),
     "other dtype": (_rewrite(lambda values: values.astype(np.float64)), "does not match its checksum"),
-    "other width": (_rewrite(lambda values: values.astype(np.int16)), "another size"),
+    "other width": (_rewrite(lambda values: values.astype(np.int16)), "not the size"),
     "other shape": (_rewrite(lambda values: values[:2]), "does not match its checksum"),
     "scalar": (_rewrite(lambda values: values[0]), "does not match its checksum"),
 }
@@ -211,10 +211,10 @@ def _change_description(**changed: Any) -> Callable[[Path], object]:
 DESCRIPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_text(""), "Expecting value"),
     "no JSON": (lambda path: path.write_bytes(b"\xff\xfe{"), "decode"),
-    "nested": (lambda path: path.write_text("[" * 100_000), "recursion"),
+    "nested": (lambda path: path.write_text("[" * 100_000), "nested too deeply"),
     "a list": (lambda path: path.write_text("[]"), "no checksums"),
     "of before checksums": (_change_description(arrays=None), "no checksums"),
-    "of another index": (_change_description(seed=2), "of another index"),
+    "of another index": (_change_description(seed=2), "describes another index"),
     "other dtype": (
         _change_description(arrays={"numbers": {"dtype": "<u8", "shape": [3], "crc32": "0"}}),
         "does not match its checksum",
@@ -305,7 +305,7 @@ def test_no_write_follows_a_link(tmp_path: Path, suffix: str) -> None:
         assert target.read_text() == "precious" if name == "a file" else not target.exists()
 
 
-def test_a_fifo_for_a_lock_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_fifo_for_a_lock_blocks_no_process(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"{KEY.name}.lock")
     assert get(tmp_path) == [0, 1, 2]
 
@@ -325,7 +325,7 @@ def test_a_failed_write_leaves_nothing_behind(
     assert get(tmp_path) == [0, 1, 2]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert get(tmp_path / "file" / "cache") == [0, 1, 2]
     assert "cannot be kept in" in caplog.text and "Not a directory" in caplog.text

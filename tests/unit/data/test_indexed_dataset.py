@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import indexed
-from megalite.data.indexed import IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter, token_dtype
+from megalite.data import indexed_dataset
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
 from megalite.errors import UserError
 
 EXAMPLE_IDX = b"".join(
@@ -89,7 +88,7 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_existing_output_is_kept_unless_told(tmp_path: Path) -> None:
+def test_existing_output_is_kept_without_overwrite(tmp_path: Path) -> None:
     prefix = write(str(tmp_path / "d"), [[[1]]])
     with pytest.raises(UserError, match=r"d\.bin exists.*--overwrite"):
         IndexedWriter(prefix, "uint16")
@@ -120,7 +119,7 @@ HEADER, LENGTHS, OFFSETS, DOCUMENTS = 0, 34, 34 + 12, 34 + 12 + 24
     ("at", "data", "message"),
     [
         (0, b"PK", "not an indexed dataset"),
-        (9, struct.pack("<Q", 2), "version 2, only version 1"),
+        (9, struct.pack("<Q", 2), "version 2; only version 1"),
         (17, b"\x09", "unknown dtype code 9"),
         (17, b"\x07", "float32 values"),
         (18, struct.pack("<Q", 2**62), "truncated: 4611686018427387904 sequences"),
@@ -156,7 +155,7 @@ def test_damaged_index_is_named(prefix: str, at: int, data: bytes, message: str)
 def test_one_flipped_bit_of_a_length_or_an_offset_is_refused(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed, "_BLOCK", 2)  # the last sequence is checked in a block of its own
+    monkeypatch.setattr(indexed_dataset, "_BLOCK", 2)  # the last sequence is checked in a block of its own
     whole = Path(f"{prefix}.idx").read_bytes()
     for at in range(LENGTHS, DOCUMENTS):
         for bit in range(8):

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import compare as compare_module
-from megalite.data import inspect
-from megalite.data.compare import compare
-from megalite.data.indexed import IndexedDataset
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.inspect import document_tokens, find_problem, histogram_lines, summarize
+from megalite.data import inspect_dataset
+from megalite.data import inspect_dataset as compare_module
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.inspect_dataset import compare, document_tokens, find_problem, histogram_lines, summarize
 from megalite.errors import UserError
 from tools.inspect_dataset import main
 
@@ -21,7 +19,7 @@ WriteDataset = Callable[..., str]
 
 @pytest.fixture(params=[1, 3, 1 << 16])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(inspect, "_BLOCK", request.param)
+    monkeypatch.setattr(inspect_dataset, "_BLOCK", request.param)
     monkeypatch.setattr(compare_module, "_BLOCK", request.param)
     return request.param
 
@@ -112,5 +110,5 @@ def test_tool(write_dataset: WriteDataset, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "the same documents\n"
     with pytest.raises(UserError, match="outside the vocabulary of 100"):
         main([prefix, "--vocab-size", "100"])
-    with pytest.raises(UserError, match="give one PREFIX or several"):
+    with pytest.raises(UserError, match="pass one or several PREFIXes"):
         main([])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data._json_reader import json_texts
-from megalite.data.documents import Record, RecordError, parse_record, parse_records
+from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record, parse_records
 
 KEYS = ["text", "b"]
 ODD = [
@@ -117,13 +117,13 @@ def test_lines_of_every_length() -> None:
 def test_records_keep_their_order() -> None:
     """Plain lines, lines for Python, bad ones and texts beside each other."""
     records = [
-        Record("f", 1, "json", b'{"text": "one"}'),
-        Record("f", 2, "text", "zwei ü".encode()),
-        Record("f", 3, "json", b'{"text": "thr\\ud800ee", "n": NaN}'),
-        Record("f", 4, "bad", "too long"),
-        Record("f", 5, "json", b"junk"),
-        Record("f", 6, "json", b'{"text": "six"}\r\n'),
-        Record("f", 7, "row", {"text": "seven"}),
+        DocumentRecord("f", 1, "json", b'{"text": "one"}'),
+        DocumentRecord("f", 2, "text", "zwei ü".encode()),
+        DocumentRecord("f", 3, "json", b'{"text": "thr\\ud800ee", "n": NaN}'),
+        DocumentRecord("f", 4, "bad", "too long"),
+        DocumentRecord("f", 5, "json", b"junk"),
+        DocumentRecord("f", 6, "json", b'{"text": "six"}\r\n'),
+        DocumentRecord("f", 7, "row", {"text": "seven"}),
     ]
     found = parse_records(records, ["text"])
     assert [texts for texts in found if not isinstance(texts, RecordError)] == [

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data import merge
-from megalite.data.indexed_writer import IndexedWriter
-from megalite.data.merge import find_prefixes, merge_datasets
-from megalite.data.tokenizer import ByteTokenizer, NullTokenizer
-from megalite.data.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
+from megalite.data import dataset_merge
+from megalite.data.dataset_merge import find_prefixes, merge_datasets
+from megalite.data.indexed_dataset import IndexedWriter
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
 from megalite.errors import UserError
 
 DOCUMENTS = ([[[1, 2, 3], [4]], [[5]]], [], [[[6]], [], [[], [7, 8]]])
@@ -34,7 +34,7 @@ def test_merged_bytes_are_those_of_one_writer(
     parts = [write(tmp_path / f"part{i}", documents, dtype) for i, documents in enumerate(DOCUMENTS)]
     whole = write(tmp_path / "whole", [document for part in DOCUMENTS for document in part], dtype)
     for block in (1, 2, 1 << 20):
-        monkeypatch.setattr(merge, "_BLOCK", block)
+        monkeypatch.setattr(dataset_merge, "_BLOCK", block)
         merged = merge_datasets(parts, str(tmp_path / "merged"), overwrite=True)
         for ending in (".bin", ".idx"):
             assert Path(f"{whole}{ending}").read_bytes() == (tmp_path / f"merged{ending}").read_bytes()
@@ -63,7 +63,9 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, write_dataset: Callabl
         merge_datasets([small], f"{tmp_path}/./small", overwrite=True)
     with pytest.raises(UserError, match=r"wide\.bin exists.*--overwrite"):
         merge_datasets([small], wide)
-    with pytest.raises(UserError, match=r"--output-prefix memory://out is a URL: write to this machine"):
+    with pytest.raises(
+        UserError, match=r"--output-prefix memory://out is a URL: pass a path on this machine"
+    ):
         merge_datasets([small], "memory://out")
     Path(f"{wide}.bin").write_bytes(b"x" * 11)
     with pytest.raises(UserError, match=r"wide\.bin has 11 bytes"):
@@ -79,7 +81,7 @@ def test_full_disk_leaves_nothing(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merge.os, "fsync", fail)
+    monkeypatch.setattr(dataset_merge.os, "fsync", fail)
     with pytest.raises(UserError, match=r"cannot write .*out\.bin and \.idx: No space left"):
         merge_datasets([prefix], str(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
@@ -102,13 +104,13 @@ def test_folders_stand_for_their_datasets(tmp_path: Path, write_dataset: Callabl
 def test_a_source_cut_while_it_is_merged_gives_no_output(
     tmp_path: Path, write_dataset: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, join = write_dataset([2000, 3000]), merge._join_tokens
+    prefix, join = write_dataset([2000, 3000]), dataset_merge._write_tokens
 
     def join_after_a_cut(*arguments: Any) -> None:
         os.truncate(f"{prefix}.bin", 100)
         join(*arguments)
 
-    monkeypatch.setattr(merge, "_join_tokens", join_after_a_cut)
+    monkeypatch.setattr(dataset_merge, "_write_tokens", join_after_a_cut)
     with pytest.raises(UserError, match=r"corpus\.bin became shorter"):
         merge_datasets([prefix], str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
@@ -118,7 +120,7 @@ def test_the_tokenizer_goes_with_the_tokens(tmp_path: Path, write_dataset: Calla
     a, b, out = write_dataset([1], "a"), write_dataset([2], "b"), str(tmp_path / "out")
     write_tokenizer_digest(a, ByteTokenizer())
     merge_datasets([a, b], out)
-    assert read_tokenizer_digest(out) is None, "nobody knows what made b"
+    assert read_tokenizer_digest(out) is None, "what made b is unknown"
     write_tokenizer_digest(b, ByteTokenizer())
     merge_datasets([a, b], out, overwrite=True)
     assert read_tokenizer_digest(out) == read_tokenizer_digest(a) is not None

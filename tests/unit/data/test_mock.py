@@ -1,6 +1,6 @@
 import numpy as np
 
-from megalite.data.build import build_mock_datasets
+from megalite.data.build_datasets import build_mock_datasets
 
 
 def test_samples_are_functions_of_seed_split_and_number():

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.documents import find_inputs
-from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import PreprocessJob, Progress, preprocess
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import encoder as encoder_module
-from megalite.data.preprocessing import plan as plan_module
-from megalite.data.tokenizer import ByteTokenizer, TokenizerFiles
+from megalite.data.preprocessing import input_plan as plan_module
+from megalite.data.preprocessing.documents import find_inputs
+from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
 from megalite.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.parquet, row 2: the value of 'text' is NoneType"):
         run(tmp_path, path)
     assert run(tmp_path, path, skip_bad_records=True) == ["one", "three"]
-    with pytest.raises(UserError, match="no column 'body', but text, n"):
+    with pytest.raises(UserError, match=r"no column 'body' \(it has text, n\)"):
         run(tmp_path, path, json_keys=("body",))
     path.write_bytes(b"junk")
     with pytest.raises(UserError, match=r"cannot read .*a\.parquet"):
@@ -136,7 +136,7 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.M
         job = PreprocessJob(
             (str(path),), str(tmp_path / f"w{workers}"), "byte", json_keys=("text", "b"), workers=workers
         )
-        seen: list[Progress] = []
+        seen: list[PreprocessingProgress] = []
         end = preprocess(job, seen.append).progress
         assert len(seen) == -(-path.stat().st_size // 150)
         progresses.append((end.num_documents, end.num_tokens, end.num_bytes))
@@ -173,7 +173,7 @@ def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: str, workers: int)
 def test_text_that_the_tokenizer_refuses_is_named_or_skipped(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "1 2"}, {"text": "x"}, {"text": "3"})
     job = PreprocessJob((str(path),), str(tmp_path / "o"), "NullTokenizer", TokenizerFiles(vocab_size=70000))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: 'x' is no token id"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: 'x' is not a token id"):
         preprocess(job)
     skipping = PreprocessJob(
         job.inputs, job.output_prefix, job.tokenizer_type, job.tokenizer_files, skip_bad_records=True

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import PreprocessJob, preprocess
-from megalite.data.preprocessing import join as join_module
-from megalite.data.preprocessing.join import copy_range
-from megalite.data.tokenizer import ByteTokenizer, TokenizerFiles
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocessing import shards as join_module
+from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing.shards import copy_range
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
 from megalite.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -84,8 +84,8 @@ def test_output_is_no_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, workers: int) -> None:
-    """A limit on the size of files stands for the disk's end: writing fails at it in the same way."""
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, workers: int) -> None:
+    """A limit on the size of files acts like a full disk: writing fails in the same way."""
     path = jsonl(tmp_path / "a.jsonl", *({"text": "x" * 1000} for _ in range(300)))
     before = sorted(os.listdir(tmp_path))
     run = subprocess.run(
@@ -95,7 +95,9 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, workers: int) ->
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == f"error: cannot write {tmp_path}/o: File too large; what was unfinished is removed\n"
+    assert (
+        run.stderr == f"error: cannot write {tmp_path}/o: File too large; the unfinished output is removed\n"
+    )
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -104,7 +106,7 @@ def test_a_vocabulary_over_the_type_is_refused(tmp_path: Path) -> None:
     files = TokenizerFiles(vocab_size=70_001)
     preprocess(PreprocessJob((path,), str(tmp_path / "o"), "NullTokenizer", files))
     assert IndexedDataset(tmp_path / "o_text_document").tokens.tolist() == [1, 70_000]
-    with pytest.raises(UserError, match="'70000' is no token id"):
+    with pytest.raises(UserError, match="'70000' is not a token id"):
         preprocess(
             PreprocessJob((path,), str(tmp_path / "p"), "NullTokenizer", TokenizerFiles(vocab_size=7000))
         )

@@ -12,23 +12,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megalite.data.documents import Record, find_inputs, read_records, read_stream
-from megalite.data.indexed import IndexedDataset
-from megalite.data.preprocess import PreprocessJob, preprocess
-from megalite.data.preprocessing import plan as plan_module
-from megalite.data.preprocessing.pieces import ByteRange, Chunk, WholeFiles, locate
-from megalite.data.preprocessing.plan import Plan
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocessing import input_plan as plan_module
+from megalite.data.preprocessing.documents import DocumentRecord, find_inputs, read_records, read_stream
+from megalite.data.preprocessing.input_plan import InputPlan
+from megalite.data.preprocessing.pieces import ByteRange, InputChunk, WholeFiles, locate
+from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megalite.errors import UserError
 
 LINES = st.lists(
-    st.sampled_from([b"a", b"bb" * 9, b"", b"  ", b"c" * 70, b"\xef\xbb\xbfd", b"e\r"]), max_size=40
+    st.sampled_from([b"a", b"bb" * 9, b"", b"  ", b"c" * 70, b"\xef\xbb\xbfd", b"\xef\xbb\xbf", b"e\r"]),
+    max_size=40,
 )
 
 
-def records_of(plan: Plan, job: PreprocessJob) -> list[Record]:
+def records_of(plan: InputPlan, job: PreprocessJob) -> list[DocumentRecord]:
     return [
         record._replace(number=locate(piece, record.number))
         for piece in plan.pieces()
@@ -36,7 +37,12 @@ def records_of(plan: Plan, job: PreprocessJob) -> list[Record]:
     ]
 
 
+MARK = b"\xef\xbb\xbf"
+
+
 @settings(max_examples=60, deadline=None)
+@example(lines=[b"a"] * 4 + [MARK + b"d"] * 2 + [b"a"], ending=b"", size=1, limit=15)
+@example(lines=[b"a", b"a" * 9, MARK, b"b" * 9, b"b"], ending=b"", size=1, limit=15)
 @given(
     lines=LINES,
     ending=st.sampled_from([b"", b"\n"]),
@@ -62,7 +68,7 @@ def test_pieces_are_the_whole(
     job = PreprocessJob((), "", "byte", text_documents=how, max_document_bytes=limit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "_MIN_PIECE_BYTES", size)
-        pieces = records_of(Plan(job, [str(path)], stream_compressed=True), job)
+        pieces = records_of(InputPlan(job, [str(path)], stream_compressed=True), job)
         whole = list(read_records(str(path), job.json_keys, how, limit))
     assert pieces == whole
 
@@ -74,13 +80,13 @@ def test_parts_of_the_input_are_the_whole(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "9.txt.gz").write_bytes(gzip.compress(b"x\ny\n"))
     files = find_inputs([str(tmp_path)])
     job = PreprocessJob((), "", "byte", text_documents="line")
-    whole = records_of(Plan(job, files, stream_compressed=False), job)
+    whole = records_of(InputPlan(job, files, stream_compressed=False), job)
     parts = [PreprocessJob((), "", "byte", text_documents="line", partition=(i, 3)) for i in range(3)]
-    split = [records_of(Plan(part, files, stream_compressed=False), part) for part in parts]
+    split = [records_of(InputPlan(part, files, stream_compressed=False), part) for part in parts]
     assert list(itertools.chain(*split)) == whole
     assert all(split)
-    with pytest.raises(UserError, match="standard input cannot be read in parts"):
-        Plan(parts[0], ["-"], stream_compressed=False)
+    with pytest.raises(UserError, match=r"standard input .* cannot be read in parts"):
+        InputPlan(parts[0], ["-"], stream_compressed=False)
 
 
 def test_parquet_is_cut_at_row_groups(tmp_path: Path) -> None:
@@ -92,7 +98,7 @@ def test_parquet_is_cut_at_row_groups(tmp_path: Path) -> None:
     job = PreprocessJob(
         (str(path),), str(tmp_path / "o"), "byte", json_keys=("meta.title", "text"), workers=2
     )
-    plan = Plan(job, [str(path)], stream_compressed=False)
+    plan = InputPlan(job, [str(path)], stream_compressed=False)
     assert len(list(plan.pieces())) == 3
     assert [(r.number, r.data["text"]) for r in records_of(plan, job)] == [
         (i + 1, f"t{i}") for i in range(10)
@@ -107,7 +113,7 @@ def test_a_large_file_of_paragraphs_is_cut(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "a.txt"
     path.write_text("one\nmore\n\ntwo\n\nthree is long\n\nfour\n")
     job = PreprocessJob((), "", "byte", text_documents="paragraph")
-    plan = Plan(job, [str(path)], stream_compressed=False)
+    plan = InputPlan(job, [str(path)], stream_compressed=False)
     assert len(list(plan.pieces())) == 3
     assert [(record.number, record.data) for record in records_of(plan, job)] == [
         (1, b"one\nmore"), (4, b"two"), (6, b"three is long"), (8, b"four")
@@ -119,7 +125,7 @@ def test_small_files_share_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for i in range(7):
         (tmp_path / f"{i}.txt").write_text("1234")
     job = PreprocessJob((), "", "byte")
-    pieces = list(Plan(job, find_inputs([str(tmp_path)]), stream_compressed=True).pieces())
+    pieces = list(InputPlan(job, find_inputs([str(tmp_path)]), stream_compressed=True).pieces())
     assert all(isinstance(piece, WholeFiles) for piece in pieces)
     assert [piece.num_input_bytes for piece in pieces] == [8, 8, 8, 4]
 
@@ -131,7 +137,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
         stream.seek(1 << 28)
         stream.write(b'\n{"text": "x"}\n')
     job = PreprocessJob((), "", "byte", max_document_bytes=1000)
-    pieces = list(Plan(job, [str(path)], stream_compressed=True).pieces())
+    pieces = list(InputPlan(job, [str(path)], stream_compressed=True).pieces())
     assert len(pieces) == 65
     middle = pieces[30]
     assert isinstance(middle, ByteRange)
@@ -197,4 +203,4 @@ def test_long_documents_are_bad_ones() -> None:
 
 
 def test_a_chunk_is_checked_when_it_is_read_again() -> None:
-    assert Chunk("-", "json", b"a", 0, 1).checksum != Chunk("-", "json", b"b", 0, 1).checksum
+    assert InputChunk("-", "json", b"a", 0, 1).checksum != InputChunk("-", "json", b"b", 0, 1).checksum

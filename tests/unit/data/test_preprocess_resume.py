@@ -1,4 +1,4 @@
-"""A run that is killed goes on, and ends with the bytes of one that is not."""
+"""A killed run resumes, and ends with the bytes of one that was not killed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.preprocess import PreprocessJob, Progress, preprocess
-from megalite.data.preprocessing import plan as plan_module
+from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing.ledger import Ledger
-from megalite.data.preprocessing.shard import ShardWriter
+from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
+from megalite.data.preprocessing.shards import ShardWriter
 from megalite.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 NAMES = [f"text_document.{kind}" for kind in ("bin", "idx", "json")]
 KILLED_RUN = """
 import sys, time
-from megalite.data.preprocess import PreprocessJob, preprocess
-from megalite.data.preprocessing import plan
+from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megalite.data.preprocessing import input_plan
 if __name__ == "__main__":
-    plan._MIN_PIECE_BYTES = 2000
+    input_plan._MIN_PIECE_BYTES = 2000
     print("started", flush=True)
     begun = []
     def work(progress):
@@ -104,11 +104,14 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, corpus: Path, seed: in
 def test_only_what_is_left_is_done(tmp_path: Path, corpus: Path, count: int) -> None:
     job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte", append_eod=True)
     run_until(job, count)
-    with pytest.raises(UserError, match=r"left of an interrupted run: --resume it, or --overwrite it"):
+    with pytest.raises(
+        UserError,
+        match=r"belongs to an interrupted run: continue it with --resume, or start again with --overwrite",
+    ):
         preprocess(job)
     with open(f"{job.stem}.unfinished/done", "ab") as lines:
         lines.write(b'{"columns": [')  # a line that a kill has cut off
-    seen: list[Progress] = []
+    seen: list[PreprocessingProgress] = []
     going_on = dataclasses.replace(job, resume=True)
     summary = preprocess(going_on, lambda progress: seen.append(dataclasses.replace(progress)))
     num_pieces = -(-corpus.stat().st_size // 2000)
@@ -119,15 +122,15 @@ def test_only_what_is_left_is_done(tmp_path: Path, corpus: Path, count: int) -> 
     os.mkdir(f"{job.stem}.unfinished")  # as of a run that is killed while it cleans up
     assert preprocess(going_on).was_complete
     assert not os.path.exists(f"{job.stem}.unfinished")
-    with pytest.raises(UserError, match="exists: give another output prefix"):
+    with pytest.raises(UserError, match="exists: give another --output-prefix"):
         preprocess(job)
 
 
-def test_another_job_does_not_go_on(tmp_path: Path, corpus: Path) -> None:
+def test_another_job_does_not_resume(tmp_path: Path, corpus: Path) -> None:
     job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte")
     run_until(job, 3)
     other = dataclasses.replace(job, resume=True, append_eod=True)
-    with pytest.raises(UserError, match="had another --append-eod: it was False, and now is True"):
+    with pytest.raises(UserError, match="had another --append-eod: False, and now True"):
         preprocess(other)
     corpus.write_text(corpus.read_text() + '{"text": "more"}\n')
     with pytest.raises(UserError, match="had another --input;"):
@@ -148,7 +151,7 @@ def spoil(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_resumption_that_fails_keeps_what_is_done(tmp_path: Path, corpus: Path, workers: int) -> None:
-    """A bad line after the interruption; once it is mended, the earlier run's work is gone on with."""
+    """A bad line after the interruption; once it is corrected, the run resumes the earlier one."""
     job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte", append_eod=True)
     preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "whole")))
     last_line = corpus.read_bytes().rindex(b"{")
@@ -172,7 +175,7 @@ def test_a_full_disk_keeps_what_an_earlier_run_has_done(
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "flush", lambda shard: raise_it(full))
         with pytest.raises(
-            UserError, match="No space left on device; what is done is kept, and --resume goes on"
+            UserError, match="No space left on device; finished pieces are kept: continue with --resume"
         ):
             preprocess(dataclasses.replace(job, resume=True))
     assert preprocess(dataclasses.replace(job, resume=True)).progress.num_resumed_bytes > 0
@@ -194,7 +197,7 @@ def test_a_dead_worker_leaves_what_is_done(tmp_path: Path, corpus: Path) -> None
 
     killed: list[int] = []
 
-    def kill_a_worker(progress: Progress) -> None:
+    def kill_a_worker(progress: PreprocessingProgress) -> None:
         if killed:
             return
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megalite.data.sampler import microbatch_samples
+from megalite.data.batch_loader import microbatch_samples
 
 
 def step(consumed: int, global_batch: int, micro: int, dp: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.config import DataConfig
-from megalite.data.sources import Blend, Source, find_sources, parse_weighted_groups
+from megalite.data.corpus_sources import Blend, CorpusSource, find_sources, parse_weighted_groups
 from megalite.errors import UserError
 
 FLAG = "--valid-weighted-split-paths"
@@ -56,8 +56,8 @@ def test_weighted_groups(tmp_path: Path, in_file: bool) -> None:
         fields["valid_weighted_split_paths"] = groups
     sources = find_sources(DataConfig(**fields))
     assert sources["valid"] == (
-        Blend((Source("/d/en:1", 0.95, 1), Source("/d/fr", 0, 1)), (0.6, 0.4), "ENGLISH", FLAG),
-        Blend((Source("/d/ar", 0.9, 0.95),), None, "ARABIC", FLAG),
+        Blend((CorpusSource("/d/en:1", 0.95, 1), CorpusSource("/d/fr", 0, 1)), (0.6, 0.4), "ENGLISH", FLAG),
+        Blend((CorpusSource("/d/ar", 0.9, 0.95),), None, "ARABIC", FLAG),
     )
     assert [blend.name for blend in sources["train"]] == ["T"] and sources["test"] == ()
 
@@ -66,17 +66,17 @@ def test_weighted_groups(tmp_path: Path, in_file: bool) -> None:
     ("size", "expected"), [(10, range(2, 6)), (5, range(1, 3)), (1, range(0, 1)), (2, range(0, 1))]
 )
 def test_a_part_is_rounded_as_bloom_rounds_it(size: int, expected: range) -> None:
-    assert Source("p", 0.25, 0.6).sequences(size) == expected
+    assert CorpusSource("p", 0.25, 0.6).sequences(size) == expected
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "message"),
     [
         (["1 0:1 p"], "'1 p' in 1 0"),
         (["no name"], "without a name"),
         ([": 1 0:1 p"], "without a name"),
         (["a/b: 1 0:1 p"], "called a/b: give it a name without a slash"),
-        (["A:"], "'' in A, where WEIGHT BEGIN:END PREFIX must stand"),
+        (["A:"], "'' in A: give WEIGHT BEGIN:END PREFIX"),
         (["A: 1 0:1 p,"], "'' in A"),
         (["A: 1 0:1"], "'1 0:1' in A"),
         (["A: x 0:1 p"], "'x 0:1 p' in A"),
@@ -90,14 +90,14 @@ def test_a_part_is_rounded_as_bloom_rounds_it(size: int, expected: range) -> Non
         (["A: 1 0:1 p", "A: 1 0:1 q"], "two groups called A"),
     ],
 )
-def test_malformed_groups_are_named(groups: list[str], told: str) -> None:
+def test_malformed_groups_are_named(groups: list[str], message: str) -> None:
     with pytest.raises(UserError, match=FLAG) as caught:
         parse_weighted_groups(FLAG, groups)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("field", "content", "told"),
+    ("field", "content", "message"),
     [
         ("train_weighted_split_paths_path", "A: 1 0:1 p", "in double quotes"),
         ("train_weighted_split_paths_path", '"A: 1 0:1 p"\n"B: 1 0:1 q"', "one line"),
@@ -106,8 +106,8 @@ def test_malformed_groups_are_named(groups: list[str], told: str) -> None:
         ("train_weighted_split_paths_path", "", "in double quotes"),
         ("train_weighted_split_paths_path", None, "cannot be read: No such file"),
         ("data_args_path", None, "cannot be read: No such file"),
-        ("data_args_path", b"\xff", "no UTF-8 text"),
-        ("data_args_path", "", "no dataset is given"),
+        ("data_args_path", b"\xff", "not UTF-8 text"),
+        ("data_args_path", "", "there is no dataset"),
         ("per_split_data_args_path", "{", "must be a JSON object"),
         ("per_split_data_args_path", "[]", "must be a JSON object"),
         ("per_split_data_args_path", '{"train": "a"}', "must be a JSON object"),
@@ -118,11 +118,11 @@ def test_malformed_groups_are_named(groups: list[str], told: str) -> None:
     ],
 )
 def test_malformed_files_are_named(
-    tmp_path: Path, field: str, content: str | bytes | None, told: str
+    tmp_path: Path, field: str, content: str | bytes | None, message: str
 ) -> None:
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError) as caught:
         find_sources(DataConfig(**{field: str(path)}))  # type: ignore[arg-type]
-    assert told in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1

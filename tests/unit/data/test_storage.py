@@ -16,22 +16,21 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megalite.data import storage
-from megalite.data.build import build_datasets
-from megalite.data.compare import compare
-from megalite.data.indexed import IndexedDataset
-from megalite.data.inspect import find_problem, summarize
-from megalite.data.merge import merge_datasets
-from megalite.data.tokenizer import ByteTokenizer
-from megalite.data.tokenizer_digest import write_tokenizer_digest
-from megalite.data.train_tokenizer import write_tokenizer
+from megalite.data.dataset_merge import merge_datasets
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.inspect_dataset import compare, find_problem, summarize
+from megalite.data.tokenizers.tokenizer import ByteTokenizer
+from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
+from megalite.data.tokenizers.train_tokenizer import write_tokenizer
 from megalite.errors import UserError
+from tests.corpora import build_datasets
 
 WriteDataset = Callable[..., str]
 LENGTHS = [5, 0, 3, 40, 2, 9, 1]
 
 
 class Requests(list[tuple[str, int, int]]):
-    """What was asked of the store: the object's name, and the first and last byte."""
+    """The requests to the store: the object's name, and the first and last byte."""
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +123,7 @@ def test_training_inspecting_and_merging_take_urls(write_dataset: WriteDataset, 
 READER = """
 import sys, tempfile
 from megalite.data import storage
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed_dataset import IndexedDataset
 storage.BLOCK_BYTES = 16
 tempfile.tempdir = sys.argv[2]
 dataset = IndexedDataset(sys.argv[1])
@@ -153,7 +152,7 @@ def test_bytes_are_on_disk_before_they_are_marked(
 
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fsync", die)
-        with pytest.raises(UserError, match=r"cannot keep memory://bucket/corpus\.bin in .*No space left"):
+        with pytest.raises(UserError, match=r"cannot cache memory://bucket/corpus\.bin in .*No space left"):
             dataset[0]
     assert IndexedDataset(url)[0].tolist() == list(range(20))
 
@@ -169,7 +168,7 @@ def test_mistakes_are_named(write_dataset: WriteDataset, monkeypatch: pytest.Mon
         IndexedDataset(url)
     dataset = IndexedDataset(upload(write_dataset([20], "again"), "again"))
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: b"short")
-    with pytest.raises(UserError, match=r"5 bytes came, not 40"):
+    with pytest.raises(UserError, match=r"sent 5 bytes, not 40"):
         dataset[0]
 
     def refuse(*_: object, **__: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Each tokenizer against the library or the reference it stands for; files that are none."""
+"""Each tokenizer against its library or reference; files that are not tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.data import TokenizerType
-from megalite.data.tokenizer import TOKENIZER_TYPES, ByteTokenizer, Tokenizer, build_tokenizer
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, ByteTokenizer, Tokenizer, build_tokenizer
 from megalite.errors import UserError
 
 TEXTS = ["In the beginning was the word.", "  two  spaces\n\ttab", "wörld 世界 🙂", "", "<|endoftext|> 12345"]
@@ -41,7 +41,7 @@ def test_null() -> None:
     assert tokenizer.encode_batch(["3 99", "100"]) == [[3, 99], [100]]
     assert tokenizer.decode([3, 99]) == "3 99"
     for text in ("a", "101", "-1", "1.5", "٣", "9" * 30):
-        with pytest.raises(UserError, match="is no token id"):
+        with pytest.raises(UserError, match="is not a token id"):
             tokenizer.encode(text)
 
 
@@ -171,14 +171,14 @@ def test_the_configs_types_are_those_that_can_be_built() -> None:
         ("GPT2BPETokeniser", {}, "did you mean GPT2BPETokenizer"),
         ("gpt2bpetokenizer", {}, "did you mean GPT2BPETokenizer"),
         ("xyz", {}, "known are byte, "),
-        (None, {}, "no tokenizer is given"),
+        (None, {}, "there is no tokenizer"),
         ("GPT2BPETokenizer", {"vocab_file": "v"}, "needs --merge-file"),
         ("HuggingFaceTokenizer", {}, "needs --tokenizer-model"),
         ("SentencePieceTokenizer", {}, "needs --tokenizer-model"),
         ("NullTokenizer", {}, "needs a positive --vocab-size"),
         ("NullTokenizer", {"vocab_size": 0}, "needs a positive --vocab-size"),
-        ("HuggingFaceTokenizer", {"name_or_path": "no/such"}, "no tokenizer is found at no/such"),
-        ("HuggingFaceTokenizer", {"name_or_path": "/no/such/folder/x"}, "no tokenizer is found"),
+        ("HuggingFaceTokenizer", {"name_or_path": "no/such"}, "there is no tokenizer at no/such"),
+        ("HuggingFaceTokenizer", {"name_or_path": "/no/such/folder/x"}, "there is no tokenizer at"),
     ],
 )
 def test_mistakes_are_named(kind: str | None, files: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""What the pages say of the code is so: links, commands and their output, pictures, tables, names."""
+"""Check the documentation against the code: links, commands and their output, pictures, tables, names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from docs.make.__main__ import with_table
 from docs.make.blocks import Example, agrees, examples_of, renewed, run
 from docs.make.pictures import PICTURES, SHARED, bytes_a_parameter
-from megalite.plan.estimate import Plan
-from megalite.plan.request import read_request
+from megalite.plan.estimate import RunPlan
+from megalite.plan.plan_request import read_request
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = [example for page in PAGES for example in examples_of(page)]
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
-PLACE = re.compile(r"\[[^]]*\]\((\.\./[^)\s]+\.py)\)[^`\n]*((?:[:|] *|, | and )`[^\n]*)")
+CODE_REFERENCE = re.compile(r"\[[^]]*\]\((\.\./[^)\s]+\.py)\)[^`\n]*((?:[:|] *|, | and )`[^\n]*)")
 RENEW = "run python -m docs.make, and read what it changes"
 
 
@@ -28,20 +28,20 @@ def name_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of the headings of a page, as GitHub generates them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
         if path.startswith(("http://", "https://")):
             continue
-        there = (page.parent / path).resolve() if path else page
-        assert there.exists(), target
-        assert not anchor or anchor in anchors(there), target
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -50,18 +50,21 @@ def test_every_page_is_in_the_index() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=name_of)
-def test_names_are_in_the_files_beside_them(page: Path) -> None:
-    for path, names in PLACE.findall(page.read_text(encoding="utf-8")):
+def test_named_objects_are_in_the_linked_files(page: Path) -> None:
+    for path, names in CODE_REFERENCE.findall(page.read_text(encoding="utf-8")):
         code = (page.parent / path).read_text(encoding="utf-8")
         for name in re.findall(r"`([\w.]+)`", names.split("|")[-1] if "|" in names else names.split(". ")[0]):
             for part in name.split("."):
                 assert re.search(rf"\b{part}\b", code), f"{path} has no {name}"
 
 
-def test_functions_that_the_guides_name_exist() -> None:
-    """CONTRIBUTING and the linter's settings name functions by hand, which may be gone by now."""
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megalite").rglob("*.py"))
-    spans = re.findall(r"`([^`]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+def test_functions_named_in_contributing_exist() -> None:
+    """Check the functions named in CONTRIBUTING and in the linter settings, which may have been renamed."""
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")  # its examples define names too
+    code = "\n".join(
+        [guide, *(path.read_text(encoding="utf-8") for path in (ROOT / "megalite").rglob("*.py"))]
+    )
+    spans = re.findall(r"`([^`\n]+)`", guide)
     named = {name for span in spans for name in re.findall(r"\b([A-Za-z_]+)\(", span)} - {"launch", "p"}
     assert {"flags", "new_parameter"} <= named
     assert [name for name in sorted(named) if not re.search(rf"(def |class |import .*){name}\b", code)] == []
@@ -71,7 +74,7 @@ def test_functions_that_the_guides_name_exist() -> None:
 
 
 def test_the_tour_has_a_name_at_each_stop() -> None:
-    stops = PLACE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
+    stops = CODE_REFERENCE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert len(stops) >= 30
 
 
@@ -83,7 +86,7 @@ def test_commands_print_what_the_page_shows(example: Example, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_what_the_code_draws(name: str) -> None:
+def test_pictures_are_up_to_date(name: str) -> None:
     text = (DOCS / "pictures" / name).read_text(encoding="utf-8")
     assert text == PICTURES[name](), RENEW
     assert len(text) < 50_000
@@ -96,25 +99,25 @@ def test_every_picture_is_shown() -> None:
     assert [name for name in PICTURES if f"pictures/{name})" not in shown] == []
 
 
-def test_the_table_of_flags_is_the_code_s() -> None:
+def test_the_flag_table_is_up_to_date() -> None:
     text = (DOCS / "moving.md").read_text(encoding="utf-8")
     assert with_table(text) == text, RENEW
 
 
 @pytest.mark.parametrize("stage", SHARED)
-def test_the_bytes_of_a_zero_stage_are_the_planner_s(stage: int) -> None:
-    """The picture's arithmetic against the planner's, which the engine's own tensors are held against."""
+def test_bytes_of_a_zero_stage_match_the_planner(stage: int) -> None:
+    """Compare the arithmetic of the picture with the planner, which other tests compare with real tensors."""
     request = read_request(
         ["--preset", "llama3-8b", "--gpu", "h100", "--world-size", "8", "--bf16", "--zero-stage", str(stage)]
     )
-    plan = Plan(request.job())
+    plan = RunPlan(request.planned_run())
     memory = plan.memories[0]
     planned = [memory.weights, memory.gradients, memory.optimizer]
     expected = [plan.parameters * size for size in bytes_a_parameter(stage, 8)]
     assert planned == pytest.approx(expected, rel=0.01)
 
 
-def test_an_output_may_leave_lines_out() -> None:
+def test_an_output_may_omit_lines() -> None:
     printed = "one\ntwo  \nthree\nfour\n"
     assert agrees("one\n…\nfour\n", printed)
     assert agrees("…\nthree\nfour\n", printed)
@@ -123,7 +126,7 @@ def test_an_output_may_leave_lines_out() -> None:
     assert not agrees("…\nfive\n…\n", printed)
 
 
-def test_a_page_is_renewed(tmp_path: Path) -> None:
+def test_output_is_renewed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = "python tools/show_schedule.py --schedule 1f1b \\\n    --stages 2 --microbatches 3"
     page.write_text(f"# A page\n\n```console\n$ {command}\nold\n$ {command}\n…\nrank 0 old\n…\n```\n\nEnd.\n")
@@ -134,8 +137,8 @@ def test_a_page_is_renewed(tmp_path: Path) -> None:
     assert renewed(page) == text
 
 
-def test_the_replays_are_compared_as_they_are_planned() -> None:
-    """The summary at the page's end has the figures of the outputs above it."""
+def test_bloom_summary_matches_its_plans() -> None:
+    """Compare the summary table with the figures of the plans above it."""
     page = DOCS / "bloom.md"
     rows = re.findall(
         r"^\| [ABC] \| ([\d.]+) \| [\d.]+ \| [^|]+ \| ([\d.]+) \|", page.read_text(), re.MULTILINE

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.distributed.topology import Topology
 from megalite.kernels import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.cross_entropy import gradient_reference, statistics_reference
-from megalite.parallel.loss import vocab_parallel_cross_entropy
-from megalite.topology import Topology
+from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 from tests.unit.kernels.ulps import assert_within
 
 

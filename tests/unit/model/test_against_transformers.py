@@ -21,10 +21,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from megalite.convert.hf import from_hf, to_hf
-from megalite.convert.hf_config import config_of
-from megalite.model.documents import Documents
-from megalite.model.stage import DTYPES, GPTStage
+from megalite.checkpoint.convert.hf_config import config_of
+from megalite.checkpoint.convert.hf_tensors import from_hf, to_hf
+from megalite.microbatch import Microbatch
+from megalite.model.gpt_stage import DTYPES
+from tests.stages import build_stage
 
 NUM_POSITIONS = 40
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
@@ -119,7 +120,7 @@ def build_theirs(kind, hf_config, seed):
 
 def build_ours(hf_model, topology, **changes):
     config = dataclasses.replace(config_of(hf_model.config.to_dict()), **changes)
-    stage = GPTStage(config, topology, range(config.num_layers), seed=0)
+    stage = build_stage(config, topology, range(config.num_layers), seed=0)
     weights = from_hf(hf_model.state_dict(), config)
     assert set(weights) == {name for name, _ in stage.named_parameters()}
     stage.load_state_dict(weights)
@@ -138,9 +139,10 @@ def run_ours(stage, ids):
     """The same of ours: it returns the sum of the tokens' losses."""
     tokens, labels = ids[:, :-1], ids[:, 1:]
     numbers = torch.arange(len(ids))
-    hidden = stage.hidden_states(tokens, numbers, None)
+    microbatch = Microbatch(tokens, labels, numbers)
+    hidden = stage.hidden_states(microbatch, None)
     logits = stage.logits(hidden).transpose(0, 1)[..., : stage.vocab_size]
-    loss = stage(tokens, labels, numbers, None) / labels.numel()
+    loss = stage(microbatch, None) / labels.numel()
     loss.backward()
     return logits, loss, {name: parameter.grad for name, parameter in stage.named_parameters()}
 
@@ -224,6 +226,6 @@ def test_packed_documents_agree(kind, attention_dropout, one_rank):
             input_ids=tokens, attention_mask=mask, position_ids=position_ids, use_cache=False
         ).logits
     ours = build_ours(theirs, one_rank, params_dtype="fp64", attention_dropout=attention_dropout).eval()
-    hidden = ours.hidden_states(tokens, torch.arange(2), None, Documents(position_ids, document_ids))
+    hidden = ours.hidden_states(Microbatch(tokens, tokens, torch.arange(2), position_ids, document_ids), None)
     logits = ours.logits(hidden).transpose(0, 1)[..., : ours.vocab_size]
     assert_close(logits, expected, TOLERANCES["fp64"], "logits")

@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from megalite.config import ModelConfig
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import Drop, dropout, site_key
-from megalite.model.attention_core import AttentionCore
-from megalite.model.backends import BACKENDS, Case, build_core, choose, preference
-from megalite.model.documents import Documents
-from megalite.model.flex import FlexCore
+from megalite.model.attention_backends import BACKENDS, Case, build_core, choose, preference
+from megalite.model.attention_core import AttentionCore, Blocking, UnfusedCore
+from megalite.model.flex_attention import FlexCore
 from megalite.model.positions import alibi_slopes, document_starts
-from megalite.model.unfused import Blocking, UnfusedCore
-from megalite.parallel.shard import Placement
-from megalite.topology import Axis, Topology
+from megalite.tensor_parallel.parameter_shard import LayerContext
 from tests.live_bytes import LiveBytes
 
 HEADS, GROUPS = 4, 2
@@ -47,8 +45,11 @@ def config_of(**changes: object) -> ModelConfig:
     return ModelConfig(**{**shape, **changes})
 
 
-def place_of(topology: Topology, dtype: torch.dtype, tp: Axis | None = None) -> Placement:
-    return Placement(tp or topology.tp, dtype, topology.device)
+def context_of(
+    topology: Topology, dtype: torch.dtype, device: str = "cpu", has_documents: bool = False
+) -> LayerContext:
+    topology = dataclasses.replace(topology, device=torch.device(device))
+    return LayerContext(topology, dtype, has_documents=has_documents)
 
 
 def inputs(config: ModelConfig, s: int, dtype: torch.dtype, b: int = 2) -> list[Tensor]:
@@ -94,7 +95,7 @@ def computed(
 ) -> list[Tensor]:
     """The same by a core."""
     *leaves, grad = (part.detach().requires_grad_() for part in parts)
-    mask = core.places(Documents(document_ids=ids)).mask
+    mask = None if ids is None else core.mask(ids)
     out = core(*leaves, mask, drop or Drop(0.0, KEY, torch.arange(len(grad))))
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
@@ -115,7 +116,7 @@ def test_a_backend_is_the_formula(
 ) -> None:
     config = config_of(attention_backend=backend, **CASES[case])
     for s in (1, 37, 130):
-        core = build_core(config, place_of(one_rank, dtype), has_documents=packed)
+        core = build_core(config, context_of(one_rank, dtype, has_documents=packed))
         parts, ids = inputs(config, s, dtype), document_ids(s) if packed else None
         assert_close(computed(core, parts, ids), expected(config, parts, ids), dtype)
 
@@ -127,7 +128,7 @@ def test_fp16_overflows_no_earlier_than_the_scaled_scores(one_rank: Topology) ->
     parts = [part.half() for part in (24 * q, 24 * q + 0.01 * k, v, grad)]
     products = parts[0].double() @ parts[1].double().mT
     assert products.max() > 1.2 * 65504
-    core = UnfusedCore(config, place_of(one_rank, torch.float16))
+    core = UnfusedCore(config, context_of(one_rank, torch.float16))
     assert all(x.isfinite().all() for x in computed(core, parts, None))
 
 
@@ -136,7 +137,7 @@ def test_fp16_overflows_no_earlier_than_the_scaled_scores(one_rank: Topology) ->
 def test_no_cut_changes_what_comes_out(case: str, blocking: Blocking, one_rank: Topology) -> None:
     """Blocks of some queries, tiles of some heads: with documents and dropout, whose indices count on."""
     s, config = 37, config_of(attention_dropout=0.3, **CASES[case])
-    core = UnfusedCore(config, place_of(one_rank, torch.float64))
+    core = UnfusedCore(config, context_of(one_rank, torch.float64))
     core.blocking = blocking
     parts, ids, numbers = inputs(config, s, torch.float64), document_ids(s), torch.tensor([2**40, 3])
     kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0]
@@ -150,12 +151,13 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
     """Each of two has its heads' slopes and masks."""
     s, config, numbers = 21, config_of(attention_dropout=0.5, **CASES[case]), torch.arange(2)
     parts = inputs(config, s, torch.float64)
-    place = place_of(one_rank, torch.float64)
-    whole = computed(UnfusedCore(config, place), parts, None, Drop(0.5, KEY, numbers))
+    context = context_of(one_rank, torch.float64)
+    whole = computed(UnfusedCore(config, context), parts, None, Drop(0.5, KEY, numbers))
     halves = []
     for rank in range(2):
         axis = dataclasses.replace(one_rank.tp, size=2, rank=rank)
-        core = UnfusedCore(config, place_of(one_rank, torch.float64, axis))
+        topology = dataclasses.replace(one_rank, tp=axis)
+        core = UnfusedCore(config, context_of(topology, torch.float64))
         mine = [part.chunk(2, dim=1)[rank] for part in parts]
         base = rank * HEADS // 2 * s * s
         halves.append(computed(core, mine, None, Drop(0.5, KEY, numbers, base)))
@@ -170,9 +172,9 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
 def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> None:
     """Forward alone, and not compiled: that is all that FlexAttention has on a CPU."""
     config, s = config_of(**CASES[case]), 130
-    core = FlexCore(config, place_of(one_rank, torch.float64), partial(flex_attention))
+    core = FlexCore(config, context_of(one_rank, torch.float64), partial(flex_attention))
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
-    mask = core.places(Documents(document_ids=ids)).mask
+    mask = None if ids is None else core.mask(ids)
     result = core(*parts[:3], mask, Drop(0.0, KEY, torch.arange(2)))
     with torch.enable_grad():
         reference = expected(config, parts, ids)[0]
@@ -183,7 +185,7 @@ def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> Non
 def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) -> None:
     """Nor is anything kept but queries, keys, values, the output and a number or so a query."""
     config = config_of(attention_backend=backend)
-    core = build_core(config, place_of(one_rank, torch.float32))
+    core = build_core(config, context_of(one_rank, torch.float32))
     parts = inputs(config, 1024, torch.float32, b=1)
     leaves = [part.detach().requires_grad_() for part in parts[:3]]
     with LiveBytes() as memory:
@@ -194,7 +196,7 @@ def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) 
 
 def test_a_plan_runs_it_on_tensors_without_memory(one_rank: Topology) -> None:
     config = config_of(attention_dropout=0.1, **CASES["gqa alibi"])
-    core = UnfusedCore(config, Placement(one_rank.tp, torch.bfloat16, torch.device("meta")))
+    core = UnfusedCore(config, context_of(one_rank, torch.bfloat16, "meta"))
     parts = [part.to("meta") for part in inputs(config, 37, torch.bfloat16)]
     ids, numbers = document_ids(37).to("meta"), torch.arange(2, device="meta")
     out, *grads = computed(core, parts, ids, Drop(0.1, KEY, numbers))
@@ -209,8 +211,7 @@ def test_the_second_document_of_a_number_is_another_one() -> None:
 
 def case_of(topology: Topology, dtype: torch.dtype, device: str = "cpu", **changes: object) -> Case:
     has_documents = bool(changes.pop("has_documents", False))
-    place = Placement(topology.tp, dtype, torch.device(device))
-    return Case(config_of(**changes), place, has_documents)
+    return Case(config_of(**changes), context_of(topology, dtype, device, has_documents))
 
 
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
@@ -235,7 +236,7 @@ def test_auto_always_ends_with_what_serves_everything(one_rank: Topology) -> Non
 def test_megatrons_names_have_a_meaning(one_rank: Topology) -> None:
     assert choose(case_of(one_rank, torch.float32, attention_backend="local")) == (
         "unfused",
-        "unfused, as asked for by the name local",
+        "unfused, as requested by the name local",
     )
     assert choose(case_of(one_rank, torch.float32, attention_backend="fused"))[0] == "fused"
 
@@ -243,19 +244,21 @@ def test_megatrons_names_have_a_meaning(one_rank: Topology) -> None:
 @pytest.mark.parametrize(
     ("backend", "changes", "why"),
     [
-        ("cudnn", {}, "it runs on CUDA GPUs alone; give auto, or flash, fused, unfused"),
-        ("efficient", {}, "it runs on CUDA GPUs alone; give auto, or flash, fused, unfused"),
-        ("flex", {}, "FlexAttention has no backward on a CPU; give auto, or flash, fused, unfused"),
-        ("flash", {"attention_dropout": 0.1}, "--attention-dropout is above 0; give auto, or unfused"),
-        ("flex", {"attention_dropout": 0.1}, "--attention-dropout is above 0; give auto, or unfused"),
+        ("cudnn", {}, "it runs only on CUDA GPUs; use auto, or flash, fused, unfused"),
+        ("efficient", {}, "it runs only on CUDA GPUs; use auto, or flash, fused, unfused"),
+        ("flex", {}, "FlexAttention has no backward on a CPU; use auto, or flash, fused, unfused"),
+        ("flash", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
+        ("flex", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
     ],
 )
 def test_what_cannot_serve_is_refused_with_what_can(
     backend: str, changes: dict[str, float], why: str, one_rank: Topology
 ) -> None:
     config = config_of(attention_backend=backend, **changes)
-    with pytest.raises(UserError, match=f"^--attention-backend {backend} cannot serve this run: .*{why}$"):
-        build_core(config, place_of(one_rank, torch.float32))
+    with pytest.raises(
+        UserError, match=f"^--attention-backend {backend} does not support this run: .*{why}$"
+    ):
+        build_core(config, context_of(one_rank, torch.float32))
 
 
 @pytest.mark.gpu
@@ -265,9 +268,9 @@ def test_what_cannot_serve_is_refused_with_what_can(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_is_the_formula_on_a_gpu(backend: str, case: str, packed: bool, one_rank: Topology) -> None:
     config = config_of(attention_backend=backend, params_dtype="bf16", **CASES[case])
-    place = Placement(one_rank.tp, torch.bfloat16, torch.device("cuda"))
+    context = context_of(one_rank, torch.bfloat16, "cuda", has_documents=packed)
     try:
-        core = build_core(config, place, has_documents=packed)
+        core = build_core(config, context)
     except UserError as error:
         pytest.skip(str(error))
     parts, ids = inputs(config, 130, torch.bfloat16), document_ids(130) if packed else None

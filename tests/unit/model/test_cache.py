@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.model.cache import CachedCore
-from megalite.model.documents import Documents
-from megalite.model.stage import GPTStage
-from megalite.presets import PRESETS
+from megalite.config.presets import PRESETS
+from megalite.microbatch import Microbatch
+from megalite.model.kv_cache import CachedCore
+from tests.stages import build_stage
 
 LENGTH, CAPACITY = 18, 24
 TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny")
@@ -25,24 +25,28 @@ def config_of(preset: str, **changes) -> ModelConfig:
 def both(config, topology):
     """The same model as it trains, and as it generates."""
     layers = range(config.num_layers)
-    whole = GPTStage(config, topology, layers, seed=3).eval()
-    return whole, GPTStage(config, topology, layers, seed=3, attention=CachedCore).eval()
+    whole = build_stage(config, topology, layers, seed=3).eval()
+    return whole, build_stage(config, topology, layers, seed=3, attention=CachedCore).eval()
 
 
 def tokens_of(num_sequences: int):
     return torch.randint(301, (num_sequences, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-def run(stage, tokens, documents=None):
-    """Logits, [s, b, v]."""
+def microbatch_of(tokens, positions=None):
     numbers = torch.zeros(len(tokens), dtype=torch.int64)
-    return stage.logits(stage.hidden_states(tokens, numbers, None, documents))
+    return Microbatch(tokens, tokens, numbers, position_ids=positions)
+
+
+def run(stage, tokens, positions=None):
+    """Return the logits, [s, b, v]."""
+    return stage.logits(stage.hidden_states(microbatch_of(tokens, positions), None))
 
 
 def run_pieces(stage, tokens, sizes):
     pieces = []
     for piece in tokens.split(sizes, dim=1):
-        pieces.append(run(stage, piece, Documents(position_ids=stage.core.positions(*piece.shape))))
+        pieces.append(run(stage, piece, stage.core.positions(*piece.shape)))
     return torch.cat(pieces)
 
 
@@ -100,6 +104,6 @@ def test_no_token_sees_nothing(preset, one_rank):
     cached.core.begin(CAPACITY, torch.tensor([0, 4]))
     for num_tokens in (9, 1, 3):
         positions = cached.core.positions(2, num_tokens)
-        bias = cached.core.places(Documents(position_ids=positions)).mask
+        bias = cached.core.position_info(microbatch_of(tokens_of(2)[:, :num_tokens], positions)).mask
         assert not bias.isneginf().all(-1).any()
         assert bias[1, :, -1, :4].isneginf().all()

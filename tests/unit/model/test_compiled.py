@@ -15,14 +15,15 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 from megalite.config import ModelConfig, RecomputeConfig, TrainingConfig
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.microbatch import Microbatch
+from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.model.documents import Documents
-from megalite.model.flex import FlexCore
-from megalite.model.stage import GPTStage
-from megalite.model.unfused import UnfusedCore
-from megalite.topology import Topology
-from megalite.train.telemetry.compile_time import CompileTime, compile_time
+from megalite.model.flex_attention import FlexCore
+from megalite.model.gpt_stage import GPTStage
+from megalite.train.telemetry.metrics import CompileTime, compile_time
+from tests.stages import build_stage
 
 MODEL = ModelConfig(
     num_layers=3,
@@ -69,19 +70,17 @@ def _fresh_compiler() -> Iterator[None]:
     counters.clear()
 
 
-def _losses(
-    stage: GPTStage, documents: Documents | None = None
-) -> tuple[list[float], dict[str, Tensor | None]]:
+def _losses(stage: GPTStage, **documents: Tensor) -> tuple[list[float], dict[str, Tensor | None]]:
     """Of two microbatches in training, and of one in evaluation; the gradients of the former."""
     ids = torch.randint(MODEL.vocab_size or 0, (2, 17), generator=torch.Generator().manual_seed(0))
     batch = ids[:, :-1], ids[:, 1:]
     losses = []
     for first in (0, 2**40):
-        loss = stage(*batch, torch.tensor([first, first + 7]), None, documents)
+        loss = stage(Microbatch(*batch, torch.tensor([first, first + 7]), **documents), None)
         loss.backward()
         losses.append(loss.item())
     with torch.no_grad():
-        losses.append(stage.eval()(*batch, torch.tensor([0, 1]), None, documents).item())
+        losses.append(stage.eval()(Microbatch(*batch, torch.tensor([0, 1]), **documents), None).item())
     return losses, {name: parameter.grad for name, parameter in stage.named_parameters()}
 
 
@@ -91,7 +90,7 @@ def _losses(
 )
 def test_one_graph_serves_all_layers(case: str, one_rank: Topology) -> None:
     model, recompute = CASES[case]
-    stages = [GPTStage(model, one_rank, range(3), seed=1, recompute=recompute) for _ in range(2)]
+    stages = [build_stage(model, one_rank, range(3), seed=1, recompute=recompute) for _ in range(2)]
     compile_layers(stages[1], "aot_eager")
     (losses, grads), (compiled_losses, compiled_grads) = map(_losses, stages)
     assert compiled_losses == pytest.approx(losses, rel=1e-13)
@@ -105,10 +104,10 @@ def test_one_graph_serves_all_layers(case: str, one_rank: Topology) -> None:
 
 def test_packed_documents(one_rank: Topology) -> None:
     places = torch.arange(16).expand(2, 16)
-    documents = Documents(places % 5, places // 5, places % 5 != 4)
-    stages = [GPTStage(CASES["llama"][0], one_rank, range(2), seed=1) for _ in range(2)]
+    documents = {"position_ids": places % 5, "document_ids": places // 5, "loss_mask": places % 5 != 4}
+    stages = [build_stage(CASES["llama"][0], one_rank, range(2), seed=1) for _ in range(2)]
     compile_layers(stages[1], "aot_eager")
-    (losses, grads), (compiled_losses, compiled_grads) = (_losses(stage, documents) for stage in stages)
+    (losses, grads), (compiled_losses, compiled_grads) = (_losses(stage, **documents) for stage in stages)
     assert compiled_losses == pytest.approx(losses, rel=1e-13)
     torch.testing.assert_close(compiled_grads, grads, rtol=1e-11, atol=1e-12)
     assert not counters["graph_break"]
@@ -130,11 +129,11 @@ def test_flex_attention_stays_a_graph_of_its_own(position: str, one_rank: Topolo
     ids = torch.randint(64, (2, 129), generator=torch.Generator().manual_seed(0))
     losses = []
     for core in (UnfusedCore, FlexCore):
-        stage = GPTStage(model, one_rank, range(2), seed=1, attention=core)
+        stage = build_stage(model, one_rank, range(2), seed=1, attention=core)
         if core is FlexCore:
             compile_layers(stage)
         with torch.no_grad():
-            losses.append(stage(ids[:, :-1], ids[:, 1:], torch.tensor([0, 1]), None).item())
+            losses.append(stage(Microbatch(ids[:, :-1], ids[:, 1:], torch.tensor([0, 1])), None).item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
@@ -157,7 +156,7 @@ def test_the_compilers_time_is_told_once(caplog: pytest.LogCaptureFixture) -> No
         assert watch.take() == 3.5
         assert watch.take() == 0.0
     assert [record.getMessage() for record in caplog.records] == [
-        "compiling the layers: 3.5 s, left out of the iteration's time"
+        "compiling the layers: 3.5 s, not counted in the iteration time"
     ]
 
 

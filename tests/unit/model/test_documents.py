@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.model.documents import Documents
-from megalite.model.stage import GPTStage
+from megalite.microbatch import Microbatch
+from tests.stages import build_stage
 
 LENGTHS = ((5, 7, 1, 3), (16,), (1, 15))
 """Documents of each of three samples of 16 tokens."""
@@ -32,7 +32,7 @@ def build(topology, core, **changes):
         attention_dropout={"fused": 0.0, "plain": 0.5}[core],
         **changes,
     )
-    return GPTStage(config, topology, range(2), seed=3).eval()
+    return build_stage(config, topology, range(2), seed=3).eval()
 
 
 def ids():
@@ -50,17 +50,17 @@ def documents(**changes):
         "position_ids": ids_of(lambda i, n: torch.arange(n)),
         "document_ids": ids_of(lambda i, n: torch.full((n,), i)),
     }
-    return Documents(**{**parts, **changes})
+    return {**parts, **changes}
 
 
-def run(stage, tokens, labels, packing=None):
+def run(stage, tokens, labels, **packing):
     """Logits ``[b, s, v]``, loss, and the gradients by name."""
     stage.zero_grad()
-    numbers = torch.arange(len(tokens))
+    microbatch = Microbatch(tokens, labels, torch.arange(len(tokens)), **packing)
     with torch.no_grad():
-        hidden = stage.hidden_states(tokens, numbers, None, packing)
+        hidden = stage.hidden_states(microbatch, None)
         logits = stage.logits(hidden)[..., :VOCABULARY].transpose(0, 1)
-    loss = stage(tokens, labels, numbers, None, packing)
+    loss = stage(microbatch, None)
     loss.backward()
     return logits, loss.detach(), {name: p.grad.clone() for name, p in stage.named_parameters()}
 
@@ -84,7 +84,7 @@ def run_alone(stage, tokens, labels):
 def test_packed_documents_are_the_documents_alone(model, core, one_rank):
     stage = build(one_rank, core, **MODELS[model])
     tokens, labels = ids()[:, :-1], ids()[:, 1:]
-    logits, loss, gradients = run(stage, tokens, labels, documents())
+    logits, loss, gradients = run(stage, tokens, labels, **documents())
     expected_logits, expected_loss, expected = run_alone(stage, tokens, labels)
     torch.testing.assert_close(logits, expected_logits, rtol=0.0, atol=1e-13 * logits.abs().max().item())
     torch.testing.assert_close(loss, expected_loss, rtol=1e-14, atol=0.0)
@@ -100,23 +100,22 @@ def test_each_part_has_its_effect_or_none(model, core, one_rank):
     stage = build(one_rank, core, **MODELS[model])
     tokens, labels = ids()[:, :-1], ids()[:, 1:]
     plain, _, _ = run(stage, tokens, labels)
-    unmasked, _, _ = run(stage, tokens, labels, documents(document_ids=None))
-    masked, _, _ = run(stage, tokens, labels, documents(position_ids=None))
+    unmasked, _, _ = run(stage, tokens, labels, **documents(document_ids=None))
+    masked, _, _ = run(stage, tokens, labels, **documents(position_ids=None))
     assert torch.equal(unmasked, plain) == (model in ("alibi", "none"))
     assert not torch.allclose(masked, plain)
     assert torch.allclose(masked[1], plain[1], rtol=1e-12)  # one document alone
-    assert torch.equal(run(stage, tokens, labels, Documents())[0], plain)
 
 
 def test_only_counted_tokens_have_a_loss(one_rank):
     stage = build(one_rank, "fused")
     tokens, labels = ids()[:, :-1], ids()[:, 1:]
     mask = ids_of(lambda i, n: torch.arange(n) < n - 1)
-    _, loss, gradients = run(stage, tokens, labels, Documents(loss_mask=mask))
+    _, loss, gradients = run(stage, tokens, labels, loss_mask=mask)
     logits, _, _ = run(stage, tokens, labels)
     expected = torch.nn.functional.cross_entropy(logits[mask], labels[mask], reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0.0)
-    _, _, others = run(stage, tokens, labels, Documents(loss_mask=~mask))
+    _, _, others = run(stage, tokens, labels, loss_mask=~mask)
     _, _, whole = run(stage, tokens, labels)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient + others[name], whole[name], rtol=0.0, atol=1e-12, msg=name)

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Topology
 from megalite.model.positions import Rotary
-from megalite.parallel.loss import vocab_parallel_cross_entropy
-from megalite.parallel.shard import Placement
-from megalite.presets import PRESETS
-from megalite.topology import Topology
+from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -35,7 +35,7 @@ def test_rotation_is_rounded_once(one_rank: Topology) -> None:
     config = replace(PRESETS["llama-tiny"], seq_length=512)
     x = torch.randn(512, 1, 2, config.head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
     turned = [
-        Rotary(config, Placement(one_rank.tp, dtype, one_rank.device))(x.to(dtype), None)
+        Rotary(config, LayerContext(one_rank, dtype))(x.to(dtype), None)
         for dtype in (torch.bfloat16, torch.float64)
     ]
     assert turned[0].dtype == torch.bfloat16

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import RecomputeConfig
-from megalite.model.documents import Documents
-from megalite.model.stage import GPTStage
-from megalite.parallel.loss import losses_in_chunks
-from megalite.presets import PRESETS
-from megalite.topology import Topology
+from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
+from megalite.model.recompute import losses_in_chunks
+from tests.stages import build_stage
 
 B, S, V = 2, 96, 4096
 
@@ -42,11 +42,11 @@ def run(topology: Topology, num_chunks: int, tied: bool) -> tuple[Tensor, dict[s
         untie_embeddings_and_output_weights=not tied,
     )
     recompute = RecomputeConfig(cross_entropy_chunks=num_chunks)
-    stage = GPTStage(model, topology, range(1), seed=3, recompute=recompute)
+    stage = build_stage(model, topology, range(1), seed=3, recompute=recompute)
     ids = torch.randint(V - 3, (B, S), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(B * S).view(B, S) % 5 > 0
     with LargestTensor() as largest:
-        loss = stage(ids, ids.flip(1), torch.arange(B), None, Documents(None, None, mask))
+        loss = stage(Microbatch(ids, ids.flip(1), torch.arange(B), loss_mask=mask), None)
         loss.backward()
     return loss.detach(), {name: p.grad for name, p in stage.named_parameters()}, largest.num_elements
 

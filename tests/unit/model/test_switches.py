@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.model.stage import GPTStage
-from megalite.parallel.rng import Dropout
+from megalite.microbatch import Microbatch
+from megalite.tensor_parallel.counter_random import Dropout
+from tests.stages import build_stage
 
 SWITCHES = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
@@ -27,18 +28,18 @@ NUMBERS = torch.tensor([0, 1])
 def build(topology, **changes):
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "kv_channels": 6, "vocab_size": 30}
     config = ModelConfig(**shape, seq_length=LENGTH, init_method_std=0.5, **changes)
-    return GPTStage(config, topology, range(1), seed=1)
+    return build_stage(config, topology, range(1), seed=1)
 
 
 def logits(stage, tokens):
-    return stage.logits(stage.hidden_states(tokens, NUMBERS, None))[..., :30]  # [s, b, v]
+    return stage.logits(stage.hidden_states(Microbatch(tokens, tokens, NUMBERS), None))[..., :30]  # [s, b, v]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 def test_every_combination_trains(dropout, one_rank):
     for changes in COMBINATIONS:
         stage = build(one_rank, **changes, hidden_dropout=dropout, attention_dropout=dropout)
-        loss = stage(IDS[:, :-1], IDS[:, 1:], NUMBERS, None)
+        loss = stage(Microbatch(IDS[:, :-1], IDS[:, 1:], NUMBERS), None)
         loss.backward()
         assert torch.isfinite(loss), changes
         for name, parameter in stage.named_parameters():
@@ -74,7 +75,7 @@ def test_every_dropout_draws_numbers_of_its_own(one_rank):
     keys = [
         module.key
         for seed in (1, 2)
-        for module in GPTStage(config, one_rank, range(3), seed).modules()
+        for module in build_stage(config, one_rank, range(3), seed=seed).modules()
         if isinstance(module, Dropout)
     ]
     assert len(set(keys)) == len(keys) == 2 * (1 + 3 * 3)

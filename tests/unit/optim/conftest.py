@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.parallel.shard import ParameterSpec, Placement, new_parameter
-from megalite.topology import Launch, Topology
+from megalite.distributed.topology import Launch, Topology
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
 
 
 @pytest.fixture
@@ -24,9 +24,7 @@ def make_parameter(topology: Topology):
     """Makes a parameter of random numbers, the same for the same shape."""
 
     def make(*shape: int, decay: bool = True, dtype: torch.dtype = torch.float64) -> nn.Parameter:
-        parameter = new_parameter(
-            ParameterSpec(shape, decay=decay), Placement(topology.tp, dtype, topology.device)
-        )
+        parameter = new_parameter(ParameterSpec(shape, decay=decay), LayerContext(topology, dtype))
         generator = torch.Generator().manual_seed(sum(shape))
         parameter.data.copy_(torch.randn(shape, generator=generator, dtype=dtype))
         return parameter

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config import OptimizerConfig
-from megalite.optim.learning_rate import LearningRate
+from megalite.optim.parameter_schedules import LearningRate
 
 
 def rates(train_iters: int = 100, **options) -> LearningRate:

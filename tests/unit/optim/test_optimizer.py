@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
+from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.part import Part
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.3, adam_beta2=0.95, clip_grad=1.0)
 NUM_MICROBATCHES = 3
@@ -48,7 +48,7 @@ def batches(iteration: int) -> list[torch.Tensor]:
 def state_of(optimizer):
     """The optimizer's state in the parameters' shapes: views."""
     return {
-        name: part.tensor.view(part.shape) if isinstance(part, Part) else part
+        name: part.tensor.view(part.shape) if isinstance(part, ParameterShard) else part
         for name, part in optimizer.state().items()
     }
 
@@ -144,13 +144,13 @@ def test_an_update_that_is_left_out_changes_nothing(make_parameter, topology, ba
     optimizer.begin(1)
     net(batches(2)[0].to(dtype)).backward()
     if bad != "not allowed":
-        optimizer.gradients[0].whole[3] = bad
-    gradients = [each.whole.clone() for each in optimizer.gradients]
+        optimizer.buffers[0].full[3] = bad
+    gradients = [each.full.clone() for each in optimizer.buffers]
     norm = optimizer.finish_gradients()
     assert norm.isfinite().item() is (bad == "not allowed")
     optimizer.step(1e-2, CONFIG.weight_decay, norm, torch.tensor(bad != "not allowed"))
-    for each, gradient in zip(optimizer.gradients, gradients, strict=True):
-        torch.testing.assert_close(each.whole, gradient, rtol=0.0, atol=0.0, equal_nan=True)
+    for each, gradient in zip(optimizer.buffers, gradients, strict=True):
+        torch.testing.assert_close(each.full, gradient, rtol=0.0, atol=0.0, equal_nan=True)
     assert all(torch.equal(weight, weights.get_parameter(name)) for name, weight in net.named_parameters())
     assert all(torch.equal(tensor, state[name]) for name, tensor in state_of(optimizer).items())
     train(net, optimizer, range(2, 3))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, OptimizerConfig, TrainingConfig
-from megalite.optim.schedule import Schedule
+from megalite.optim.parameter_schedules import OptimizerSchedules
 
 RUN = TrainingConfig(train_iters=100)
 CONFIGS: dict[str, OptimizerConfig] = {
@@ -29,14 +29,16 @@ CONFIGS: dict[str, OptimizerConfig] = {
 }
 
 
-def courses(schedule: Schedule) -> list[tuple[float, float]]:
+def courses(schedule: OptimizerSchedules) -> list[tuple[float, float]]:
     return [(schedule.learning_rate(at), schedule.weight_decay(at)) for at in range(1, 130)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_its_record_makes_a_longer_run_follow_it(name: str) -> None:
-    saved = Schedule.of(Config(optimizer=CONFIGS[name], training=RUN))
-    longer = Schedule.of(Config(optimizer=OptimizerConfig(lr=1.0), training=replace(RUN, train_iters=400)))
+    saved = OptimizerSchedules.of(Config(optimizer=CONFIGS[name], training=RUN))
+    longer = OptimizerSchedules.of(
+        Config(optimizer=OptimizerConfig(lr=1.0), training=replace(RUN, train_iters=400))
+    )
     assert courses(longer) != courses(saved)
     fields = json.loads(json.dumps(saved.fields()))
     taken = longer.with_fields(fields)
@@ -54,15 +56,15 @@ def test_its_record_makes_a_longer_run_follow_it(name: str) -> None:
     ],
 )
 def test_what_has_no_effect_is_no_difference(config: OptimizerConfig) -> None:
-    other = Schedule.of(Config(optimizer=config, training=RUN))
-    assert other.fields() == Schedule.of(Config(training=RUN)).fields()
+    other = OptimizerSchedules.of(Config(optimizer=config, training=RUN))
+    assert other.fields() == OptimizerSchedules.of(Config(training=RUN)).fields()
 
 
 def test_only_what_depends_on_it_follows_the_length_of_the_run() -> None:
     constant = OptimizerConfig(lr_decay_style="constant")
     for config, is_free in ((constant, True), (OptimizerConfig(), False)):
         short, long = (
-            Schedule.of(Config(optimizer=config, training=TrainingConfig(train_iters=length)))
+            OptimizerSchedules.of(Config(optimizer=config, training=TrainingConfig(train_iters=length)))
             for length in (10, 20)
         )
         assert (short.fields() == long.fields()) is is_free
@@ -85,6 +87,6 @@ def test_only_what_depends_on_it_follows_the_length_of_the_run() -> None:
     ids=str,
 )
 def test_a_damaged_record_is_refused(change: dict[str, Any]) -> None:
-    schedule = Schedule.of(Config(training=RUN))
+    schedule = OptimizerSchedules.of(Config(training=RUN))
     with pytest.raises(ValueError, match="its schedule is damaged"):
         schedule.with_fields(schedule.fields() | change)

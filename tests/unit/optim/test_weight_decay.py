@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.config import OptimizerConfig
-from megalite.optim.weight_decay import WeightDecay
+from megalite.optim.parameter_schedules import WeightDecay
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])

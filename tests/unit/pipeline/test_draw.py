@@ -4,10 +4,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.errors import UserError
-from megalite.pipeline.action import Kind
-from megalite.pipeline.draw import draw
-from megalite.pipeline.picture import COLOURS, save_picture, shade
-from megalite.pipeline.svg import save_svg, schedule_svg
+from megalite.pipeline.draw_schedule import draw
+from megalite.pipeline.schedule_plot import COLOURS, save_picture, shade
+from megalite.pipeline.schedule_svg import save_svg, schedule_svg
+from megalite.pipeline.schedules import ActionKind
 
 
 def test_the_drawing_of_a_small_schedule():
@@ -50,7 +50,7 @@ def test_a_picture_has_the_colours_of_what_runs(tmp_path):
         seen = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24)}
     for kind, colour in COLOURS.items():
         shades = {shade(colour, chunk, 2) for chunk in range(2)}
-        assert shades & seen == (set() if kind is Kind.BACKWARD else shades)
+        assert shades & seen == (set() if kind is ActionKind.BACKWARD else shades)
 
 
 def test_a_picture_without_pillow_says_what_to_install(tmp_path, monkeypatch):
@@ -70,7 +70,7 @@ def test_a_picture_that_nobody_could_open(tmp_path):
 def test_an_svg_has_a_box_for_each_action():
     root = ElementTree.fromstring(schedule_svg("zb-h1", 3, 5))
     fills = [box.get("fill") for box in root.iter("{http://www.w3.org/2000/svg}rect")]
-    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
         colour = "#{:02x}{:02x}{:02x}".format(*COLOURS[kind])
         assert fills.count(colour) == 3 * 5 + 1  # and one in the legend
     words = " ".join(root.itertext())

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.pipeline import exchange
-from megalite.pipeline.exchange import Exchange
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
+from megalite.pipeline import point_to_point
+from megalite.pipeline.point_to_point import PointToPoint
 
 
 @pytest.mark.parametrize(("device", "launch"), [("cuda:0", "_launch_together"), ("cpu", "_launch_each")])
 def test_a_batch_is_started_as_the_device_s_backend_wants(device: str, launch: str) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
     with Topology.fake(parallel, 2, 0) as topology:
-        found = Exchange(topology.pp, (4, 1, 8), torch.float32, torch.device(device))
-    assert found._launch is getattr(exchange, launch)
+        found = PointToPoint(topology.pp, (4, 1, 8), torch.float32, torch.device(device))
+    assert found._launch is getattr(point_to_point, launch)

@@ -1,12 +1,10 @@
 import pytest
 
-from megalite.pipeline.action import Action, Kind
-from megalite.pipeline.messages import Batch, Message, plan_rank, plan_steps
-from megalite.pipeline.schedule import SCHEDULES
-from megalite.pipeline.stages import StageMap
+from megalite.pipeline.messages import Batch, StageMessage, plan_rank, plan_steps
+from megalite.pipeline.schedules import SCHEDULES, Action, ActionKind, StageMap
 
-F0, F1 = (Action(Kind.FORWARD, number) for number in range(2))
-B0, B1 = (Action(Kind.BACKWARD, number) for number in range(2))
+F0, F1 = (Action(ActionKind.FORWARD, number) for number in range(2))
+B0, B1 = (Action(ActionKind.BACKWARD, number) for number in range(2))
 
 
 def steps_of(schedule, num_ranks, num_microbatches, num_chunks=None):
@@ -28,46 +26,46 @@ def test_one_rank_sends_nothing():
 
 def test_both_directions_meet_in_one_batch():
     first, second = steps_of("1f1b", 2, 3)
-    F2, B2 = Action(Kind.FORWARD, 2), Action(Kind.BACKWARD, 2)
+    F2, B2 = Action(ActionKind.FORWARD, 2), Action(ActionKind.BACKWARD, 2)
     assert first == [
         F0,
-        Batch(Message(0, 1, F0)),
+        Batch(StageMessage(0, 1, F0)),
         F1,
-        Batch(Message(0, 1, F1), (Message(1, 0, B0),)),
+        Batch(StageMessage(0, 1, F1), (StageMessage(1, 0, B0),)),
         B0,
         F2,
-        Batch(Message(0, 1, F2), (Message(1, 0, B1),)),
-        Batch(None, (Message(1, 0, B2),)),  # comes while the backward runs, which sends nothing
+        Batch(StageMessage(0, 1, F2), (StageMessage(1, 0, B1),)),
+        Batch(None, (StageMessage(1, 0, B2),)),  # comes while the backward runs, which sends nothing
         B1,
         B2,
     ]
     assert second == [
-        Batch(None, (Message(0, 1, F0),)),
-        Batch(None, (Message(0, 1, F1),)),
+        Batch(None, (StageMessage(0, 1, F0),)),
+        Batch(None, (StageMessage(0, 1, F1),)),
         F0,
         B0,
-        Batch(Message(1, 0, B0)),
+        Batch(StageMessage(1, 0, B0)),
         F1,
         B1,
-        Batch(Message(1, 0, B1), (Message(0, 1, F2),)),
+        Batch(StageMessage(1, 0, B1), (StageMessage(0, 1, F2),)),
         F2,
         B2,
-        Batch(Message(1, 0, B2)),
+        Batch(StageMessage(1, 0, B2)),
     ]
 
 
 def test_weight_gradients_run_under_messages():
     """What the next forward reads is started before the weights' gradients in front of it."""
     steps = steps_of("zb-h1", 2, 4)[0]
-    W0, F2 = Action(Kind.BACKWARD_WEIGHT, 0), Action(Kind.FORWARD, 2)
-    I0, I1 = (Action(Kind.BACKWARD_INPUT, number) for number in range(2))
+    W0, F2 = Action(ActionKind.BACKWARD_WEIGHT, 0), Action(ActionKind.FORWARD, 2)
+    I0, I1 = (Action(ActionKind.BACKWARD_INPUT, number) for number in range(2))
     start = steps.index(I0)
-    assert steps[start : start + 4] == [I0, Batch(None, (Message(1, 0, I1),)), W0, F2]
+    assert steps[start : start + 4] == [I0, Batch(None, (StageMessage(1, 0, I1),)), W0, F2]
 
 
 def test_nothing_is_sent_where_the_pipeline_turns():
-    first, second = (Action(Kind.FORWARD, 0, chunk) for chunk in range(2))
-    assert plan_steps([[first, second]] * 2, StageMap(2, 2, turns=True)) == [
-        [first, Batch(Message(0, 1, first), (Message(1, 0, second),)), second],
-        [Batch(None, (Message(0, 1, first),)), first, second, Batch(Message(1, 0, second))],
+    first, second = (Action(ActionKind.FORWARD, 0, chunk) for chunk in range(2))
+    assert plan_steps([[first, second]] * 2, StageMap(2, 2, v_shaped=True)) == [
+        [first, Batch(StageMessage(0, 1, first), (StageMessage(1, 0, second),)), second],
+        [Batch(None, (StageMessage(0, 1, first),)), first, second, Batch(StageMessage(1, 0, second))],
     ]

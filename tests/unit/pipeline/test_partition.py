@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.partition import layers_of_stages
+from megalite.config.stage_layers import layers_of_stages
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))

@@ -4,11 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.pipeline.action import Kind
-from megalite.pipeline.messages import plan_steps
-from megalite.pipeline.schedule import SCHEDULES
-from megalite.pipeline.simulate import run_steps, simulate
-from megalite.pipeline.timing import compute_times
+from megalite.pipeline.messages import compute_times, plan_steps
+from megalite.pipeline.schedules import SCHEDULES, ActionKind, actions_by_rank, peak_in_flight
+from megalite.pipeline.simulator import run_steps, simulate
 
 SIZES = st.tuples(st.integers(1, 8), st.integers(1, 20), st.integers(2, 4))
 """Ranks, microbatches, chunks of a schedule that lets the user choose."""
@@ -33,20 +31,21 @@ def stage_map(name, sizes):
     return SCHEDULES[name].stage_map(sizes[0], sizes[2])
 
 
-def actions_of(order, stages, num_microbatches):
-    return [order(rank, stages, num_microbatches) for rank in range(stages.num_ranks)]
-
-
 def timeline_of(name, sizes, lengths):
     """Runs a training step whose actions take a time by kind."""
     stages = stage_map(name, sizes)
-    actions = actions_of(SCHEDULES[name].train, stages, sizes[1])
+    actions = actions_by_rank(SCHEDULES[name].train, stages, sizes[1])
     return simulate(actions, stages, lambda rank, action: lengths[action.kind])
 
 
 def usual(forward=1, backward=2):
     half = backward / 2
-    return dict(zip(Kind, (forward, backward, half, half), strict=True))
+    return dict(zip(ActionKind, (forward, backward, half, half), strict=True))
+
+
+def bubble_to_work(timeline):
+    """Idle time over busy time, the papers' (p - 1) / m for 1F1B."""
+    return 1 / (1 - timeline.bubble_fraction) - 1
 
 
 def test_every_schedule_is_tested():
@@ -60,7 +59,7 @@ def test_time_and_bubble_are_the_papers(name, sizes, forward, backward):
     timeline = timeline_of(name, sizes, usual(forward, backward))
     assert timeline.makespan == (num_microbatches + num_ranks - 1) * (forward + backward)
     assert timeline.bubble_fraction == pytest.approx((num_ranks - 1) / (num_microbatches + num_ranks - 1))
-    assert timeline.bubble_to_work == pytest.approx((num_ranks - 1) / num_microbatches)
+    assert bubble_to_work(timeline) == pytest.approx((num_ranks - 1) / num_microbatches)
 
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 5), st.integers(1, 2))
@@ -69,7 +68,7 @@ def test_chunks_divide_the_bubble(sizes, num_groups, forward, ratio):
     num_ranks, _, num_chunks = sizes
     sizes = (num_ranks, num_groups * num_ranks, num_chunks)
     timeline = timeline_of("interleaved", sizes, usual(forward, ratio * forward))
-    assert timeline.bubble_to_work == pytest.approx((num_ranks - 1) / (num_chunks * sizes[1]))
+    assert bubble_to_work(timeline) == pytest.approx((num_ranks - 1) / (num_chunks * sizes[1]))
 
 
 @given(SIZES)
@@ -77,7 +76,7 @@ def test_any_number_of_microbatches_that_feeds_all_ranks_will_do(sizes):
     num_ranks, num_microbatches, num_chunks = sizes
     num_microbatches += num_ranks
     timeline = timeline_of("interleaved", (num_ranks, num_microbatches, num_chunks), usual())
-    assert timeline.bubble_to_work == pytest.approx((num_ranks - 1) / (num_chunks * num_microbatches))
+    assert bubble_to_work(timeline) == pytest.approx((num_ranks - 1) / (num_chunks * num_microbatches))
 
 
 @given(SIZES)
@@ -86,7 +85,7 @@ def test_apart_weight_gradients_leave_a_third_of_the_bubble(sizes):
     num_ranks, num_microbatches, _ = sizes
     num_microbatches += num_ranks
     timeline = timeline_of("zb-h1", (num_ranks, num_microbatches, 1), usual())
-    assert timeline.bubble_to_work == pytest.approx((num_ranks - 1) / (3 * num_microbatches))
+    assert bubble_to_work(timeline) == pytest.approx((num_ranks - 1) / (3 * num_microbatches))
 
 
 @given(SIZES)
@@ -110,10 +109,22 @@ def test_peak_in_flight(name, sizes):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_the_registry_agrees_with_the_actions(name):
+    """On 4 ranks: whether the backward is split, and whether the peak in flight grows with microbatches."""
+    schedule, stages = SCHEDULES[name], SCHEDULES[name].stage_map(4)
+    few, many = (actions_by_rank(schedule.train, stages, number) for number in (16, 32))
+    kinds = {action.kind for own in few for action in own}
+    backwards = {ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
+    assert kinds - {ActionKind.FORWARD} == (backwards if schedule.splits_backward else {ActionKind.BACKWARD})
+    grows = [peak_in_flight(more) > peak_in_flight(less) for more, less in zip(many, few, strict=True)]
+    assert grows == [schedule.keeps_all_microbatches] * 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(SIZES)
 def test_gradients_add_up_in_the_order_of_microbatches(name, sizes):
     stages = stage_map(name, sizes)
-    for actions in actions_of(SCHEDULES[name].train, stages, sizes[1]):
+    for actions in actions_by_rank(SCHEDULES[name].train, stages, sizes[1]):
         kinds = {action.kind for action in actions}
         for kind in kinds:
             for chunk in range(stages.num_chunks):
@@ -129,7 +140,7 @@ def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
     """One queue of rendezvous a rank takes no longer than messages that are never in each other's way."""
     stages = stage_map(name, sizes)
     order = SCHEDULES[name].evaluate if evaluates else SCHEDULES[name].train
-    actions = actions_of(order, stages, sizes[1])
+    actions = actions_by_rank(order, stages, sizes[1])
 
     def duration(rank, action):
         return action.kind.units
@@ -150,7 +161,7 @@ def test_no_speed_of_any_rank_makes_a_deadlock(name, evaluates, data, sizes):
     stages = stage_map(name, sizes)
     order = SCHEDULES[name].evaluate if evaluates else SCHEDULES[name].train
     random = data.draw(st.randoms(use_true_random=False))
-    actions = actions_of(order, stages, sizes[1])
+    actions = actions_by_rank(order, stages, sizes[1])
     timeline = simulate(actions, stages, lambda rank, action: random.choice((0, 1, 5, 100)))
     assert [[slot.action for slot in row] for row in timeline.slots] == actions
 
@@ -162,7 +173,7 @@ def test_a_slow_stage_sets_the_pace(name, data, sizes):
     num_ranks, num_microbatches, _ = sizes
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=num_ranks, max_size=num_ranks))
     stages = stage_map(name, sizes)
-    actions = actions_of(SCHEDULES[name].train, stages, num_microbatches)
+    actions = actions_by_rank(SCHEDULES[name].train, stages, num_microbatches)
     timeline = simulate(actions, stages, lambda rank, action: lengths[rank])
     ways_in = [sum(lengths[:rank]) for rank in range(num_ranks)]
     least = [2 * (num_microbatches * own + way) for own, way in zip(lengths, ways_in, strict=True)]
@@ -178,7 +189,7 @@ def test_an_evaluation_streams_through(name, sizes):
     if name == "interleaved" and num_microbatches < num_ranks:
         num_microbatches += num_ranks
     stages = stage_map(name, sizes)
-    actions = actions_of(SCHEDULES[name].evaluate, stages, num_microbatches)
+    actions = actions_by_rank(SCHEDULES[name].evaluate, stages, num_microbatches)
     timeline = simulate(actions, stages, lambda rank, action: 1)
     work = num_microbatches * stages.num_chunks
     if name == "zb-v":

@@ -5,16 +5,14 @@ import sys
 
 import pytest
 
-from megalite.pipeline.action import Action, Kind
-from megalite.pipeline.messages import Batch, Message
-from megalite.pipeline.schedule import one_f_one_b
-from megalite.pipeline.simulate import ScheduleError, peak_in_flight, run_steps, simulate
-from megalite.pipeline.stages import StageMap
+from megalite.pipeline.messages import Batch, StageMessage
+from megalite.pipeline.schedules import Action, ActionKind, StageMap, one_f_one_b, peak_in_flight
+from megalite.pipeline.simulator import ScheduleError, run_steps, simulate
 
-F0, F1, F2 = (Action(Kind.FORWARD, number) for number in range(3))
-B0, B1 = (Action(Kind.BACKWARD, number) for number in range(2))
-I0, I1 = (Action(Kind.BACKWARD_INPUT, number) for number in range(2))
-W0, W1 = (Action(Kind.BACKWARD_WEIGHT, number) for number in range(2))
+F0, F1, F2 = (Action(ActionKind.FORWARD, number) for number in range(3))
+B0, B1 = (Action(ActionKind.BACKWARD, number) for number in range(2))
+I0, I1 = (Action(ActionKind.BACKWARD_INPUT, number) for number in range(2))
+W0, W1 = (Action(ActionKind.BACKWARD_WEIGHT, number) for number in range(2))
 
 
 def run(*actions, duration=lambda rank, action: 1):
@@ -41,10 +39,10 @@ def test_a_send_does_not_stop_the_sender_until_two_are_under_way():
 
 def test_a_batch_is_over_when_all_of_it_has_moved():
     """As on NCCL, where a batch is one operation: rank 1 gets microbatch 1 once rank 2 takes microbatch 0."""
-    first, second = Message(1, 2, F0), Message(0, 1, F1)
+    first, second = StageMessage(1, 2, F0), StageMessage(0, 1, F1)
     steps = [
-        [F0, Batch(Message(0, 1, F0)), F1, Batch(second)],
-        [Batch(None, (Message(0, 1, F0),)), F0, Batch(first, (second,)), F1],
+        [F0, Batch(StageMessage(0, 1, F0)), F1, Batch(second)],
+        [Batch(None, (StageMessage(0, 1, F0),)), F0, Batch(first, (second,)), F1],
         [B0, Batch(None, (first,)), F0],
     ]
     slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
@@ -53,7 +51,7 @@ def test_a_batch_is_over_when_all_of_it_has_moved():
 
 def test_batches_keep_one_queue():
     """Rank 0 sends rank 2, which is long busy, then rank 1, which is free and waits all the same."""
-    late, soon = Message(0, 2, F1), Message(0, 1, F0)
+    late, soon = StageMessage(0, 2, F1), StageMessage(0, 1, F0)
     steps = [[F2, Batch(late), Batch(soon)], [Batch(None, (soon,)), F0], [B0, Batch(None, (late,)), F1]]
     slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
     assert slots[1][0].start == 10
@@ -61,7 +59,7 @@ def test_batches_keep_one_queue():
 
 def test_a_rank_waits_for_the_second_to_last_batch():
     """It computes its third action, but has to wait with the message behind that."""
-    messages = [Message(0, 1, action) for action in (F0, F1, F2)]
+    messages = [StageMessage(0, 1, action) for action in (F0, F1, F2)]
     steps = [
         [F0, Batch(messages[0]), F1, Batch(messages[1]), F2, Batch(messages[2]), B0],
         [B1, *(step for m in messages for step in (Batch(None, (m,)), m.reader))],
@@ -72,8 +70,8 @@ def test_a_rank_waits_for_the_second_to_last_batch():
 
 def test_crossed_order():
     steps = [
-        [F0, Batch(Message(0, 1, F0)), F1, Batch(Message(0, 1, F1))],
-        [Batch(None, (Message(0, 1, F1),)), F1, Batch(None, (Message(0, 1, F0),)), F0],
+        [F0, Batch(StageMessage(0, 1, F0)), F1, Batch(StageMessage(0, 1, F1))],
+        [Batch(None, (StageMessage(0, 1, F1),)), F1, Batch(None, (StageMessage(0, 1, F0),)), F0],
     ]
     with pytest.raises(
         ScheduleError, match="sends rank 1 the input of forward 0, which expects that of forward 1"
@@ -83,22 +81,22 @@ def test_crossed_order():
 
 def test_a_receive_in_front_of_a_send_on_both_sides():
     steps = [
-        [Batch(None, (Message(1, 0, F0),)), F0, Batch(Message(0, 1, F1))],
-        [Batch(None, (Message(0, 1, F1),)), F1, Batch(Message(1, 0, F0))],
+        [Batch(None, (StageMessage(1, 0, F0),)), F0, Batch(StageMessage(0, 1, F1))],
+        [Batch(None, (StageMessage(0, 1, F1),)), F1, Batch(StageMessage(1, 0, F0))],
     ]
     with pytest.raises(ScheduleError) as error:
         run_steps(steps, lambda rank, action: 1)
     assert str(error.value) == (
-        "no rank can go on: rank 0 waits for rank 1 to give the input of forward 0; "
-        "rank 1 waits for rank 0 to give the input of forward 1"
+        "deadlock: rank 0 waits for rank 1 to send the input of forward 0; "
+        "rank 1 waits for rank 0 to send the input of forward 1"
     )
 
 
 def test_a_message_that_nobody_takes():
     with pytest.raises(
-        ScheduleError, match="rank 0 waits for rank 1 to take the input of forward 0; rank 1 is done"
+        ScheduleError, match="rank 0 waits for rank 1 to receive the input of forward 0; rank 1 is done"
     ):
-        run_steps([[F0, Batch(Message(0, 1, F0))], []], lambda rank, action: 1)
+        run_steps([[F0, Batch(StageMessage(0, 1, F0))], []], lambda rank, action: 1)
 
 
 def test_backward_before_forward():
@@ -147,5 +145,5 @@ def test_a_rank_that_has_less_to_do():
 
 
 def test_nothing_here_needs_torch():
-    program = "import sys, megalite.pipeline.picture; sys.exit('torch' in sys.modules)"
+    program = "import sys, megalite.pipeline.schedule_plot; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

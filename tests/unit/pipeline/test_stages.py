@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.stages import StageMap
+from megalite.pipeline.schedules import StageMap
 
 MAPS = st.builds(StageMap, st.integers(1, 9), st.integers(1, 5), st.booleans())
 
@@ -20,7 +20,7 @@ def test_each_stage_is_one_chunk_of_one_rank(stages):
 def test_neighbouring_stages_are_on_neighbouring_ranks(stages):
     ranks = [stages.holder_of(stage)[0] for stage in range(stages.num_stages)]
     steps = [after - before for before, after in pairwise(ranks)]
-    if stages.turns:
+    if stages.v_shaped:
         assert all(abs(step) <= 1 for step in steps)
     else:
         assert all(step % stages.num_ranks == 1 % stages.num_ranks for step in steps)
@@ -31,7 +31,7 @@ def test_neighbouring_stages_are_on_neighbouring_ranks(stages):
     [
         (StageMap(3), [[0], [1], [2]]),
         (StageMap(2, 3), [[0, 2, 4], [1, 3, 5]]),
-        (StageMap(3, 2, turns=True), [[0, 5], [1, 4], [2, 3]]),
+        (StageMap(3, 2, v_shaped=True), [[0, 5], [1, 4], [2, 3]]),
     ],
 )
 def test_stages_of_ranks(stages, of_ranks):

@@ -1,4 +1,4 @@
-"""What is advised to a run that has no memory left is what the planner says of it with those flags."""
+"""Advice to a run out of memory: its numbers are those of the planner with the advised flags."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.cli import parse
 from megalite.config import Config
+from megalite.config.command_line import parse
+from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes
-from megalite.plan.cluster import Cluster
-from megalite.plan.gpu import GPUS
-from megalite.plan.job import Job
-from megalite.plan.memory import rank_memories
-from megalite.plan.program import own_program
+from megalite.plan.planned_run import Cluster, PlannedRun, own_program
+from megalite.plan.rank_memory import rank_memories
 
 RUN = "--mock-data --train-iters 10 --lr 1e-4 --attention-dropout 0 --bf16"
 DEVICE = Device(80e9, 2.2e9)
@@ -26,10 +24,10 @@ def config_of(line: str) -> Config:
 
 
 def totals(config: Config, world_size: int) -> list[float]:
-    """Of each pipeline rank, asked of the planner itself."""
+    """Return the planned memory of each pipeline rank."""
     gpu = replace(GPUS["a100-80"], residual_gb=DEVICE.residual_bytes / 1e9)
-    job = Job(config, Cluster(gpu, world_size, 8, 300, 25), own_program(config.model))
-    return [memory.total for memory in rank_memories(job)]
+    run = PlannedRun(config, Cluster(gpu, world_size, 8, 300, 25), own_program(config.model))
+    return [memory.total for memory in rank_memories(run)]
 
 
 LINES = [
@@ -55,14 +53,14 @@ def test_figures_are_the_planners(line: str, world_size: int) -> None:
 @pytest.mark.parametrize(("line", "world_size"), LINES)
 def test_none_of_the_others_would_save_more(line: str, world_size: int) -> None:
     config = config_of(line)
-    told = advise(config, world_size, 0, DEVICE).remedies
-    assert [saved for _, saved in told] == sorted((saved for _, saved in told), reverse=True)
-    kinds = {change.kind for change, _ in told}
-    assert len(kinds) == len(told)
+    message = advise(config, world_size, 0, DEVICE).remedies
+    assert [saved for _, saved in message] == sorted((saved for _, saved in message), reverse=True)
+    kinds = {change.kind for change, _ in message}
+    assert len(kinds) == len(message)
     for change in changes(config, world_size):
         if change.kind not in kinds and change.world_size is None:
             saved = totals(config, world_size)[0] - totals(change.config, world_size)[0]
-            assert saved <= told[-1].saved
+            assert saved <= message[-1].saved
 
 
 def test_what_is_on_already_or_refused_is_not_advised() -> None:
@@ -70,8 +68,8 @@ def test_what_is_on_already_or_refused_is_not_advised() -> None:
         "--num-layers 2 --hidden-size 6144 --num-attention-heads 3 --seq-length 2048 --vocab-size 500 "
         "--recompute-granularity full --micro-batch-size 1"
     )
-    told = advise(config, 1, 0, DEVICE).remedies
-    assert [remedy.change.flags for remedy in told] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
+    message = advise(config, 1, 0, DEVICE).remedies
+    assert [remedy.change.flags for remedy in message] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
     flags = {change.flags for change in changes(config, 1)}
     assert flags == {"--tp 2", "--pp 2"}
 
@@ -79,9 +77,9 @@ def test_what_is_on_already_or_refused_is_not_advised() -> None:
 def test_lines_say_what_takes_it_and_what_would_help() -> None:
     line, world_size = LINES[0]
     first, *rest = advise(config_of(line), world_size, 0, DEVICE).lines()
-    assert first.startswith("the plan's estimate for this rank is ")
+    assert first.startswith("the planned memory of this rank is ")
     assert first.index("activations") < first.index("optimizer") < first.index("weights")
-    assert [text.split(" would take ")[0] for text in rest] == [
+    assert [text.split(" would save ")[0] for text in rest] == [
         "--recompute-granularity full",
         "--sequence-parallel",
         "--micro-batch-size 2",

@@ -1,4 +1,4 @@
-"""The planner's command line: what it prints, and what it says of mistakes."""
+"""The command line of the planner: its output, and its errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from megalite.errors import UserError
-from megalite.plan.answer import answer
-from megalite.plan.layout import with_even_stages
-from megalite.plan.request import read_request
+from megalite.plan.layout_fields import with_even_stages
+from megalite.plan.plan_report import answer
+from megalite.plan.plan_request import read_request
 
 CONTRACT = {
     "parameters",
@@ -54,7 +54,7 @@ def test_the_object_of_one_layout() -> None:
 
 def test_it_needs_no_torch() -> None:
     program = (
-        "import sys; from megalite.plan.answer import answer; "
+        "import sys; from megalite.plan.plan_report import answer; "
         f"list(answer({['--json', *SMALL.split()]!r})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -93,7 +93,7 @@ def test_what_is_assumed_is_said_and_started() -> None:
 
 
 def test_scores_in_memory_cost_memory() -> None:
-    """Megatron-LM of 2021 keeps them for backward; this program makes them again, block by block."""
+    """Check that Megatron-LM of 2021 saves the scores for backward; megalite recomputes them in blocks."""
     theirs, ours = plan(f"{SMALL} --program megatron-2021"), plan(f"{SMALL} --attention-dropout 0.1")
     kept = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in (theirs, ours)]
     assert kept[0] > 1.2 * kept[1]
@@ -111,15 +111,15 @@ def test_layers_that_stages_do_not_divide() -> None:
     [
         (
             SMALL.replace("a100-80", "a101"),
-            ["--gpu a101", "a100-80, a800-80", "--gpu-set", "megalite/plan/gpu.py"],
+            ["--gpu a101", "a100-80, a800-80", "--gpu-set", "megalite/hardware/gpus.py"],
         ),
         (SMALL.replace("--gpu a100-80", ""), ["--gpu is missing"]),
-        (f"{SMALL} --gpu-set speed=3", ["no 'speed'", "tflops"]),
-        (f"{SMALL} --gpu-set tflops=fast", ["tflops=fast", "no number above 0"]),
+        (f"{SMALL} --gpu-set speed=3", ["'speed' is not a figure of a GPU", "tflops"]),
+        (f"{SMALL} --gpu-set tflops=fast", ["tflops=fast", "not a number above 0"]),
         (f"{SMALL} --tp 5", ["--tp 5"]),
         (f"{SMALL} --frobnicate", ["unknown flag --frobnicate"]),
         (SMALL.replace("--padded-vocab-size 51200", ""), ["--padded-vocab-size"]),
-        (f"{SMALL} --watts -3", ["no number above 0"]),
+        (f"{SMALL} --watts -3", ["not a number above 0"]),
         (f"{SMALL.replace('--global-batch-size 64', '')} --search", ["--global-batch-size"]),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
         list(answer(words.split()))
     text = str(caught.value)
     assert "GB too much" in text
-    assert "--world-size 64 would hold it" in text
+    assert "; pass --world-size 64" in text
 
 
 def test_a_single_gpu_is_far_too_small() -> None:
@@ -169,7 +169,7 @@ def test_a_single_gpu_is_far_too_small() -> None:
         UserError, match=r"no layout fits 1 GPU of 16\.5 GB: .* 3354\.4 GB too much"
     ) as caught:
         list(answer(line.split()))
-    assert "--world-size 512 would hold it" in str(caught.value)
+    assert "; pass --world-size 512" in str(caught.value)
 
 
 def test_a_layout_that_does_not_fit_has_no_command() -> None:
@@ -195,12 +195,12 @@ def test_the_text_says_the_same() -> None:
         assert word in text
     table = lines(f"{SMALL} --search --top 3 --tp 2 --pp 2")
     assert "layouts fit" in table
-    assert "refused, as:" in table
+    assert "are rejected, for example: " in table
     assert table.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
 
 
 def test_another_program_s_run() -> None:
-    """DeepSpeed's two gradients in bf16, its communication buffers, and what it cannot know of this one."""
+    """Check DeepSpeed's two gradients in bf16, its communication buffers, and the note."""
     line = f"{SMALL} --tp 2 --pp 2 --bf16"
     own, other = plan(line), plan(f"{line} --program megatron-deepspeed")
     extra = (
@@ -215,8 +215,8 @@ def test_another_program_s_run() -> None:
 def test_a_model_with_rotary_positions_is_planned_without_attention_dropout() -> None:
     line = f"{SMALL} --tp 2 --recompute-granularity full"
     assert plan(line)["assumed"] == []
-    (told,) = plan(f"{line} --position-embedding-type rope")["assumed"]
-    assert told.startswith("--attention-dropout 0, as models with rotary positions are trained")
+    (message,) = plan(f"{line} --position-embedding-type rope")["assumed"]
+    assert message.startswith("--attention-dropout 0, as is usual with rotary positions: ")
     assert plan(f"{line} --position-embedding-type rope --attention-dropout 0.1")["assumed"] == []
 
 
@@ -231,14 +231,14 @@ def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
     rows = table[table.index(header) + 1 :][:2]
     for row, layout in zip(rows, layouts, strict=True):
         days, hours, _, price = (float(word.replace(",", "")) for word in row.split()[5:9])
-        told = (layout["days"], layout["gpu_hours"], layout["price"])
-        assert (days, hours, price) == pytest.approx(told, rel=1e-3)
-    assert "of 15 trillion tokens; price in the currency of --price-per-gpu-hour 1.5" in "\n".join(table)
+        message = (layout["days"], layout["gpu_hours"], layout["price"])
+        assert (days, hours, price) == pytest.approx(message, rel=1e-3)
+    assert "for 15 trillion tokens; price in the currency of --price-per-gpu-hour 1.5" in "\n".join(table)
     assert "days" not in lines(f"{SMALL} --search --top 2")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"),
+    ("tokens", "message"),
     [
         ("15e12", "15 trillion tokens"),
         ("300e9", "300 billion tokens"),
@@ -246,9 +246,9 @@ def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
         ("4096", "4,096 tokens"),
     ],
 )
-def test_no_number_is_told_in_exponents(tokens: str, told: str) -> None:
+def test_no_number_is_told_in_exponents(tokens: str, message: str) -> None:
     text = lines(f"{SMALL} --tp 2 --train-tokens {tokens} --watts 600 --price-per-gpu-hour 1.5")
-    assert f"whole run      {told}: " in text
+    assert f"whole run      {message}: " in text
     assert not re.search(r"\de[+-]\d", text)
     (price,) = [line for line in text.splitlines() if line.startswith("price")]
     assert price.endswith(" in the currency of --price-per-gpu-hour 1.5")
@@ -261,7 +261,7 @@ def test_a_tiny_model_has_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--price-per-gpu-hour 2", "--price-per-gpu-hour 2 has no effect: the run has no length"),
         ("--watts 600", "--watts 600 has no effect: the run has no length"),
@@ -269,13 +269,13 @@ def test_a_tiny_model_has_parameters() -> None:
         ("--top 3", "--top 3 has no effect without --search"),
     ],
 )
-def test_an_option_without_effect_is_named(words: str, told: str) -> None:
-    assert f"note: {told}" in lines(f"{SMALL} --tp 2 {words}")
-    assert any(notice.startswith(told) for notice in plan(f"{SMALL} --tp 2 {words}")["notices"])
+def test_an_option_without_effect_is_named(words: str, message: str) -> None:
+    assert f"note: {message}" in lines(f"{SMALL} --tp 2 {words}")
+    assert any(notice.startswith(message) for notice in plan(f"{SMALL} --tp 2 {words}")["notices"])
 
 
 DRIVER_GIB = 0.6
-"""That a GPU's memory loses to its driver."""
+"""GPU memory that the driver uses."""
 
 
 def test_a_layout_that_nearly_fills_the_memory_is_marked() -> None:

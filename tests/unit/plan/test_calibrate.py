@@ -1,4 +1,4 @@
-"""Measuring this machine: what comes out is a kind of GPU that a plan can be made with."""
+"""Measurement of this machine: the result is a type of GPU that plans can use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from megalite.plan.answer import answer
 from megalite.plan.calibrate import measured_gpu
+from megalite.plan.plan_report import answer
 
 
 @pytest.mark.slow

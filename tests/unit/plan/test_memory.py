@@ -1,4 +1,4 @@
-"""Planned memory against what the model keeps for real, and the ZeRO stages' formulas."""
+"""Planned memory, compared with the model's own tensors, and the formulas of the ZeRO stages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.model.stage import GPTStage
-from megalite.plan.memory import _stage_elements, rank_memories
-from megalite.plan.parameters import rank_parameters
-from megalite.plan.program import PROGRAMS, Program, in_dtype
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
+from megalite.plan.model_parameters import rank_parameters
+from megalite.plan.planned_run import PROGRAMS, Program, in_dtype
+from megalite.plan.rank_memory import _stage_elements, rank_memories
 from tests.live_bytes import LiveBytes
-from tests.unit.plan.test_parameters import job_of
+from tests.stages import build_stage
+from tests.unit.plan.test_parameters import run_of
 
 GPT = ModelConfig(
     num_layers=4,
@@ -44,16 +45,16 @@ RECOMPUTE = {
     "mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
 }
 SLACK = 0.04
-"""Statistics of norms and of the fused attention product."""
+"""Statistics of norms and of fused attention."""
 
 
 def _kept(topology: Topology, model: ModelConfig, num_layers: int, recompute: RecomputeConfig) -> float:
-    stage = GPTStage(model, topology, range(num_layers), seed=3, recompute=recompute)
+    stage = build_stage(model, topology, range(num_layers), seed=3, recompute=recompute)
     ids = torch.zeros(2, GPT.seq_length, dtype=torch.int64)
-    arguments = ids, ids, torch.arange(2), None
-    stage(*arguments)  # tables that are made once
+    microbatch = Microbatch(ids, ids, torch.arange(2))
+    stage(microbatch, None)  # tables that are made once
     with LiveBytes() as memory:
-        loss = stage(*arguments)
+        loss = stage(microbatch, None)
         kept = memory.count()
         del loss
     return kept / 8
@@ -72,12 +73,12 @@ QUICK = {("gpt", "nothing"), ("gpt, fused attention", "full"), ("llama", "parts"
 )
 def test_activations_are_those_that_the_model_keeps(name: str, mode: str, one_rank: Topology) -> None:
     model, recompute = MODELS[name], RECOMPUTE[mode]
-    job = job_of(model, 1, 1)
+    run = run_of(model, 1, 1)
     config = replace(
-        job.config, recompute=recompute, training=replace(job.config.training, micro_batch_size=2)
+        run.config, recompute=recompute, training=replace(run.config.training, micro_batch_size=2)
     )
-    job = replace(job, config=config)
-    planned = _stage_elements(job, 4) - _stage_elements(job, 2)
+    run = replace(run, config=config)
+    planned = _stage_elements(run, 4) - _stage_elements(run, 2)
     kept = _kept(one_rank, model, 4, recompute) - _kept(one_rank, model, 2, recompute)
     assert kept == pytest.approx(planned, rel=SLACK)
 
@@ -93,39 +94,39 @@ def test_activations_are_those_that_the_model_keeps(name: str, mode: str, one_ra
 )
 @pytest.mark.parametrize("dp", [2, 8])
 def test_bytes_of_a_parameter(zero_stage: int, bytes_of, dp: int) -> None:
-    job = job_of(replace(GPT, params_dtype="bf16"), 1, 1)
-    parallel = replace(job.config.parallel, zero_stage=zero_stage)
-    cluster = replace(job.cluster, world_size=dp)
-    job = replace(job, config=replace(job.config, parallel=parallel), cluster=cluster)
-    (memory,) = rank_memories(job)
+    run = run_of(replace(GPT, params_dtype="bf16"), 1, 1)
+    parallel = replace(run.config.parallel, zero_stage=zero_stage)
+    cluster = replace(run.cluster, world_size=dp)
+    run = replace(run, config=replace(run.config, parallel=parallel), cluster=cluster)
+    (memory,) = rank_memories(run)
     state = memory.weights + memory.gradients + memory.optimizer
-    assert state == pytest.approx(bytes_of(dp) * rank_parameters(job, 0))
+    assert state == pytest.approx(bytes_of(dp) * rank_parameters(run, 0))
 
 
 def test_the_first_stage_holds_the_most_microbatches() -> None:
-    memories = rank_memories(job_of(GPT, 1, 4))
+    memories = rank_memories(run_of(GPT, 1, 4))
     activations = [memory.activations for memory in memories]
     assert activations == [pytest.approx(activations[-1] * in_flight) for in_flight in (4, 3, 2, 1)]
     assert [memory.logits > 0 for memory in memories] == [False, False, False, True]
 
 
 def test_the_loss_holds_copies_of_the_logits() -> None:
-    job = job_of(replace(GPT, params_dtype="bf16"), 1, 1)
+    run = run_of(replace(GPT, params_dtype="bf16"), 1, 1)
     logits = []
     for size in (0, 4, 8):
         program = Program(fused_attention=False, logit_copy_bytes=size)
-        logits.append(rank_memories(replace(job, program=program))[0].logits)
+        logits.append(rank_memories(replace(run, program=program))[0].logits)
     assert logits == [pytest.approx(logits[0] * factor) for factor in (1, 3, 5)]
 
 
 @pytest.mark.parametrize(("dtype", "dp", "expected"), [("fp16", 2, 6), ("bf16", 2, 10), ("bf16", 1, 6)])
 def test_buckets_are_no_larger_than_the_gradients(dtype: str, dp: int, expected: int) -> None:
-    """DeepSpeed has three buckets, and with weights in bf16 one more of fp32 sums that replicas add up."""
+    """Check DeepSpeed's three buckets, and one more of fp32 sums with weights in bf16."""
     program = in_dtype(PROGRAMS["megatron-deepspeed"], dtype)
-    job = job_of(replace(GPT, params_dtype=dtype), 1, 1)
-    job = replace(job, cluster=replace(job.cluster, world_size=dp))
+    run = run_of(replace(GPT, params_dtype=dtype), 1, 1)
+    run = replace(run, cluster=replace(run.cluster, world_size=dp))
     no_buffers = replace(program, buffer_bytes=0.0, sum_buffer_bytes=0.0)
     with_buffers, without = (
-        rank_memories(replace(job, program=each))[0].workspace for each in (program, no_buffers)
+        rank_memories(replace(run, program=each))[0].workspace for each in (program, no_buffers)
     )
-    assert with_buffers - without == pytest.approx(expected * rank_parameters(job, 0))
+    assert with_buffers - without == pytest.approx(expected * rank_parameters(run, 0))

@@ -1,4 +1,4 @@
-"""Counts of parameters against the model itself, on meta tensors of any rank."""
+"""Numbers of parameters, compared with the model itself on meta tensors, for any rank."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ import pytest
 import torch
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.model.stage import GPTStage
-from megalite.pipeline.partition import layers_of_stages
-from megalite.plan.cluster import Cluster
-from megalite.plan.gpu import GPUS
-from megalite.plan.job import Job
-from megalite.plan.parameters import rank_parameters, total_parameters
-from megalite.plan.program import own_program
-from megalite.presets import PRESETS
-from megalite.topology import Topology
+from megalite.config.presets import PRESETS
+from megalite.config.stage_layers import layers_of_stages
+from megalite.distributed.topology import Topology
+from megalite.hardware.gpus import GPUS
+from megalite.plan.model_parameters import rank_parameters, total_parameters
+from megalite.plan.planned_run import Cluster, PlannedRun, own_program
+from tests.stages import build_stage
 
 GPU = GPUS["a100-80"]
 
 
-def job_of(model: ModelConfig, tp: int, pp: int) -> Job:
+def run_of(model: ModelConfig, tp: int, pp: int) -> PlannedRun:
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     config = Config(
         model=model, parallel=parallel, training=TrainingConfig(train_iters=1, global_batch_size=8)
     )
     cluster = Cluster(GPU, tp * pp, 8, GPU.node_gbps, GPU.network_gbps)
-    return Job(config, cluster, own_program(model))
+    return PlannedRun(config, cluster, own_program(model))
 
 
-def _built(job: Job, rank: int) -> int:
-    topology = Topology.fake(job.config.parallel, job.tp * job.pp, rank * job.tp)
+def _built(run: PlannedRun, rank: int) -> int:
+    topology = Topology.fake(run.config.parallel, run.tp * run.pp, rank * run.tp)
     with topology as fake, torch.device("meta"):
-        layers = layers_of_stages(job.config.model.num_layers, job.layers)[rank]
-        stage = GPTStage(job.config.model, fake, layers, seed=1, has_weights=False)
+        layers = layers_of_stages(run.config.model.num_layers, run.layers)[rank]
+        stage = build_stage(run.config.model, fake, layers, seed=1, has_weights=False)
         return sum(parameter.numel() for parameter in stage.parameters())
 
 
@@ -49,9 +47,9 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) -> None:
-    job = job_of(MODELS[name], tp, pp)
+    run = run_of(MODELS[name], tp, pp)
     for rank in range(pp):
-        assert rank_parameters(job, rank) == _built(job, rank)
+        assert rank_parameters(run, rank) == _built(run, rank)
 
 
 @pytest.mark.parametrize(
@@ -71,5 +69,5 @@ def test_published_sizes(preset: str, billions: float) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_whole_is_its_stages(name: str) -> None:
     model = replace(MODELS[name], untie_embeddings_and_output_weights=True)
-    job = job_of(model, 1, 4)
-    assert sum(rank_parameters(job, rank) for rank in range(4)) == total_parameters(model, 1)
+    run = run_of(model, 1, 4)
+    assert sum(rank_parameters(run, rank) for rank in range(4)) == total_parameters(model, 1)

@@ -1,4 +1,4 @@
-"""The planner against published runs: benchmarks/planner.py prints the table."""
+"""The planner, compared with published runs: benchmarks/planner.py prints the table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import planner_flags
 from benchmarks.planner import CASES, HELD_OUT_CASES, Comparison, compare, errors, lines, wrong_verdicts
-from megalite.plan.gpu import Gpu
-from megalite.plan.published import OTHER_NETWORKS, PROGRAM_OF
+from megalite.hardware.gpus import Gpu
+from megalite.plan.published_runs import OTHER_NETWORKS, PROGRAM_OF
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def test_memory_of_the_second_file(held_out: list[Comparison]) -> None:
 def test_no_run_is_in_both_files(comparisons: list[Comparison], held_out: list[Comparison]) -> None:
     names = [each.run.name for each in (*comparisons, *held_out)]
     assert len(set(names)) == len(names)
-    times = {each.run.seconds: each.run.job for each in comparisons}
-    assert all(times.get(each.run.seconds) != each.run.job for each in held_out)
+    times = {each.run.seconds: each.run.planned_run for each in comparisons}
+    assert all(times.get(each.run.seconds) != each.run.planned_run for each in held_out)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_memory_that_was_worked_out_is_compared_with_tensors_alone(held_out: lis
 
 
 def test_planned_by_their_flags_alone() -> None:
-    """As runs of this program, which keeps other things than theirs: memory is farther off than time."""
+    """Plan them as runs of megalite, which saves other tensors: memory is less accurate than time."""
     by_flags = planner_flags.compare(CASES)
     found = errors(by_flags, "time")
     assert median(found) < 0.10
@@ -112,7 +112,7 @@ def test_a_kind_of_gpu_has_a_dozen_constants() -> None:
 
 
 def test_every_source_that_has_a_program_of_its_own_is_in_the_table() -> None:
-    """A source that was renamed in the table alone would be planned as another program, without a word."""
+    """Check the names: a source that was renamed only in the table would be planned as another program."""
     with CASES.open(newline="", encoding="utf-8") as file:
         sources = {row["source"] for row in csv.DictReader(file)}
     assert all(any(source.startswith(name) for source in sources) for name in PROGRAM_OF)

@@ -1,4 +1,4 @@
-"""The parts that an iteration's time is made of."""
+"""The terms of an iteration's time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
-from megalite.plan.attention import attention_seconds
-from megalite.plan.cluster import Cluster
+from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import PROTOCOLS, Group
-from megalite.plan.gpu import GPUS
-from megalite.plan.iteration import time_iteration
-from megalite.plan.job import Job
-from megalite.plan.layer import layer_passes
-from megalite.plan.parameters import layer_parameters_of_rank, rank_parameters
-from megalite.plan.pipeline import _stages, least_seconds, makespan
-from megalite.plan.products import alignment_rate, product_seconds
-from megalite.plan.program import Program
-from megalite.plan.sharing import CONTENTION, TENSORS, exchange_seconds, gathering, replicas_of
-from megalite.plan.work import Work
+from megalite.plan.iteration_time import (
+    CONTENTION,
+    TENSORS,
+    _stages,
+    exchange_seconds,
+    least_seconds,
+    makespan,
+    replicas_of,
+    time_iteration,
+    zero3_work,
+)
+from megalite.plan.layer_time import (
+    WorkSeconds,
+    alignment_rate,
+    attention_seconds,
+    gemm_seconds,
+    layer_work,
+)
+from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters
+from megalite.plan.planned_run import Cluster, PlannedRun, Program
 
 GPU = GPUS["a100-80"]
 CLUSTER = Cluster(GPU, 64, 8, 300.0, 25.0)
@@ -28,30 +37,30 @@ MODEL = ModelConfig(
 )
 
 
-def job_of(cluster: Cluster = CLUSTER, batch: int = 256, **parallel) -> Job:
+def run_of(cluster: Cluster = CLUSTER, batch: int = 256, **parallel) -> PlannedRun:
     config = Config(
         model=MODEL,
         parallel=ParallelConfig(**parallel),
         training=TrainingConfig(train_iters=1, global_batch_size=batch),
     )
-    return Job(config, cluster, Program(fused_attention=True))
+    return PlannedRun(config, cluster, Program(fused_attention=True))
 
 
 def test_large_products_come_near_the_gpus_rate() -> None:
     size = 16384
-    rate = 2 * size**3 / product_seconds(GPU, size, size, size) / 1e12
+    rate = 2 * size**3 / gemm_seconds(GPU, size, size, size) / 1e12
     assert 0.9 * GPU.product_share * GPU.tflops < rate <= GPU.product_share * GPU.tflops
 
 
 def test_one_tile_more_than_a_wave_costs_a_wave() -> None:
     rows = 128 * GPU.num_sms
-    one, more = (product_seconds(GPU, m, 256, 8192) for m in (rows, rows + 128))
+    one, more = (gemm_seconds(GPU, m, 256, 8192) for m in (rows, rows + 128))
     assert more > 1.3 * one
 
 
 def test_thin_products_are_bound_by_memory() -> None:
     moved = 2 * (8 * 8192 + 8192 * 8192 + 8 * 8192)
-    assert product_seconds(GPU, 8, 8192, 8192) >= moved / (GPU.memory_gbps * 1e9)
+    assert gemm_seconds(GPU, 8, 8192, 8192) >= moved / (GPU.memory_gbps * 1e9)
 
 
 def test_rows_that_start_anywhere_are_slow() -> None:
@@ -78,31 +87,31 @@ def test_rings_over_nodes_share_the_adapters() -> None:
     ],
 )
 def test_many_microbatches_cost_what_the_whole_simulation_says(parallel) -> None:
-    job = job_of(replace(CLUSTER, world_size=8), batch=64, **parallel)
-    stages = _stages(job)
-    assert makespan(job, stages) == pytest.approx(makespan(job, stages, max_rounds=1000), rel=0.01)
-    assert least_seconds(job) <= makespan(job, stages) * 1.001
+    run = run_of(replace(CLUSTER, world_size=8), batch=64, **parallel)
+    stages = _stages(run)
+    assert makespan(run, stages) == pytest.approx(makespan(run, stages, max_rounds=1000), rel=0.01)
+    assert least_seconds(run) <= makespan(run, stages) * 1.001
 
 
 def test_the_bubble_is_the_papers() -> None:
-    job = job_of(replace(CLUSTER, world_size=4), batch=16, pipeline_model_parallel_size=4)
-    alike = [{kind: work * 1.0 for kind, work in _stages(job)[1].items()}] * 4
+    run = run_of(replace(CLUSTER, world_size=4), batch=16, pipeline_model_parallel_size=4)
+    alike = [{kind: work * 1.0 for kind, work in _stages(run)[1].items()}] * 4
     work = sum(each.seconds for each in alike[0].values()) * 16
-    assert makespan(job, alike) / work - 1 == pytest.approx(3 / 16)
+    assert makespan(run, alike) / work - 1 == pytest.approx(3 / 16)
 
 
 def test_choices_change_time_as_they_should() -> None:
-    base = time_iteration(job_of()).seconds
-    assert time_iteration(job_of(overlap_grad_reduce=False)).seconds > base
-    assert time_iteration(job_of(replace(CLUSTER, network_gbps=2.0))).seconds > base
-    assert time_iteration(job_of(zero_stage=3)).seconds > base
-    assert time_iteration(job_of(tensor_model_parallel_size=8)).work.tp > 0
-    written_out = replace(job_of(), program=Program(fused_attention=False))
-    assert time_iteration(written_out).work.attention > time_iteration(job_of()).work.attention
+    base = time_iteration(run_of()).seconds
+    assert time_iteration(run_of(overlap_grad_reduce=False)).seconds > base
+    assert time_iteration(run_of(replace(CLUSTER, network_gbps=2.0))).seconds > base
+    assert time_iteration(run_of(zero_stage=3)).seconds > base
+    assert time_iteration(run_of(tensor_model_parallel_size=8)).work.tp > 0
+    written_out = replace(run_of(), program=Program(fused_attention=False))
+    assert time_iteration(written_out).work.attention > time_iteration(run_of()).work.attention
 
 
 def test_parts_and_bubble_make_up_the_iteration() -> None:
-    time = time_iteration(job_of(pipeline_model_parallel_size=4, tensor_model_parallel_size=2))
+    time = time_iteration(run_of(pipeline_model_parallel_size=4, tensor_model_parallel_size=2))
     assert time.work.seconds + time.waiting == pytest.approx(time.seconds)
     assert 0 < time.bubble_fraction < 1
 
@@ -130,7 +139,7 @@ def test_all_reduce_has_the_measured_bandwidth(group: Group, measured: float) ->
 
 
 def test_small_messages_take_the_protocol_of_least_latency() -> None:
-    """The expected seconds are the formula of NCCL's src/graph/tuning.cc, by hand."""
+    """Compare with the formula of NCCL's src/graph/tuning.cc, computed by hand."""
     group = Group(H100_CLUSTER, 512, 1)
     assert (group.num_nodes, group.ranks_per_node) == (64, 8)
     low = 6.6e-6 + 448 * 1.0e-6 + 63 * 2.7e-6
@@ -144,7 +153,7 @@ def test_small_messages_take_the_protocol_of_least_latency() -> None:
 
 
 def test_two_nodes_sum_over_trees_at_twice_a_ring_s_rate() -> None:
-    """Each byte goes once each way between them; a ring over more nodes sends it twice."""
+    """Check that each byte is sent once in each direction; a ring over more nodes sends it twice."""
     two, four = (Group(H100_CLUSTER, size, 1).reduce_seconds(1e10) for size in (16, 32))
     assert 1.7 * two < four < 2.0 * two
 
@@ -156,20 +165,20 @@ def test_a_ring_over_one_adapter_has_its_rate() -> None:
 
 
 def test_messages_between_stages_are_split_over_tp() -> None:
-    whole = job_of(tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
+    whole = run_of(tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
     split = replace(whole, program=replace(whole.program, splits_messages=True))
     assert time_iteration(split).work.pp < time_iteration(whole).work.pp / 4
     assert time_iteration(split).work.tp > time_iteration(whole).work.tp  # they are gathered again
-    one = job_of(tensor_model_parallel_size=8)
+    one = run_of(tensor_model_parallel_size=8)
     assert time_iteration(replace(one, program=split.program)).seconds == time_iteration(one).seconds
 
 
 @pytest.mark.parametrize(("length", "measured"), [(2048, 298), (4096, 319), (8192, 333)])
 def test_fused_attention_has_the_measured_rate(length: int, measured: float) -> None:
-    """FlashAttention-2's forward on an H100, causal, heads of 128: Shah et al. 2024, figure 5."""
-    job = job_of(H100_CLUSTER)
-    config = replace(job.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
-    forward, backward = attention_seconds(replace(job, config=config))
+    """Compare with FlashAttention-2's causal forward on an H100, heads of 128: Shah et al. 2024, figure 5."""
+    run = run_of(H100_CLUSTER)
+    config = replace(run.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
+    forward, backward = attention_seconds(replace(run, config=config))
     operations = 4 * MODEL.num_attention_heads * length**2 * MODEL.head_dim / 2
     assert operations / forward / 1e12 == pytest.approx(measured, rel=0.15)
     assert backward == 2.5 * forward
@@ -177,18 +186,18 @@ def test_fused_attention_has_the_measured_rate(length: int, measured: float) -> 
 
 def test_short_samples_do_not_reach_the_rate_of_fused_attention() -> None:
     def rate(length: int) -> float:
-        job = job_of(H100_CLUSTER)
-        config = replace(job.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
-        return length**2 / attention_seconds(replace(job, config=config))[0]
+        run = run_of(H100_CLUSTER)
+        config = replace(run.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
+        return length**2 / attention_seconds(replace(run, config=config))[0]
 
     assert rate(512) / rate(16384) == pytest.approx(191 / 335, rel=0.15)  # as in figure 5
 
 
 def test_cudnn_is_faster_on_hopper_alone() -> None:
     for cluster, gain in ((CLUSTER, 1.0), (H100_CLUSTER, 1.6)):
-        job = job_of(cluster)
-        cudnn = replace(job, program=Program(fused_attention=True, cudnn_attention=True))
-        assert attention_seconds(job)[0] == pytest.approx(gain * attention_seconds(cudnn)[0])
+        run = run_of(cluster)
+        cudnn = replace(run, program=Program(fused_attention=True, cudnn_attention=True))
+        assert attention_seconds(run)[0] == pytest.approx(gain * attention_seconds(cudnn)[0])
 
 
 @pytest.mark.parametrize(
@@ -196,60 +205,60 @@ def test_cudnn_is_faster_on_hopper_alone() -> None:
     [("a100-80", (1024, 10240, 5120), 271.2), ("h100-80", (2048, 2048, 13312), 794.5)],
 )
 def test_no_product_is_faster_than_the_best_that_was_measured(gpu: str, shape, measured: float) -> None:
-    """Of products alone, on a cool GPU: stas00/ml-engineering, compute/accelerator/README.md."""
+    """Compare with GEMMs alone, on a cool GPU: stas00/ml-engineering, compute/accelerator/README.md."""
     m, n, k = shape
-    planned = 2 * m * n * k / product_seconds(GPUS[gpu], m, n, k) / 1e12
+    planned = 2 * m * n * k / gemm_seconds(GPUS[gpu], m, n, k) / 1e12
     assert 0.75 * measured < planned < measured
 
 
 def test_a_short_sum_costs_a_fast_gpu_more() -> None:
-    """A tile's start and end take as long whatever is multiplied in between."""
+    """Check that the start and end of a tile do not get faster with the multiplications."""
 
     def rate(gpu: str, k: int) -> float:
-        return k / product_seconds(GPUS[gpu], 16384, 6144, k)
+        return k / gemm_seconds(GPUS[gpu], 16384, 6144, k)
 
     h100, a100 = (rate(gpu, 1536) / rate(gpu, 16384) for gpu in ("h100-80", "a100-80"))
     assert 0.7 < h100 < a100 - 0.03 < 0.95
 
 
 def test_sums_of_gradients_hide_under_the_product_that_makes_them() -> None:
-    job = job_of()
-    fused = replace(job, program=replace(job.program, fused_accumulation=True))
-    assert layer_passes(fused).backward_weight.passes == 0 < layer_passes(job).backward_weight.passes
-    config = job_of(gradient_accumulation_fusion=False).config
-    assert layer_passes(replace(fused, config=config)).backward_weight.passes > 0
+    run = run_of()
+    fused = replace(run, program=replace(run.program, fused_accumulation=True))
+    assert layer_work(fused).backward_weight.memory_bound == 0 < layer_work(run).backward_weight.memory_bound
+    config = run_of(gradient_accumulation_fusion=False).config
+    assert layer_work(replace(fused, config=config)).backward_weight.memory_bound > 0
 
 
 def test_old_programs_wait_for_all_of_tp_in_backward() -> None:
-    job = job_of(tensor_model_parallel_size=8)
-    old = replace(job, program=replace(job.program, tp_hidden_share=0.0))
-    assert layer_passes(old).backward_input.tp == 2 * layer_passes(job).backward_input.tp
+    run = run_of(tensor_model_parallel_size=8)
+    old = replace(run, program=replace(run.program, tp_hidden_share=0.0))
+    assert layer_work(old).backward_input.tp == 2 * layer_work(run).backward_input.tp
 
 
 def test_slices_for_every_replica_cost_the_host() -> None:
-    job = job_of(zero_stage=1)
-    slices = replace(job, program=replace(job.program, copies_slices=True))
-    assert exchange_seconds(job, 1.0).launch == 0
+    run = run_of(zero_stage=1)
+    slices = replace(run, program=replace(run.program, copies_slices=True))
+    assert exchange_seconds(run, 1.0).launch == 0
     expected = TENSORS * MODEL.num_layers * 64 * 14e-6
     assert exchange_seconds(slices, 1.0).launch == pytest.approx(expected)
 
 
 def test_the_last_bucket_is_never_hidden() -> None:
-    job = job_of()
-    one = replace(job, config=job_of(ddp_bucket_size=10**12).config)
-    assert exchange_seconds(one, 1e9).dp > exchange_seconds(job, 1e9).dp > 0
+    run = run_of()
+    one = replace(run, config=run_of(ddp_bucket_size=10**12).config)
+    assert exchange_seconds(one, 1e9).dp > exchange_seconds(run, 1e9).dp > 0
 
 
 def test_recomputation_hides_the_gathering_of_weights() -> None:
-    job = job_of(replace(CLUSTER, network_gbps=2.0), zero_stage=3)
-    config = replace(job.config, recompute=RecomputeConfig(recompute_granularity="full"))
-    assert time_iteration(replace(job, config=config)).work.dp < time_iteration(job).work.dp
+    run = run_of(replace(CLUSTER, network_gbps=2.0), zero_stage=3)
+    config = replace(run.config, recompute=RecomputeConfig(recompute_granularity="full"))
+    assert time_iteration(replace(run, config=config)).work.dp < time_iteration(run).work.dp
 
 
 def test_the_first_gathering_is_never_hidden() -> None:
-    job = job_of(zero_stage=3)
-    group, layer = replicas_of(job), layer_parameters_of_rank(job)
-    rest = rank_parameters(job, 0) - MODEL.num_layers * layer
+    run = run_of(zero_stage=3)
+    group, layer = replicas_of(run), layer_parameters_of_rank(run)
+    rest = rank_parameters(run, 0) - MODEL.num_layers * layer
     first, layers = group.gather_seconds(2 * rest), MODEL.num_layers * group.gather_seconds(2 * layer)
-    forward, _ = gathering(job, MODEL.num_layers, Work(products=1e6), Work(products=1e6))
+    forward, _ = zero3_work(run, MODEL.num_layers, WorkSeconds(gemms=1e6), WorkSeconds(gemms=1e6))
     assert forward.dp == pytest.approx(first + CONTENTION * layers)

@@ -1,4 +1,4 @@
-"""Figures and a one-rank topology to tell them from."""
+"""Provide metrics, a one-rank topology and a lost lease."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from megalite.checkpoint import lease as lease_module
 from megalite.checkpoint.lease import HeldLease
 from megalite.config import ParallelConfig
-from megalite.topology import Launch, Topology
+from megalite.distributed.topology import Launch, Topology
 from megalite.train.telemetry.metrics import IterationMetrics
 
 
@@ -47,8 +47,8 @@ def topology() -> Iterator[Topology]:
 
 @pytest.fixture
 def lost_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldLease]:
-    """A lease on a folder that another run has taken over."""
-    monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.0)
+    """Return a lease on a folder that another run has taken over."""
+    monkeypatch.setattr(lease_module, "_CHECK_SECONDS", 0.0)
     lease = HeldLease.take(tmp_path / "save")
     (tmp_path / "save" / lease.name).rename(tmp_path / "save" / "lease.2")
     yield lease

@@ -1,4 +1,4 @@
-"""Model FLOPs against torch's counter on transformers' models, and the table of peaks."""
+"""Test model FLOPs against torch's counter on transformers' models, and the table of peaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
-from megalite.train.telemetry.flops import flops_per_token, peak_tflops, peak_tflops_of
+from megalite.hardware.gpus import peak_tflops, peak_tflops_of
+from megalite.plan.model_flops import flops_per_token
 
 GPT = ModelConfig(
     num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=96, pad_vocab_size_to=96

@@ -1,4 +1,4 @@
-"""A disk that fills up under a run's lesser outputs does not end it; they are written once there is room."""
+"""Test that a full disk does not end a run, and that its outputs are written once there is space."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config import LoggingConfig
-from megalite.topology import Topology
-from megalite.train.profiler import profiler
+from megalite.distributed.topology import Topology
+from megalite.train.callbacks.profiler import profiler
 from megalite.train.telemetry import output_file
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.telemetry.metrics_file import MetricsFile
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import Timers
-from megalite.train.telemetry.writers import Writers
+from megalite.train.telemetry.writers import MetricsFile, Writers
 
 
 class LimitedDisk:
-    """A folder whose files the kernel cuts at a size: it writes what there is room for, and then refuses."""
+    """Limits the size of a folder's files: the kernel writes up to the limit, and then refuses."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @contextmanager
     def full(self, file: Path, room: int) -> Iterator[None]:
-        """In the block there is room for so many bytes more of the file."""
+        """Leave space for `room` more bytes of the file in the block."""
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, hard))
         try:
@@ -46,14 +45,14 @@ class LimitedDisk:
 
 
 class SmallDisk:
-    """A file system of its own."""
+    """Fills a file system of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @contextmanager
     def full(self, file: Path, room: int) -> Iterator[None]:
-        """In the block there is no room but for the rest of the file's last block."""
+        """Leave space for the rest of the file's last disk block only."""
         filler = self.folder / "filler"
         with filler.open("wb", buffering=0) as stream, suppress(OSError):
             while True:
@@ -85,16 +84,16 @@ def _iterations(path: Path) -> list[int]:
 
 def _write(writers: Writers, metrics: IterationMetrics, first: int, last: int) -> None:
     for iteration in range(first, last + 1):
-        told = dataclasses.replace(metrics, iteration=iteration)
+        changed = dataclasses.replace(metrics, iteration=iteration)
         for interval in writers.intervals:
-            writers.iteration(interval, told, Timers())
+            writers.iteration(interval, changed, Timers())
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_metrics_and_tensorboard_go_on(
+def test_metrics_and_tensorboard_continue(
     disk: Disk, topology: Topology, metrics: IterationMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, board = disk.folder / "m.jsonl", disk.folder / "board"
@@ -125,7 +124,7 @@ def test_metrics_and_tensorboard_go_on(
     assert len(read.Scalars("lm loss validation")) == 1
 
 
-def test_a_run_that_ends_on_a_full_disk_can_go_on_in_the_same_file(
+def test_a_run_that_ends_on_a_full_disk_can_resume_in_the_same_file(
     disk: Disk, metrics: IterationMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = disk.folder / "m.jsonl"
@@ -145,7 +144,7 @@ def test_a_run_that_ends_on_a_full_disk_can_go_on_in_the_same_file(
     assert whole[-1] == 30
 
 
-def test_a_file_deleted_to_make_room_begins_with_a_whole_record(tmp_path: Path) -> None:
+def test_a_file_deleted_to_make_space_begins_with_a_whole_record(tmp_path: Path) -> None:
     path = tmp_path / "file"
     file = OutputFile(path, "--flag")
     file.write(b"0123456789\n")
@@ -202,13 +201,13 @@ def test_wandb_that_fails_ends_nothing(
     assert logged == [1, 5]
     failing, again = _warnings(caplog)
     assert failing == (
-        "--wandb-project gpt cannot be written (OSError: [Errno 28] No space left on device): training goes "
-        "on without it"
+        "--wandb-project gpt cannot be written (OSError: [Errno 28] No space left on device): training "
+        "continues without it"
     )
     assert again == "--wandb-project gpt is written again"
 
 
-def test_a_trace_that_is_cut_is_told_and_removed(
+def test_an_incomplete_trace_is_logged_and_removed(
     tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True)
@@ -219,14 +218,14 @@ def test_a_trace_that_is_cut_is_told_and_removed(
     folder = tmp_path / "profile"
     assert _warnings(caplog) == [
         f"--profile-execution: the trace in {folder} cannot be written (the file is incomplete: is the disk "
-        "full?): training goes on without it"
+        "full?): training continues without it"
     ]
     assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("is_buffered", [True, False])
 def test_a_log_that_cannot_be_written_changes_no_status(is_buffered: bool) -> None:
-    """Slurm's log is often on the disk that is full."""
+    """Test a log on the full disk, where Slurm often puts it."""
     program = (
         "from megalite.log import configure_logging, log\n"
         "configure_logging(0)\n"
@@ -244,6 +243,6 @@ def test_a_log_that_cannot_be_written_changes_no_status(is_buffered: bool) -> No
         )
     assert run.returncode == 0
     assert run.stderr == (
-        "warning: the log cannot be written (No space left on device): the run goes on, and messages are "
+        "warning: the log cannot be written (No space left on device): the run continues, and messages are "
         "lost until there is space\n"
     )

@@ -1,4 +1,4 @@
-"""The printed lines, byte for byte as Megatron-LM's log parsers know them."""
+"""Test the log lines, byte for byte as parsers of Megatron-LM's logs read them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import math
 import pytest
 
 from megalite.config import LoggingConfig, ParallelConfig
+from megalite.distributed.topology import Topology
 from megalite.log import configure_logging, log
-from megalite.topology import Topology
-from megalite.train.telemetry.log_line import LogLineWriter, iteration_line, startup_line, validation_block
+from megalite.train.setup import startup_line
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.writers import LogLineWriter, iteration_line, validation_block
 
 GOLDEN = (
     " iteration      100/     100 | consumed samples:          800 | elapsed time per iteration (ms): 537.3 |"

@@ -1,4 +1,4 @@
-"""The resident set follows what the process holds."""
+"""Test that the resident set follows the memory that the process holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from megalite.train.telemetry.memory import measure_memory
+from megalite.train.telemetry.metrics import measure_memory
 
 
 def test_resident_set_grows_and_its_peak_stays() -> None:

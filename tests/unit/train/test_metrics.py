@@ -1,4 +1,4 @@
-"""What the meter makes of iterations, by a clock that the test sets."""
+"""Test the metrics of intervals, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig
-from megalite.train.telemetry.flops import flops_per_token
+from megalite.plan.model_flops import flops_per_token
+from megalite.train.anomaly_check import Anomaly
+from megalite.train.iteration_plan import IterationPlan
 from megalite.train.telemetry.metrics import IntervalMeter, IterationMetrics, ValidationMetrics
+from megalite.train.train_step import StepResult
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=100)
 
@@ -32,14 +35,31 @@ def meter(clock: Clock) -> IntervalMeter:
     return IntervalMeter(MODEL, 50, world_size=4, device=torch.device("cpu"), tp=2, clock=clock)
 
 
+def _add(
+    meter: IntervalMeter,
+    iteration: int,
+    loss: float,
+    grad_norm: float,
+    skipped: bool = False,
+    num_samples: int = 8,
+    *,
+    is_excluded: bool = False,
+    anomaly: Anomaly | None = None,
+) -> None:
+    plan = IterationPlan(iteration, 8 * (iteration - 1), num_samples, 1, 1e-3, 0.0, is_excluded)
+    meter.add(StepResult(plan, loss, grad_norm, skipped, anomaly))
+
+
 def _take(meter: IntervalMeter, iteration: int) -> IterationMetrics:
-    return meter.take(iteration, consumed_samples=8 * iteration, learning_rate=1e-3, global_batch_size=8)
+    metrics = meter.take(consumed_samples=8 * iteration)
+    assert metrics.iteration == iteration
+    return metrics
 
 
 def test_interval_gives_means_and_the_last_norm(meter: IntervalMeter, clock: Clock) -> None:
-    for loss in (4.0, 3.0, 2.5, 2.5):
+    for iteration, loss in enumerate((4.0, 3.0, 2.5, 2.5), 1):
         clock.now += 0.5
-        meter.add(loss, grad_norm=loss / 2, skipped=loss == 3.0, num_samples=8)
+        _add(meter, iteration, loss, grad_norm=loss / 2, skipped=loss == 3.0)
     metrics = _take(meter, 4)
     assert metrics.lm_loss == 3.0
     assert metrics.grad_norm == 1.25
@@ -54,23 +74,24 @@ def test_interval_gives_means_and_the_last_norm(meter: IntervalMeter, clock: Clo
 
 
 def test_take_starts_anew(meter: IntervalMeter, clock: Clock) -> None:
-    meter.add(9.0, 1.0, True, 8)
+    _add(meter, 1, 9.0, 1.0, True)
     clock.now += 7.0
     _take(meter, 1)
-    assert meter.num_iterations == 0
-    meter.add(1.0, 1.0, False, 8)
+    _add(meter, 2, 1.0, 1.0)
     clock.now += 2.0
     metrics = _take(meter, 2)
     assert (metrics.lm_loss, metrics.iteration_time_ms, metrics.num_skipped) == (1.0, 2000.0, 0)
+    assert metrics.num_iterations == 1
 
 
 def test_paused_time_does_not_count(meter: IntervalMeter, clock: Clock) -> None:
     clock.now += 1.0
-    meter.add(1.0, 1.0, False, 8)
-    with meter.paused():
-        clock.now += 60.0
+    _add(meter, 1, 1.0, 1.0)
+    meter.pause()
+    clock.now += 60.0
+    meter.resume()
     clock.now += 1.0
-    meter.add(1.0, 1.0, False, 8)
+    _add(meter, 2, 1.0, 1.0)
     assert _take(meter, 2).iteration_time_ms == 1000.0
 
 
@@ -79,8 +100,8 @@ def test_a_loss_that_is_no_number_is_shown_and_named(
     meter: IntervalMeter, clock: Clock, value: float, word: str
 ) -> None:
     clock.now += 1.0
-    for loss in (1.0, value, 1.0, 1.0):
-        meter.add(loss, loss, skipped=loss != 1.0, num_samples=8)
+    for iteration, loss in enumerate((1.0, value, 1.0, 1.0), 11):
+        _add(meter, iteration, loss, loss, skipped=loss != 1.0)
     metrics = _take(meter, 14)
     assert not math.isfinite(metrics.lm_loss)
     assert (metrics.num_nan, metrics.num_skipped) == (1, 1)
@@ -89,41 +110,41 @@ def test_a_loss_that_is_no_number_is_shown_and_named(
 
 def test_further_broken_iterations_are_counted(meter: IntervalMeter, clock: Clock) -> None:
     clock.now += 1.0
-    meter.add(2.0, math.inf, False, 8)
-    for _ in range(3):
-        meter.add(math.nan, math.nan, True, 8)
+    _add(meter, 1, 2.0, math.inf)
+    for iteration in (2, 3, 4):
+        _add(meter, iteration, math.nan, math.nan, True)
     assert _take(meter, 4).warnings == (
-        "iteration 1: the grad norm is inf; the weights were updated all the same "
+        "iteration 1: the grad norm is inf; the weights were updated anyway "
         "(and 3 more of the iterations up to 4)",
     )
 
 
-def test_what_was_told_at_once_is_not_told_again(meter: IntervalMeter, clock: Clock) -> None:
+def test_an_anomaly_is_not_logged_again(meter: IntervalMeter, clock: Clock) -> None:
     clock.now += 1.0
-    meter.add(math.nan, math.nan, True, 8, is_told=True)
+    _add(meter, 1, math.nan, math.nan, True, anomaly=Anomaly("loss", "the loss is nan"))
     metrics = _take(meter, 1)
     assert metrics.warnings == ()
     assert (metrics.num_nan, metrics.num_skipped) == (1, 1)
 
 
-def test_what_was_left_out_is_in_no_mean(meter: IntervalMeter, clock: Clock) -> None:
+def test_excluded_iterations_are_in_no_mean(meter: IntervalMeter, clock: Clock) -> None:
     clock.now += 1.0
-    meter.add(3.0, 1.5, False, 8)
-    meter.leave_out()
+    _add(meter, 1, 3.0, 1.5)
+    _add(meter, 2, math.nan, math.nan, True, is_excluded=True)
     metrics = _take(meter, 2)
     assert metrics.lm_loss == 3.0
     assert metrics.tokens_per_second == 8 * 16 / 1.0
     assert (metrics.num_skipped, metrics.num_nan, metrics.skipped) == (1, 0, True)
-    assert metrics.warnings == ("left out 1 of the iterations up to 2, as --iterations-to-skip says",)
+    assert metrics.warnings == ("skipped 1 of the iterations up to 2 (--iterations-to-skip)",)
     clock.now += 1.0
-    meter.leave_out()
+    _add(meter, 3, math.nan, math.nan, True, is_excluded=True)
     assert math.isnan(_take(meter, 3).lm_loss)
 
 
 def test_batches_of_several_sizes_make_the_speed(meter: IntervalMeter, clock: Clock) -> None:
-    for num_samples in (2, 4, 8):
+    for iteration, num_samples in enumerate((2, 4, 8), 1):
         clock.now += 0.5
-        meter.add(1.0, 1.0, False, num_samples)
+        _add(meter, iteration, 1.0, 1.0, num_samples=num_samples)
     assert _take(meter, 3).tokens_per_second == 14 * 16 / 1.5
 
 

@@ -1,4 +1,4 @@
-"""The metrics file as a program reads it."""
+"""Test the metrics file as a program reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megalite.errors import UserError
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.telemetry.metrics_file import MetricsFile
+from megalite.train.telemetry.writers import MetricsFile
 
 CONTRACT = {
     "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate",
@@ -21,7 +21,7 @@ CONTRACT = {
 
 
 def _refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
+    raise AssertionError(f"{constant} is not JSON")
 
 
 def _read(path: Path) -> list[dict]:
@@ -31,7 +31,7 @@ def _read(path: Path) -> list[dict]:
 def test_every_figure_in_full_precision(tmp_path: Path, metrics: IterationMetrics) -> None:
     path = tmp_path / "new" / "folder" / "metrics.jsonl"
     writer = MetricsFile(path)
-    exact = dataclasses.replace(metrics, lm_loss=1 / 3, grad_norm=math.pi * 1e-300, warnings=("words",))
+    exact = dataclasses.replace(metrics, lm_loss=1 / 3, grad_norm=math.pi * 1e-300, warnings=("text",))
     writer.iteration(exact, {})
     (record,) = _read(path)  # before it is closed: each line is there at once
     assert record.keys() >= CONTRACT
@@ -60,7 +60,7 @@ def test_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "word"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")]
 )
-def test_what_json_has_no_number_for(
+def test_floats_that_json_has_no_number_for(
     tmp_path: Path, metrics: IterationMetrics, value: float, word: str
 ) -> None:
     writer = MetricsFile(tmp_path / "metrics.jsonl")

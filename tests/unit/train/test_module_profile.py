@@ -1,4 +1,4 @@
-"""The table of modules: its operations are the papers', and to make it changes nothing of the run."""
+"""Test the table of modules: its FLOPs are those of the papers, and it does not change the run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig, check_config
-from megalite.plan.flops import flops_per_token_by_convention
-from megalite.plan.parameters import total_parameters
-from megalite.topology import Topology
-from megalite.train.module_profile import PASSES, log_module_profile, profile_modules
-from megalite.train.prepare import build_data
-from megalite.train.telemetry.timers import Timers
-from megalite.train.trainer import Trainer
+from megalite.distributed.topology import Topology
+from megalite.plan.model_flops import flops_per_token_by_convention
+from megalite.plan.model_parameters import total_parameters
+from megalite.train.callbacks.module_profile import NUM_TIMED, log_module_profile, profile_modules
+from megalite.train.trainer import Trainer, start_trainer
 
 MODEL = ModelConfig(
     num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=500, params_dtype="fp64"
@@ -30,8 +28,7 @@ CONFIG = Config(
 def trainer_of(topology: Topology, model: ModelConfig = MODEL) -> Trainer:
     config = replace(CONFIG, model=model)
     check_config(config, 1)
-    timers = Timers()
-    return Trainer(config, topology, build_data(config, topology, timers), timers)
+    return start_trainer(config, topology)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +52,15 @@ def test_operations_are_those_of_the_formula(one_rank: Topology, changes: dict[s
     assert rows[""].num_parameters == total_parameters(model, 1)
 
 
-def test_times_are_of_every_pass_and_parts_take_no_longer_than_the_whole(one_rank: Topology) -> None:
+def test_every_forward_is_timed_and_parts_take_no_longer_than_the_whole(one_rank: Topology) -> None:
     rows = {row.name: row for row in profile_modules(trainer_of(one_rank))}
-    for number in range(PASSES):
+    for number in range(NUM_TIMED):
         parts = [rows[name].seconds[number] for name in ("embedding", "layers.*", "final_norm")]
         assert all(part > 0.0 for part in parts)
         assert sum(parts) < rows[""].seconds[number]
 
 
-def test_the_run_goes_on_as_if_nothing_had_been(one_rank: Topology, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_run_continues_unchanged(one_rank: Topology, caplog: pytest.LogCaptureFixture) -> None:
     plain, profiled = trainer_of(one_rank), trainer_of(one_rank)
     caplog.set_level(logging.INFO)
     for _ in range(3):
@@ -78,5 +75,5 @@ def test_the_run_goes_on_as_if_nothing_had_been(one_rank: Topology, caplog: pyte
     lines = table[0].splitlines()
     assert lines[2].split()[0] == "all"
     assert any(line.split()[0] == "layers.*.mlp.down" for line in lines)
-    assert any(line.startswith("    in none of these") for line in lines)
+    assert any(line.startswith("    outside these modules") for line in lines)
     assert not any(line.split()[0] == "layers" for line in lines)

@@ -1,4 +1,4 @@
-"""The trace that a profiled run leaves behind."""
+"""Test the traces that profilers write."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megalite.config import LoggingConfig
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.topology import Topology
-from megalite.train.profiler import _NsysProfile, _Window, memory_history, profiler, snapshot_path
+from megalite.train.callbacks.profiler import _NsysProfile, _Window, memory_history, profiler, snapshot_path
 
 
 def _run(config: LoggingConfig, topology: Topology, num_iterations: int, num_done: int = 0) -> None:
@@ -104,7 +104,7 @@ def test_a_run_that_resumes_after_the_steps_says_so(
 
 
 def test_nsys_needs_a_gpu(topology: Topology) -> None:
-    with pytest.raises(UserError, match="give --use-pytorch-profiler"):
+    with pytest.raises(UserError, match="pass --use-pytorch-profiler"):
         _run(LoggingConfig(profile=True), topology, 1)
 
 
@@ -133,7 +133,7 @@ def test_memory_history_without_a_gpu_is_warned_of_by_name(
     ):
         pass
     assert [record.message for record in caplog.records] == [
-        "--record-memory-history is without effect: it records a GPU's memory, and there is none"
+        "--record-memory-history has no effect: it records GPU memory, and there is no GPU"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop."""
+"""Test the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megalite.train.stopping.requeue import RequeueNote
-from megalite.train.stopping.signals import StopSignals, stop_signals
+from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 
 ROOT = Path(__file__).parents[3]
 PROCESS = """
 import sys, threading
-from megalite.train.stopping.requeue import RequeueNote
-from megalite.train.stopping.signals import stop_signals
+from megalite.train.stopping import RequeueNote
+from megalite.train.stopping import stop_signals
 
 with stop_signals(["SIGTERM"], RequeueNote(sys.argv[1])):
     print("ready", flush=True)
@@ -26,8 +25,8 @@ with stop_signals(["SIGTERM"], RequeueNote(sys.argv[1])):
 """
 ENDING = """
 import atexit, os, signal
-from megalite.train.stopping.requeue import RequeueNote
-from megalite.train.stopping.signals import stop_signals
+from megalite.train.stopping import RequeueNote
+from megalite.train.stopping import stop_signals
 
 with stop_signals(["SIGTERM"], RequeueNote(None)) as signals:
     signals.hold()
@@ -38,7 +37,7 @@ with stop_signals(["SIGTERM"], RequeueNote(None)) as signals:
 
 @pytest.fixture
 def wait_until():
-    """Polls for a condition that another thread brings about."""
+    """Poll for a condition that another thread makes true."""
 
     def wait(condition) -> None:
         deadline = time.monotonic() + 10.0
@@ -109,7 +108,7 @@ def test_a_signal_while_the_interpreter_shuts_down_does_not_change_the_status() 
     assert subprocess.run([sys.executable, "-c", ENDING], env=environment, timeout=60).returncode == 75
 
 
-def test_a_note_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_note_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     RequeueNote(str(tmp_path / "file")).write("x")
     assert "cannot be written" in caplog.text

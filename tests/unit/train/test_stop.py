@@ -1,4 +1,4 @@
-"""When a run ends before its last iteration."""
+"""Test the conditions that stop a run before its last iteration."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import pytest
 
 from megalite.checkpoint.lease import LeaseLost
 from megalite.config import TrainingConfig
-from megalite.topology import Topology
-from megalite.train.stopping.requeue import RequeueNote
-from megalite.train.stopping.signals import StopSignals
-from megalite.train.stopping.stop import ASK_SECONDS, Stop, StopConditions, Stopped, leave_if_switched_off
+from megalite.distributed.topology import Topology
+from megalite.train.stopping import (
+    CHECK_SECONDS,
+    RequeueNote,
+    Stop,
+    StopConditions,
+    Stopped,
+    StopSignals,
+    leave_if_switched_off,
+)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that tests set."""
+    """Replace the clock by seconds that the test sets."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
@@ -51,16 +57,16 @@ def test_after_the_duration_counted_from_the_start(topology, clock) -> None:
     assert stop.after(3) == Stop(reason, status=0, wants_requeue=True)
 
 
-def test_ranks_ask_each_other_less_often_where_iterations_are_short(topology, clock, monkeypatch) -> None:
+def test_ranks_check_less_often_if_iterations_are_short(topology, clock, monkeypatch) -> None:
     stop = _conditions(topology)
-    asked: list[int] = []
-    ask = stop._agreed
-    monkeypatch.setattr(stop, "_agreed", lambda: asked.append(iteration) or ask())
+    checked: list[int] = []
+    agreed = stop._agreed
+    monkeypatch.setattr(stop, "_agreed", lambda: checked.append(iteration) or agreed())
     for iteration in range(1, 41):
-        clock[0] += ASK_SECONDS / 10 * 1.001 if iteration <= 30 else 1.0
+        clock[0] += CHECK_SECONDS / 10 * 1.001 if iteration <= 30 else 1.0
         stop.after(iteration)
-    assert asked[:5] == [1, 10, 19, 28, 37]  # the last of these pauses began with short iterations
-    assert asked[5:] == [38, 39, 40]
+    assert checked[:5] == [1, 10, 19, 28, 37]  # the last of these pauses began with short iterations
+    assert checked[5:] == [38, 39, 40]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_once_the_kill_switch_is_there_before_any_signal(topology, tmp_path: Pat
     assert end.value.code == 0
 
 
-def test_an_age_alone_breaks_nothing_off(topology, clock) -> None:
+def test_an_age_alone_interrupts_nothing(topology, clock) -> None:
     stop = _conditions(topology, exit_duration_in_mins=1.0)
     clock[0] += 61.0
     stop.raise_if_urgent()
@@ -98,7 +104,7 @@ def test_an_age_alone_breaks_nothing_off(topology, clock) -> None:
 
 
 def test_a_run_that_has_lost_its_folder_ends(topology, lost_lease) -> None:
-    """Also where nothing else may stop it."""
+    """Test it without any other stop condition."""
     config = TrainingConfig(exit_signals=())
     stop = StopConditions(config, topology, StopSignals(RequeueNote(None)), lost_lease)
     with pytest.raises(LeaseLost, match=r"taken over by another run \(process"):

@@ -1,4 +1,4 @@
-"""TensorBoard's file as TensorBoard itself reads it."""
+"""Test TensorBoard's file as TensorBoard itself reads it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
+from megalite.train.telemetry.dashboards import TensorBoardWriter
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
-from megalite.train.telemetry.tensorboard import TensorBoardWriter
 
 TIMERS = {"forward-backward": {0: 300.0, 1: 400.0}, "optimizer": {1: 20.0}}
 ALWAYS = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "iteration-time", "world-size"}
@@ -110,7 +110,7 @@ def test_a_nan_is_written(tmp_path: Path, metrics: IterationMetrics) -> None:
 
 
 def test_queue_size(tmp_path: Path, metrics: IterationMetrics) -> None:
-    """So many events are held; an iteration has ten of them."""
+    """Test the limit of held events; an iteration has ten of them."""
     writer = TensorBoardWriter(tmp_path, LoggingConfig(tensorboard_queue_size=20), 4, "")
     (file,) = tmp_path.iterdir()
     sizes = []
@@ -139,7 +139,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_without_tensorboard_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    spec = importlib.util.find_spec("megalite.train.telemetry.tensorboard")
+    spec = importlib.util.find_spec("megalite.train.telemetry.dashboards")
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,4 +1,4 @@
-"""Which mean a timer tells, and what each level times."""
+"""Test the means of timers, and the timers of each level."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import time
 
 import pytest
 
-from megalite.observer import Wait
-from megalite.pipeline.action import Action, Kind
-from megalite.train.telemetry.timer_table import timer_table
-from megalite.train.telemetry.timers import LEVELS, Timers
+from megalite.distributed.observer import Wait
+from megalite.pipeline.schedules import Action, ActionKind
+from megalite.train.telemetry.timers import LEVELS, Timers, timer_table
 
 
 @pytest.fixture
 def sleep(monkeypatch: pytest.MonkeyPatch):
-    """A clock that moves by sleeping alone."""
+    """Replace the clock by one that only moves when the test sleeps."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -61,8 +60,8 @@ def test_a_part_that_raises_counts(sleep) -> None:
 
 
 def _iteration(timers: Timers, sleep) -> None:
-    """Setting up, and one microbatch's forward that waits for its input, as the executor tells it."""
-    action, wait = Action(Kind.FORWARD, 0), Wait("pp", "forward-recv")
+    """Post the events of the setup, and of one microbatch's forward that waits for its input."""
+    action, wait = Action(ActionKind.FORWARD, 0), Wait("pp", "forward-recv")
     with timers("model-and-optimizer-setup"):
         sleep(1.0)
     with timers("forward-backward"):
@@ -109,12 +108,12 @@ def test_level_0_reads_no_clock_in_an_iteration(monkeypatch: pytest.MonkeyPatch)
     assert timers.take() == {}
 
 
-def test_what_an_evaluation_does_is_the_evaluations(sleep) -> None:
+def test_parts_of_an_evaluation_count_in_the_evaluation(sleep) -> None:
     timers = Timers(level=2)
     with timers("eval-time"):
-        timers.begins(Action(Kind.FORWARD, 0))
+        timers.begins(Action(ActionKind.FORWARD, 0))
         sleep(1.0)
-        timers.ends(Action(Kind.FORWARD, 0))
+        timers.ends(Action(ActionKind.FORWARD, 0))
     assert timers.take() == {"eval-time": 1000.0}
 
 

@@ -1,4 +1,4 @@
-"""What Weights & Biases is given, by a module that stands in its place."""
+"""Test the calls of Weights & Biases, with a module in its place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megalite.config import LoggingConfig
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.topology import Topology
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
@@ -33,7 +33,7 @@ class Run:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Run]]:
-    """What each run was started with, and the run."""
+    """Return the arguments and the object of each started run."""
     started: list[tuple[dict[str, Any], Run]] = []
 
     def init(**arguments: Any) -> Run:
@@ -44,7 +44,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Run]]:
     return started
 
 
-def test_what_is_told(
+def test_what_is_written(
     runs: list[tuple[dict[str, Any], Run]], topology: Topology, metrics: IterationMetrics, tmp_path: Path
 ) -> None:
     config = LoggingConfig(wandb_project="gpt", wandb_exp_name="first", log_throughput=True, log_interval=10)
@@ -70,13 +70,13 @@ def test_what_is_told(
     assert run.exit_code == 0
 
 
-def test_a_run_that_fails_is_told_as_failed(runs: list[Any], topology: Topology) -> None:
+def test_a_failed_run_is_marked_as_failed(runs: list[Any], topology: Topology) -> None:
     with pytest.raises(ZeroDivisionError), Writers(LoggingConfig(wandb_project="gpt"), topology, CONFIG_TEXT):
         raise ZeroDivisionError
     assert runs[0][1].exit_code == 1
 
 
-def test_its_folder_is_the_one_that_is_given(runs: list[Any], topology: Topology, tmp_path: Path) -> None:
+def test_its_folder_is_the_requested_one(runs: list[Any], topology: Topology, tmp_path: Path) -> None:
     config = LoggingConfig(wandb_project="gpt", wandb_save_dir=str(tmp_path / "own"))
     with Writers(config, topology, CONFIG_TEXT, str(tmp_path / "save")):
         assert runs[0][0]["dir"] == str(tmp_path / "own")

@@ -1,8 +1,7 @@
-"""When a run counts as hung: poll by poll, without a clock, several ranks of one store in this process."""
+"""When a run hangs: poll by poll, without a clock, several ranks of one store in this process."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,37 +10,39 @@ import pytest
 import torch.distributed as dist
 
 from megalite.config import ParallelConfig
-from megalite.pipeline.action import Action, Kind
-from megalite.topology import Topology
+from megalite.distributed.observer import CHECKPOINT, EventStack, Wait
+from megalite.distributed.topology import Topology
+from megalite.pipeline.schedules import Action, ActionKind
 from megalite.train.health import watchdog
-from megalite.train.health.board import Board, Silence
-from megalite.train.health.stacks import all_stacks
-from megalite.train.health.standing import Place
+from megalite.train.health.hang_report import all_stacks
+from megalite.train.health.status_store import NoAnswer, StatusStore
 from megalite.train.health.watchdog import HANG_STATUS, Watchdog
 
-ACTION = Action(Kind.FORWARD, 0)
+ACTION = Action(ActionKind.FORWARD, 0)
 POLLS = 20
-"""Within the time-out."""
+"""Number of polls within the time-out."""
 TIMEOUT = POLLS / 1024
 
 
 class Left(Exception):
-    """Instead of the process's end."""
+    """Raised instead of ending the process."""
 
 
 class World:
-    """Watchdogs of several ranks, and what becomes of them."""
+    """Watchdogs of several ranks that wait in a collective, and the ranks that have exited."""
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self.left: list[int] = []
         self.num_done = [1] * num_ranks
         store = dist.HashStore()  # type: ignore[attr-defined]
         self.dogs: list[Watchdog] = []
+        self.events: list[EventStack] = []
         for rank in range(num_ranks):
             with Topology.fake(ParallelConfig(), num_ranks, rank) as topology:
-                board = Board(store, rank, num_ranks, patience=5.0)
-                done, leave = self._done(rank), self._leave(rank)
-                dog = Watchdog(TIMEOUT, topology, board, folder, done, leave, sys._getframe)
+                statuses = StatusStore(store, rank, num_ranks, patience=5.0)
+                dog = Watchdog(TIMEOUT, topology, statuses, folder, self._done(rank), self._leave(rank))
+                topology.events.begins(Wait("world", "all-reduce"))
+                self.events.append(topology.events)
             self.num_done[rank] = 2  # the first iteration is over
             self.dogs.append(dog)
 
@@ -66,14 +67,12 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(watchdog, "_LEAVE_SECONDS", 0.0001)
     monkeypatch.setattr(watchdog, "_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(watchdog, "within", lambda seconds, function: function())
-    waiting = Place("all_reduce over dp", "step.py:1", "", (0, 1, 2))
-    monkeypatch.setattr(watchdog, "place_of", lambda *_, **__: waiting)
-    monkeypatch.setattr(watchdog, "_collectives", lambda topology: ())
+    monkeypatch.setattr(watchdog, "call_within", lambda seconds, function: function())
+    monkeypatch.setattr(watchdog, "_num_collectives", lambda topology: ())
     return World(3, tmp_path)
 
 
-def test_ranks_that_all_stand_still_end_with_one_report(
+def test_ranks_that_are_all_stuck_end_with_one_report(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.tick(0, 1, 2, times=POLLS)
@@ -83,7 +82,7 @@ def test_ranks_that_all_stand_still_end_with_one_report(
     assert capsys.readouterr().err.count("error: hang") == 1
 
 
-def test_a_rank_that_gets_on_keeps_the_run(world: World) -> None:
+def test_a_rank_that_makes_progress_keeps_the_run(world: World) -> None:
     for _ in range(3 * POLLS):
         world.dogs[2].begins(ACTION)
         world.tick(0, 1, 2)
@@ -92,7 +91,7 @@ def test_a_rank_that_gets_on_keeps_the_run(world: World) -> None:
     assert sorted(world.left) == [0, 1, 2]
 
 
-def test_a_silent_rank_does_not_keep_it(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_rank_does_not_keep_the_run(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.tick(0, 1, 2)
     world.tick(0, 1, times=POLLS + 10)
     assert sorted(world.left) == [0, 1]
@@ -117,9 +116,9 @@ def test_a_rank_whose_training_is_over_is_named(world: World, capsys: pytest.Cap
     assert "rank 1: has left training after iteration 2" in capsys.readouterr().err
 
 
-def test_what_may_take_any_time_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "takes_any_time", lambda frame: True)
-    world.tick(0, 1, 2, times=5 * POLLS)
+def test_a_checkpoint_may_take_any_time(world: World) -> None:
+    with world.events[1].during(CHECKPOINT):
+        world.tick(0, 1, 2, times=5 * POLLS)
     assert world.left == []
 
 
@@ -132,7 +131,7 @@ def test_the_first_iteration_may_take_longer(world: World) -> None:
     assert sorted(world.left) == [0, 1, 2]
 
 
-def test_actions_that_take_long_make_it_patient(world: World) -> None:
+def test_after_long_actions_a_rank_may_be_idle_longer(world: World) -> None:
     world.num_done[0] = 1  # in its first iteration, of slow actions
     for _ in range(2):
         world.tick(0, 1, 2, times=POLLS)
@@ -147,9 +146,9 @@ def test_without_the_store_a_rank_ends_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def silent(*_: object) -> None:
-        raise Silence("no answer in 5 s")
+        raise NoAnswer("no answer in 5 s")
 
-    monkeypatch.setattr(Board, "post", silent)
+    monkeypatch.setattr(StatusStore, "post", silent)
     world.tick(1, times=POLLS)
     assert world.left == []
     world.tick(1)
@@ -157,17 +156,17 @@ def test_without_the_store_a_rank_ends_alone(
     assert "rank 1 has made no progress for 0 s" in capsys.readouterr().err
 
 
-def test_a_store_that_never_answers_is_left_after_its_time() -> None:
+def test_a_store_that_never_answers_is_not_called_again() -> None:
     released = threading.Event()
 
     class Stopped:
-        def set(self, *_: object) -> None:
+        def add(self, *_: object) -> None:
             released.wait()
 
-    board = Board(Stopped(), 0, 1, patience=0.05)  # type: ignore[arg-type]
-    for _ in range(2):
-        with pytest.raises(Silence, match="no answer"):
-            board.num_leaving() if _ else board.end(1)
+    statuses = StatusStore(Stopped(), 0, 1, patience=0.05)  # type: ignore[arg-type]
+    for call in (lambda: statuses.end_run(1), statuses.num_ready):
+        with pytest.raises(NoAnswer, match="no answer"):
+            call()
     released.set()
 
 

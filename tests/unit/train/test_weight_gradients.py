@@ -1,4 +1,4 @@
-"""Who adds the weights' gradients to their sums."""
+"""Test what accumulates the gradients of weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.topology import Topology
+from megalite.distributed.topology import Topology
 from megalite.train import weight_gradients
 from megalite.train.weight_gradients import fusion_of
 
-ON_GPU = "added by the products themselves"
+FUSED = "accumulated by the weight-gradient GEMMs (fused)"
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def topology() -> Iterator[Topology]:
         yield topology
 
 
-def told(
+def fusion(
     topology: Topology, dtype: str = "fp32", compile: bool = False, **parallel: object
 ) -> tuple[bool, str]:
     return fusion_of(
@@ -34,29 +34,29 @@ def told(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_where_weights_are_as_wide_as_the_sums(topology: Topology, dtype: str) -> None:
-    assert told(topology, dtype) == (True, ON_GPU)
+def test_weights_as_wide_as_the_sums(topology: Topology, dtype: str) -> None:
+    assert fusion(topology, dtype) == (True, FUSED)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_where_the_device_multiplies_into_a_wider_sum(
+def test_a_gemm_that_adds_to_a_wider_sum(
     topology: Topology, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_on, why = told(topology, dtype)
+    is_on, why = fusion(topology, dtype)
     assert not is_on
-    assert "adds to float32 on cpu" in why
+    assert "cpu has no GEMM of" in why
     monkeypatch.setattr(weight_gradients, "has_widening_product", lambda *_: True)
-    assert told(topology, dtype) == (True, ON_GPU)
+    assert fusion(topology, dtype) == (True, FUSED)
 
 
-def test_where_it_is_left_to_autograd(topology: Topology) -> None:
-    is_on, why = told(topology, gradient_accumulation_fusion=False)
+def test_autograd_accumulates(topology: Topology) -> None:
+    is_on, why = fusion(topology, gradient_accumulation_fusion=False)
     assert (is_on, "--no-gradient-accumulation-fusion" in why) == (False, True)
-    is_on, why = told(topology, zero_stage=3)
+    is_on, why = fusion(topology, zero_stage=3)
     assert (is_on, "--zero-stage 3" in why) == (False, True)
 
 
-def test_compiled_layers_leave_it_to_autograd(topology: Topology) -> None:
-    is_on, why = told(topology, compile=True)
+def test_autograd_accumulates_in_compiled_layers(topology: Topology) -> None:
+    is_on, why = fusion(topology, compile=True)
     assert is_on
-    assert "--compile's layers by autograd" in why
+    assert "by autograd in the layers (--compile)" in why

@@ -1,4 +1,4 @@
-"""Which rank opens what, and when it fails."""
+"""Test which rank opens which outputs, and how they fail."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config import LoggingConfig, ParallelConfig
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.topology import Topology
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
@@ -66,7 +66,7 @@ def test_a_run_that_has_lost_its_folder_writes_nothing(
 def test_tensorboard_has_an_interval_of_its_own(
     tmp_path: Path, topology: Topology, metrics: IterationMetrics
 ) -> None:
-    """The timers of a log line go to its next point."""
+    """Test that the timers of a log line are in the next point of TensorBoard."""
     config = LoggingConfig(
         log_interval=20,
         tensorboard_log_interval=15,
@@ -88,7 +88,7 @@ def test_tensorboard_has_an_interval_of_its_own(
     assert [event.step for event in events.Scalars("optimizer-time")] == [30, 45, 60]
 
 
-def test_without_boards_there_is_one_interval(topology: Topology) -> None:
+def test_without_dashboards_there_is_one_interval(topology: Topology) -> None:
     with Writers(LoggingConfig(log_interval=20), topology, "") as writers:
         assert writers.intervals == (20,)
 

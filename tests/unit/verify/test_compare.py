@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import torch
 
-from megalite.verify.compare import TOLERANCES, compare
-from megalite.verify.record import Record
+from megalite.verify.compare_runs import TOLERANCES, compare
+from megalite.verify.record_run import RunRecord
 
-REFERENCE = Record(
+REFERENCE = RunRecord(
     losses=[4.0, 2.0],
     grad_norms=[1.0, 1.0],
     gradients={"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([0.5])},

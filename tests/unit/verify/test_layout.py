@@ -4,12 +4,12 @@ from typing import get_args
 import pytest
 
 from megalite.config import Config, DataConfig, TrainingConfig
-from megalite.config.parallel import PipelineSchedule
+from megalite.config.presets import PRESETS
 from megalite.config.recompute import Granularity
-from megalite.config.stages import layers_per_stage
+from megalite.config.stage_layers import layers_per_stage
 from megalite.errors import ConfigError, UserError
-from megalite.presets import PRESETS
-from megalite.verify.layout import TABLE, Layout
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.verify.layouts import TABLE, Layout
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def test_recomputation_and_an_uneven_split_are_of_the_layout() -> None:
     assert layers_per_stage(config) == (1, 3)
 
 
-def test_a_layout_that_the_model_cannot_have_is_told() -> None:
+def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by --tp 3"):
         Layout(tp=3).apply(_config(), global_batch_size=8)
 
 
 def test_the_table_has_every_technique() -> None:
-    """`--layouts all` and the tests that always run take this table."""
+    """`--layouts all` and the tests that always run use this table."""
     configs = [Layout.parse(name).apply(_config(), 8) for name in TABLE]
-    assert {each.parallel.pipeline_schedule for each in configs} == set(get_args(PipelineSchedule))
+    assert {each.parallel.pipeline_schedule for each in configs} == set(SCHEDULES)
     assert {each.parallel.zero_stage for each in configs} == {0, 1, 2, 3}
     assert {each.recompute.recompute_granularity for each in configs} == {None, *get_args(Granularity)}
     assert any(each.parallel.sequence_parallel for each in configs)

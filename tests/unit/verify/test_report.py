@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
-from megalite.verify.report import FP16_LOSS_SCALE, with_constant_loss_scale
+from megalite.verify.compare_runs import FP16_LOSS_SCALE, with_constant_loss_scale
 
 
 @pytest.mark.parametrize(

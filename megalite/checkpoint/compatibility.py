@@ -1,0 +1,343 @@
+"""Record what a checkpoint depends on, and find in what a run that loads it differs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalite.config import CheckpointConfig, Config, ModelConfig
+from megalite.config.comparison import RESUME_RULES, OnResume, fields_with
+from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
+from megalite.data.corpus_record import DataRecord, data_differences
+from megalite.data.tokenizers.tokenizer_digest import digest_of
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.optim.parameter_schedules import OptimizerSchedules
+
+SAME_SHAPES = ("seq_length", "norm_epsilon", "rotary_base")
+"""Model fields that change what the weights compute but not their shapes: free with --finetune."""
+UNTIED = "untie_embeddings_and_output_weights"
+_ALIKE = {"activation": ("gelu", "gelu_exact", "relu"), "position_embedding_type": ("rope", "alibi", "none")}
+"""Values between which the shapes of weights are the same."""
+_FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
+
+
+class Difference(NamedTuple):
+    """Name a field whose value differs from the checkpoint's."""
+
+    name: str
+    saved: Any
+    here: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {_shown(self.saved)} (now {_shown(self.here)})"
+
+
+def compatibility_record(
+    config: Config, topology: Topology, data: DataRecord | None = None
+) -> dict[str, Any]:
+    """Return what run.json records of a run for later ones to compare; `comparison` has each field's rule.
+
+    Only rank 0, which writes and warns, knows the tokenizer.
+
+    Args:
+        data: what the run reads; known on rank 0, and None if the tokens are random.
+    """
+    digest = digest_of(config.data, config.model.vocab_size) if topology.rank == 0 else None
+    return {
+        "model": dataclasses.asdict(config.model),
+        # They determine the order of samples and the dropout, which a resumed run continues.
+        "run": {
+            "seed": config.training.seed,
+            "global_batch_size": config.global_batch(topology.dp.size),
+            "rampup_batch_size": list(config.training.rampup_batch_size or []) or None,
+        },
+        "schedule": OptimizerSchedules.of(config).fields(),
+        "settings": _settings(config),
+        "data": _data_options(config),
+        "corpora": None if data is None else data.for_json(),
+        "tokenizer": digest,
+    }
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the fields that must not change or whose change is logged, without those that have no effect."""
+    names = {*fields_with(OnResume.SETTING), *fields_with(OnResume.LOGGED)}
+    return _values(config, names - {name for name, _ in loss_reasons(config)})
+
+
+def _data_options(config: Config) -> dict[str, Any]:
+    """Return the fields of the data, without those that have no effect."""
+    names = {*fields_with(OnResume.DATA), *fields_with(OnResume.CORPUS)}
+    return _values(config, names - {name for name, _ in fill_in_middle_reasons(config.data)})
+
+
+def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
+    """Return the values of these fields as JSON returns them: lists for tuples."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in config.values().items()
+        if name in names
+    }
+
+
+class _Findings(NamedTuple):
+    """Hold what a comparison found: mistakes refuse the checkpoint, notices are logged."""
+
+    mistakes: list[str]
+    notices: list[str]
+
+
+def check_compatibility(
+    description: Mapping[str, Any],
+    checkpoint: Path,
+    config: Config,
+    topology: Topology,
+    data: DataRecord | None = None,
+) -> list[str]:
+    """Compare a checkpoint with this run.
+
+    Args:
+        description: the checkpoint's run.json.
+        data: what this run reads; corpora are compared on the ranks that know them, rank 0 among them.
+
+    Returns:
+        Differences that are allowed, for the log.
+
+    Raises:
+        UserError: all differences that are not allowed, in one line for each part of run.json.
+        ValueError: the description is damaged.
+    """
+    here = compatibility_record(config, topology, data)
+    found = [_compare_models(description["model"], checkpoint, config)]
+    if not config.checkpoint.finetune:
+        found += [
+            _compare_runs(description["run"], here["run"], checkpoint, config),
+            _compare_schedules(_mapping(description, "schedule"), here["schedule"], checkpoint, config),
+            _compare_data(description, here, checkpoint, config),
+        ]
+    found += [
+        _compare_settings(description, here, checkpoint, config),
+        _compare_tokenizers(description.get("tokenizer"), here["tokenizer"], checkpoint),
+    ]
+    if mistakes := [mistake for each in found for mistake in each.mistakes]:
+        raise UserError("\n".join(mistakes))
+    return [notice for each in found for notice in each.notices]
+
+
+def resumed_config(description: Mapping[str, Any], config: Config) -> Config:
+    """Return the config, with the checkpoint's schedule if the run is to keep it.
+
+    Raises:
+        ValueError: the description is damaged.
+    """
+    saved, checkpoint = _mapping(description, "schedule"), config.checkpoint
+    if not (checkpoint.use_checkpoint_opt_param_scheduler and loads_optimizer(checkpoint) and saved):
+        return config
+    return dataclasses.replace(config, optimizer=OptimizerSchedules.of(config).with_fields(saved).config)
+
+
+def loads_optimizer(checkpoint: CheckpointConfig) -> bool:
+    """Return whether a run loads the optimizer's state, and the schedule with it."""
+    return checkpoint.load_optim and not checkpoint.finetune
+
+
+def is_newly_untied(description: Mapping[str, Any], config: Config) -> bool:
+    """Return whether this run has an output weight of its own and the checkpoint has none."""
+    return config.model.untie_embeddings_and_output_weights and not description["model"].get(UNTIED)
+
+
+def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> _Findings:
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    of_later_versions = {name: value for name, value in saved.items() if name not in known}
+    refused, allowed = list[Difference](), list[Difference]()
+    for difference in _differences(_resolved(model) | of_later_versions, _resolved(config.model)):
+        is_free = config.checkpoint.finetune and _keeps_shapes(difference)
+        unties = difference.name == UNTIED and difference.here  # the output weight starts as the word table
+        (allowed if is_free or unties else refused).append(difference)
+    mistakes = [_mistake(checkpoint, "has another model", refused, _model_advice(refused))] if refused else []
+    return _Findings(mistakes, _changed(checkpoint, allowed))
+
+
+def _keeps_shapes(difference: Difference) -> bool:
+    """Return whether the weights of one model fit into the other: --finetune then loads them."""
+    alike = _ALIKE.get(difference.name, ())
+    return difference.name in (*SAME_SHAPES, UNTIED) or (
+        difference.saved in alike and difference.here in alike
+    )
+
+
+def _resolved(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields with the defaults that follow from others, and without those that have no effect."""
+    fields = {name: getattr(model, name) for name in fields_with(OnResume.MODEL)}
+    try:
+        fields["ffn_hidden_size"] = model.ffn_size
+        fields["num_query_groups"] = model.num_kv_heads
+        fields["kv_channels"] = model.head_dim
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError("run.json is damaged: its model has impossible values") from error
+    has_table = model.position_embedding_type == "learned_absolute"
+    fields["max_position_embeddings"] = model.num_positions if has_table else None
+    if model.position_embedding_type != "rope":
+        fields["rotary_base"] = None
+    return fields
+
+
+def _model_advice(refused: list[Difference]) -> str:
+    if any(difference.name == UNTIED for difference in refused):
+        return (
+            "its output weight differs from its word embedding, and a tied model has only one of them: give "
+            "--untie-embeddings-and-output-weights, or --finetune to drop it"
+        )
+    return "use the checkpoint's values, or remove --load"
+
+
+def _compare_runs(
+    saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+) -> _Findings:
+    differences = list(_differences(saved, here)) if saved else []  # a converted checkpoint may know no run
+    if not differences:
+        return _Findings([], [])
+    advice = "use the checkpoint's values, or remove --load"
+    for name, value, _ in differences:
+        if name == "global_batch_size" and config.training.global_batch_size is None:
+            advice = f"give --global-batch-size {value}, which by default follows the number of replicas"
+    return _Findings(
+        [_mistake(checkpoint, "belongs to another run", differences, f"{advice}; {_FINETUNE_ADVICE}")], []
+    )
+
+
+def _compare_schedules(
+    saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+) -> _Findings:
+    differences = list(_differences(saved, here))
+    if not differences or not saved:
+        return _Findings([], [])
+    if not loads_optimizer(config.checkpoint):
+        return _Findings([], [f"the schedule differs from the checkpoint's: {_listed(differences)}"])
+    if config.checkpoint.override_opt_param_scheduler:
+        notice = f"the command line's schedule is used, not the checkpoint's: {_listed(differences)}"
+        return _Findings([], [notice])
+    if saved.keys() & {"lr_warmup_iters"} != here.keys() & {"lr_warmup_iters"}:
+        advice = "one is counted in iterations, the other in samples: give --override-opt-param-scheduler"
+    elif config.checkpoint.use_checkpoint_opt_param_scheduler:
+        kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
+        return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
+    else:
+        advice = (
+            "give --override-opt-param-scheduler to continue with the new one, or "
+            "--use-checkpoint-opt-param-scheduler to keep the old one"
+        )
+        decay = next((each for each in differences if each.name.startswith("lr_decay_")), None)
+        if decay and getattr(config.optimizer, decay.name, 0) is None:
+            unit = decay.name.removeprefix("lr_decay_")
+            advice += f" (without --lr-decay-{unit} the decay ends with the run, at --train-{unit})"
+    return _Findings([_mistake(checkpoint, "has another schedule", differences, advice)], [])
+
+
+def _compare_settings(
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+) -> _Findings:
+    saved = {name: value for name, value in description["model"].items() if name in here["settings"]}
+    if not config.checkpoint.finetune:  # a new run has settings of its own
+        saved |= _mapping(description, "settings")
+    refused, harmless = list[Difference](), list[Difference]()
+    for difference in _differences_of_shared(saved, here["settings"]):
+        is_harmless = RESUME_RULES.get(difference.name) is OnResume.LOGGED
+        (harmless if is_harmless else refused).append(difference)
+    notices = _changed(checkpoint, harmless)
+    if not refused:
+        return _Findings([], notices)
+    if not loads_optimizer(config.checkpoint) or config.checkpoint.allow_settings_change:
+        return _Findings([], [*notices, f"the settings differ from the checkpoint's: {_listed(refused)}"])
+    advice = (
+        "use the checkpoint's values, or pass --allow-settings-change to continue with the new ones; "
+        f"{_FINETUNE_ADVICE}"
+    )
+    return _Findings([_mistake(checkpoint, "has other settings", refused, advice)], notices)
+
+
+def _compare_data(
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+) -> _Findings:
+    options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
+    changed = [str(each) for each in options if RESUME_RULES.get(each.name) is not OnResume.CORPUS]
+    notices = []
+    if description.get("data") and "settings" not in description:
+        notices.append(
+            f"checkpoint {checkpoint} was saved by an earlier version, which recorded neither the contents "
+            "of its corpora nor the optimizer's settings: changes of these are not detected"
+        )
+    saved = _mapping(description, "corpora")
+    if saved and here["corpora"] is not None:
+        trained, evaluated = data_differences(saved, here["corpora"])
+        changed += trained
+        if evaluated:
+            notices.append(f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}")
+    elif flags := [each for each in options if RESUME_RULES.get(each.name) is OnResume.CORPUS]:
+        notices.append(f"the flags of the data differ from the checkpoint's: {_listed(flags)}")
+    if not changed:
+        return _Findings([], notices)
+    if config.checkpoint.allow_data_change:
+        notice = (
+            f"the data differ from the checkpoint's: {', '.join(changed)}; the next samples follow the new "
+            "order"
+        )
+        return _Findings([], [notice, *notices])
+    advice = (
+        "use the checkpoint's data, or pass --allow-data-change to continue in the order of the new data; "
+        f"{_FINETUNE_ADVICE}"
+    )
+    mistake = f"checkpoint {checkpoint} was trained on other data: {', '.join(changed)}; {advice}"
+    return _Findings([mistake], notices)
+
+
+def _compare_tokenizers(saved: str | None, here: str | None, checkpoint: Path) -> _Findings:
+    if None in (saved, here) or saved == here:
+        return _Findings([], [])
+    notice = (
+        f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: give the same "
+        "tokenizer unless you know that they are equal"
+    )
+    return _Findings([], [notice])
+
+
+def _mistake(checkpoint: Path, what: str, differences: list[Difference], advice: str) -> str:
+    return f"checkpoint {checkpoint} {what}: {_listed(differences)}; {advice}"
+
+
+def _changed(checkpoint: Path, differences: list[Difference]) -> list[str]:
+    return [f"changed since checkpoint {checkpoint}: {_listed(differences)}"] if differences else []
+
+
+def _listed(differences: list[Difference]) -> str:
+    return ", ".join(map(str, differences))
+
+
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in {**here, **saved}:
+        if saved.get(name) != here.get(name):
+            yield Difference(name, saved.get(name), here.get(name))
+
+
+def _differences_of_shared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield differences of fields that both have, and of those that this version does not know."""
+    for difference in _differences(saved, here):
+        is_unknown = difference.name not in RESUME_RULES
+        if is_unknown or (difference.name in saved and difference.name in here):
+            yield difference
+
+
+def _mapping(description: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return a part of run.json, empty if it is missing, as in converted checkpoints."""
+    found = description.get(part) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"run.json is damaged: its {part} is not an object")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,88 @@
+"""Convert a model between programs' file formats, one tensor at a time: memory holds about one layer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from megalite.checkpoint.convert.hf_tensors import family_of
+from megalite.checkpoint.convert.model_settings import Settings, loses_digits, parameters_of, rounded
+from megalite.checkpoint.convert.source import KINDS, ConversionSource, kind_of
+from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
+from megalite.errors import UserError
+from megalite.log import log
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Describe a conversion.
+
+    Attributes:
+        source, target: names in KINDS and TARGETS; None to find the source's from its folder, and to use the
+            other one as the target.
+        iteration: of a source that has several; None for its latest.
+        max_bytes: of one of Hugging Face's files.
+        settings: the user's changes to the model and tokenizer.
+    """
+
+    load: Path
+    save: Path
+    source: str | None = None
+    target: str | None = None
+    iteration: int | None = None
+    max_bytes: int = 5 * 10**9
+    settings: Settings = field(default_factory=Settings)
+
+    def run(self) -> None:
+        """Convert, and log what was done.
+
+        Raises:
+            UserError: the source is damaged, of an unknown kind or a model that cannot be converted, or the
+                target exists already or cannot be written.
+        """
+        kind = self.source or kind_of(self.load)
+        target = self.target or ("hf" if kind == "megalite" else "megalite")
+        source = KINDS[kind].open(self.load, self.iteration, self.settings)
+        if target == "hf":
+            family_of(source.config.model)
+        specs = parameters_of(source.config.model)
+        plan = ConversionPlan(
+            source.config, source.progress, specs, self.max_bytes, self.save, source.hugging_face
+        )
+        log.info(
+            "%s (%s): %d tensors, %s in %s",
+            *(self.load, KINDS[kind].title, len(plan.specs)),
+            *(size_text(plan.num_bytes), source.config.model.params_dtype),
+        )
+        for dtype, count in Counter(source.dtype_of(name) for name in plan.specs).items():
+            if loses_digits(dtype, plan.dtype):
+                log.warning("%d tensors of %s are rounded to %s", count, dtype, plan.dtype)
+        with whole_folder(self.save, plan.num_bytes) as folder:
+            TARGETS[target](folder, plan, _parameters(source, plan))
+        log.info("wrote %s", self.save)
+
+
+def _parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full parameters in the target's type; log the progress of long work."""
+    done, last_line = 0, time.monotonic()
+    for name, spec in plan.specs.items():
+        full = source.tensor(name)
+        if tuple(full.shape) != tuple(spec.used_shape):
+            raise UserError(
+                f"{name} is {list(full.shape)}, and the config says {list(spec.used_shape)}: is the config "
+                "of another model?"
+            )
+        full = rounded(name, full, plan.dtype)
+        yield name, full
+        done += full.nbytes
+        if time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            sizes = size_text(done), size_text(plan.num_bytes)
+            log.info("%s of %s (%.0f%%), at %s", *sizes, 100 * done / plan.num_bytes, name)

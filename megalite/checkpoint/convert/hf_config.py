@@ -1,0 +1,196 @@
+"""Read our config of a model from the ``config.json`` of transformers' GPT-2, BLOOM and Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megalite.checkpoint.convert.model_settings import Settings, none_if_default
+from megalite.config import Config, ModelConfig
+from megalite.config.fields import config_fields
+from megalite.config.ranges import range_problems
+from megalite.errors import UserError
+
+HFConfig = Mapping[str, Any]
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT = ("model_type", "activation_function", *TOKEN_IDS, "pretraining_tp", "slow_but_exact")
+"""Settings for which megalite's config has no field: a conversion records them, to write them back."""
+RECORDED = "hugging_face"
+"""Their name in a checkpoint's run.json."""
+
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+    "silu": "swiglu",
+}
+
+
+def config_of(hf: HFConfig) -> ModelConfig:
+    """Return our config of the same model.
+
+    Args:
+        hf: ``config.json`` read as JSON, or a config's ``to_dict()``.
+
+    Raises:
+        UserError: an architecture, or an option of one, that megalite's model does not have.
+    """
+    kind = hf.get("model_type")
+    if kind not in READERS:
+        raise UserError(f"model_type {kind!r} cannot be converted: {', '.join(READERS)} can")
+    model = ModelConfig(**READERS[kind](hf))
+    _check_numbers(model)
+    return model
+
+
+def _check_numbers(model: ModelConfig) -> None:
+    """Check that numeric fields are numbers in their range.
+
+    Raises:
+        UserError: the first one that is not.
+    """
+    for field in config_fields():
+        if field.group == "model" and field.kind.item in (int, float):
+            value, kinds = getattr(model, field.name), (int,) if field.kind.item is int else (int, float)
+            if not (isinstance(value, kinds) or (value is None and field.kind.is_optional)):
+                raise UserError(f"transformers' config has {field.name} {value!r}, which is not a number")
+    if problem := next(range_problems(Config(model=model)), None):
+        raise UserError(f"transformers' config cannot be converted: {problem.text}")
+
+
+def recorded_of(hf: Any, settings: Settings) -> dict[str, Any] | None:
+    """Return those of `KEPT` that are present, to be written again; None if there are no such settings.
+
+    Args:
+        hf: ``config.json``, or what an earlier conversion has recorded of one.
+        settings: another tokenizer that they name has token ids of its own.
+    """
+    if not isinstance(hf, Mapping) or settings.change_tokenizer:
+        return None
+    return {name: hf[name] for name in KEPT if name in hf}
+
+
+def rounding_note(hf: HFConfig) -> str | None:
+    """Return which sums a model computes in another order than here; None if in the same.
+
+    BLOOM's `slow_but_exact` and the Llama of older versions of transformers sum the GEMMs of `pretraining_tp`
+    slices one after another, as the tensor-parallel ranks of its pretraining did.
+    """
+    slices, kind = hf.get("pretraining_tp") or 1, hf.get("model_type")
+    if slices == 1 or (kind == "bloom" and not hf.get("slow_but_exact", False)):
+        return None
+    exact = "slow_but_exact with " if kind == "bloom" else ""
+    return (
+        f"{exact}pretraining_tp {slices}: transformers adds up {slices} slices of each matrix product, "
+        "megalite computes it at once; results differ only by rounding"
+    )
+
+
+def _gpt2(hf: HFConfig) -> dict[str, Any]:
+    _require(
+        hf, "gpt2", scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
+    _require_equal(hf, "embd_pdrop", "resid_pdrop", default=0.1)
+    return {
+        "num_layers": _first(hf, "n_layer", "num_hidden_layers"),
+        "hidden_size": _first(hf, "n_embd", "hidden_size"),
+        "num_attention_heads": _first(hf, "n_head", "num_attention_heads"),
+        "ffn_hidden_size": hf.get("n_inner"),
+        "seq_length": _first(hf, "n_positions", "max_position_embeddings"),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "learned_absolute",
+        "activation": _activation(hf.get("activation_function", "gelu_new")),
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "hidden_dropout": hf.get("resid_pdrop", 0.1),
+        "attention_dropout": hf.get("attn_pdrop", 0.1),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def _bloom(hf: HFConfig) -> dict[str, Any]:
+    _require(hf, "bloom", apply_residual_connection_post_layernorm=False)
+    return {
+        "num_layers": _first(hf, "n_layer", "num_hidden_layers"),
+        "hidden_size": _first(hf, "n_embed", "hidden_size"),  # as transformers: the old name wins
+        "num_attention_heads": _first(hf, "n_head", "num_attention_heads"),
+        "seq_length": hf.get("seq_length", 2048),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "alibi",
+        "embed_layernorm": True,
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "hidden_dropout": hf.get("hidden_dropout", 0.0),
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def _llama(hf: HFConfig) -> dict[str, Any]:
+    _require_equal(hf, "attention_bias", "mlp_bias", default=False)
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"llama's hidden_act {activation!r} cannot be converted: silu can")
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": none_if_default(hf.get("num_key_value_heads"), hf["num_attention_heads"]),
+        "kv_channels": none_if_default(hf.get("head_dim"), hf["hidden_size"] // hf["num_attention_heads"]),
+        "seq_length": hf.get("max_position_embeddings", 2048),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "rope",
+        "rotary_base": _rotary_base(hf),
+        "normalization": "RMSNorm",
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "add_bias_linear": hf.get("attention_bias", False),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {"gpt2": _gpt2, "bloom": _bloom, "llama": _llama}
+"""Returns our fields for each `model_type`."""
+
+
+def _first(hf: HFConfig, *names: str) -> Any:
+    """Return the value under the first of its names in use; attributes were renamed over the years."""
+    for name in names:
+        if hf.get(name) is not None:
+            return hf[name]
+    raise UserError(f"transformers' config has no {' or '.join(names)}")
+
+
+def _activation(name: str) -> str:
+    if name not in ACTIVATIONS or name == "silu":  # ungated SiLU is another model
+        known = ", ".join(known for known in ACTIVATIONS if known != "silu")
+        raise UserError(f"activation {name!r} cannot be converted: {known} can")
+    return ACTIVATIONS[name]
+
+
+def _rotary_base(hf: HFConfig) -> float:
+    """Return the base of the angles; since version 5 of transformers it is among the `rope_parameters`."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"rope_type {kind!r} cannot be converted: plain rotary embeddings (default) can")
+    return float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+
+
+def _require(hf: HFConfig, kind: str, **needed: bool) -> None:
+    for name, value in needed.items():
+        if hf.get(name, value) != value:
+            raise UserError(f"{kind} with {name} {hf[name]} cannot be converted: only {value} can")
+
+
+def _require_equal(hf: HFConfig, first: str, second: str, default: object) -> None:
+    values = hf.get(first, default), hf.get(second, default)
+    if values[0] != values[1]:
+        raise UserError(f"{first} {values[0]} and {second} {values[1]} must be equal to be converted")

@@ -1,0 +1,175 @@
+"""Read a model from a Hugging Face folder: config.json beside safetensors or pytorch_model.bin files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.foreign_files import open_weights
+from megalite.checkpoint.convert.hf_config import config_of, recorded_of, rounding_note
+from megalite.checkpoint.convert.hf_tensors import VOCABULARY, all_entries, end_entries, family_of
+from megalite.checkpoint.convert.model_settings import Settings, precision_of
+from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config, ModelConfig
+from megalite.errors import UserError, few
+from megalite.files import parse_json, read_regular
+from megalite.log import log
+
+CONFIG_FILE = "config.json"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of a model in one file; ``.index.json`` is appended for several. The first that exists is read."""
+
+_MAX_JSON_BYTES = 1 << 28
+_NOT_WEIGHTS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+"""Masks and tables that old versions saved beside the weights."""
+
+
+class HFFolder:
+    """Read the tensors of such a folder under their own names; files are opened on first use.
+
+    Attributes:
+        config: config.json.
+        files: the file that each tensor is in.
+
+    Raises:
+        UserError: it is not such a folder, or a file of it is missing or cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = _read_json(folder / CONFIG_FILE)
+        self._opened: dict[str, Mapping[str, Tensor]] = {}
+        self.files = self._weight_map()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor as it is in its file: a view of it."""
+        weights = self._open(self.files[name])
+        if name not in weights:
+            raise UserError(f"{self.folder / self.files[name]} lacks {name}, which the index names")
+        return weights[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
+
+    def _open(self, file: str) -> Mapping[str, Tensor]:
+        if file not in self._opened:
+            self._opened[file] = open_weights(self.folder / file)
+        return self._opened[file]
+
+    def _weight_map(self) -> dict[str, str]:
+        for file in WEIGHT_FILES:
+            index = self.folder / f"{file}.index.json"
+            if index.exists():
+                return self._indexed(index)
+            if (self.folder / file).exists():
+                return dict.fromkeys(self._open(file), file)
+        raise UserError(f"{self.folder} holds none of {', '.join(WEIGHT_FILES)}, and no .index.json of one")
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        files = _read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        ):
+            raise UserError(f"{index} is damaged: its weight_map must name files of the folder")
+        missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
+        if missing:
+            raise UserError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} names")
+        return files
+
+
+class HFSource:
+    """Read such a folder as a source of our full tensors.
+
+    Args:
+        settings: the user's changes.
+
+    Raises:
+        UserError: we do not have the architecture, or the folder lacks tensors or has others.
+    """
+
+    progress = TrainingProgress()
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self._files = HFFolder(folder)
+        if "quantization_config" in self._files.config:
+            raise UserError(f"{folder} holds quantized weights: convert the model before its quantization")
+        model = _model_of(folder, self._files.config)
+        if model.num_layers > len(self._files.files):  # before a list of all layers is made
+            raise UserError(
+                f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
+                "layers: is config.json of another model?"
+            )
+        self.hugging_face = recorded_of(self._files.config, settings)
+        if (note := rounding_note(self._files.config)) is not None:
+            log.warning("%s: %s", folder / CONFIG_FILE, note)
+        self._names = self._full_names(family_of(model).prefix)
+        base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
+        self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
+        self._entries = {entry.ours: entry for entry in all_entries(self.config.model)}
+        self._check_names(folder)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._files.tensor(self._names[self._entries[name].theirs[0]]).dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of our tensors; of the vocabulary, the rows of tokens."""
+        entry = self._entries[name]
+        theirs = {their: self._files.tensor(self._names[their]) for their in entry.theirs}
+        if entry.transform is not VOCABULARY:
+            return entry.from_hf(theirs, self.config.model)
+        (table,) = theirs.values()
+        return table[: self.config.model.vocab_size]
+
+    def _full_names(self, prefix: str) -> dict[str, str]:
+        """Return their names with the prefix that some files lack, each with its name in the file."""
+        return {
+            name if name.startswith((prefix, "lm_head.")) else prefix + name: name
+            for name in self._files.files
+        }
+
+    def _check_names(self, folder: Path) -> None:
+        wanted = {name for entry in self._entries.values() for name in entry.theirs}
+        if missing := sorted(wanted - self._names.keys()):
+            raise UserError(f"{folder} lacks {few(missing)}: is config.json of another model?")
+        if not self.config.model.untie_embeddings_and_output_weights:
+            wanted.add("lm_head.weight")  # the second name of the word embedding
+        others = [name for name in self._names.keys() - wanted if not _NOT_WEIGHTS.fullmatch(name)]
+        if others:
+            model_type = family_of(self.config.model).model_type
+            raise UserError(
+                f"{folder} has tensors that a {model_type} of this config does not have: "
+                f"{few(sorted(others))}"
+            )
+
+    def _dtype_of_first(self, model: ModelConfig) -> torch.dtype:
+        """Return the type of the word embedding, which is that of most tensors."""
+        (name,) = end_entries(model)[0].theirs
+        if name not in self._names:
+            raise UserError(f"{self._files.folder} lacks {name}: is config.json of another model?")
+        return self._files.tensor(self._names[name]).dtype
+
+
+def _model_of(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    try:
+        return config_of(config)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{folder / CONFIG_FILE} is damaged: {error!r}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(read_regular(file, _MAX_JSON_BYTES, follow=True))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{file} is damaged: it is not JSON") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is damaged: it is not a JSON object")
+    return found

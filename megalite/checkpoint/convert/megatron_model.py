@@ -1,0 +1,220 @@
+"""Read a Megatron model as the source of a conversion, and its arguments as our config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.foreign_files import StandIn
+from megalite.checkpoint.convert.megatron_tensors import join
+from megalite.checkpoint.convert.model_settings import (
+    Settings,
+    none_if_default,
+    parameters_of,
+    precision_of,
+)
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config, ModelConfig
+from megalite.errors import UserError, few
+
+Arguments = Mapping[str, Any]
+
+_REFUSED = {
+    "apply_residual_connection_post_layernorm": False,
+    "apply_layernorm_1p": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "multi_latent_attention": False,
+    "squared_relu": False,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "num_experts": None,
+    "glu_activation": None,
+}
+"""Switches that our model does not have, with the only value that it supports, also if they are missing."""
+
+_POSITIONS = {
+    "learned_absolute": "learned_absolute",
+    "absolute": "learned_absolute",
+    "rope": "rope",
+    "rotary": "rope",
+    "alibi": "alibi",
+    "none": "none",
+}
+_POSITIONS_BY_NUMBER = {1: "rotary", 2: "absolute", 3: "alibi"}
+"""Megatron-DeepSpeed's enum."""
+
+
+def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
+    """Return fields of our config.
+
+    Args:
+        arguments: by name; an old version may have few.
+        base: the values of missing arguments.
+
+    Raises:
+        UserError: an option that our model does not have.
+    """
+    _refuse_others(arguments)
+    heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
+    group_query = arguments.get("group_query_attention", False)
+    fields = {
+        "num_layers": arguments.get("num_layers") or arguments.get("encoder_num_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": arguments.get("ffn_hidden_size"),
+        "num_query_groups": arguments.get("num_query_groups") if group_query else None,
+        "kv_channels": none_if_default(arguments.get("kv_channels"), hidden // heads),
+        "seq_length": arguments.get("seq_length") or arguments.get("max_position_embeddings"),
+        "max_position_embeddings": arguments.get("max_position_embeddings"),
+        "make_vocab_size_divisible_by": arguments.get("make_vocab_size_divisible_by"),
+        "position_embedding_type": _positions(arguments),
+        "rotary_base": arguments.get("rotary_base"),
+        "normalization": arguments.get("normalization"),
+        "norm_epsilon": arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon"),
+        "activation": _activation(arguments),
+        "add_bias_linear": arguments.get("add_bias_linear"),
+        "embed_layernorm": arguments.get("embed_layernorm"),
+        "untie_embeddings_and_output_weights": arguments.get("untie_embeddings_and_output_weights"),
+        "hidden_dropout": arguments.get("hidden_dropout"),
+        "attention_dropout": arguments.get("attention_dropout"),
+        "init_method_std": arguments.get("init_method_std"),
+    }
+    known = {name: value for name, value in fields.items() if value is not None}
+    known["rotary_base"] = float(known.get("rotary_base", base.rotary_base))
+    return known
+
+
+def training_of(arguments: Arguments) -> dict[str, Any]:
+    """Return what the order of the samples depends on, so that a run can continue."""
+    fields: dict[str, Any] = {name: arguments.get(name) for name in ("seed", "global_batch_size")}
+    if ramp_up := arguments.get("rampup_batch_size"):
+        fields["rampup_batch_size"] = tuple(int(number) for number in ramp_up)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _refuse_others(arguments: Arguments) -> None:
+    for needed in ("num_attention_heads", "hidden_size"):
+        if not isinstance(arguments.get(needed), int):
+            raise UserError(f"the checkpoint's arguments have no {needed}: give the model's flags")
+    others = [
+        f"{name} {arguments[name]}"
+        for name, only in _REFUSED.items()
+        if arguments.get(name) is not None and arguments[name] != only
+    ]
+    if others:
+        raise UserError(f"megalite has no model with {', '.join(others)}: it cannot be converted")
+
+
+def _positions(arguments: Arguments) -> str:
+    kind = arguments.get("position_embedding_type", "learned_absolute")
+    if isinstance(kind, StandIn):
+        (number,) = kind.arguments or (None,)
+        kind = _POSITIONS_BY_NUMBER.get(number, "unknown") if isinstance(number, int) else "unknown"
+    if arguments.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    if kind not in _POSITIONS:
+        raise UserError(f"position_embedding_type {kind} cannot be converted: {', '.join(_POSITIONS)} can")
+    return _POSITIONS[kind]
+
+
+def _activation(arguments: Arguments) -> str:
+    if arguments.get("swiglu"):
+        return "swiglu"
+    # Megatron's fused GELU, the default, is the tanh form; its unfused one is the erf form.
+    tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu")
+    return "gelu" if tanh else "gelu_exact"
+
+
+_WORD, _OUTPUT = "embedding.word.weight", "output.weight"
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """Hold what such a checkpoint has.
+
+    Attributes:
+        folder: for messages.
+        shards: those of each tensor-parallel rank, by our name of the parameter.
+        arguments: what the run was started with; None if the checkpoint does not hold them.
+        version: of the checkpoint's format.
+        why_unread: why the arguments could not be read; empty if they are just missing.
+    """
+
+    folder: str
+    shards: Mapping[str, Sequence[Tensor]]
+    arguments: Mapping[str, Any] | None
+    version: float
+    iteration: int = 0
+    why_unread: str = ""
+
+
+class MegatronSource:
+    """Read the parameters, joined one at a time.
+
+    Raises:
+        UserError: it is not a model of ours, or tensors are missing or unknown.
+    """
+
+    hugging_face = None
+
+    def __init__(self, checkpoint: MegatronCheckpoint, settings: Settings) -> None:
+        self._checkpoint = checkpoint
+        if _WORD not in checkpoint.shards:
+            raise UserError(f"{checkpoint.folder} lacks the word embeddings: are files missing?")
+        self.config = settings.applied(_config_of(checkpoint, settings))
+        self._specs = parameters_of(self.config.model)
+        self._check_names()
+        samples = (checkpoint.arguments or {}).get("consumed_train_samples", 0)
+        is_count = type(samples) is int and 0 <= samples < 1 << 63
+        self.progress = TrainingProgress(checkpoint.iteration, samples if is_count else 0)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._checkpoint.shards[name][0].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of our tensors, without the vocabulary's padding."""
+        shards = self._checkpoint.shards[name]
+        return join(name, shards, self._specs[name], self.config.model, self._checkpoint.version)
+
+    def _check_names(self) -> None:
+        folder, shards = self._checkpoint.folder, self._checkpoint.shards
+        if missing := sorted(self._specs.keys() - shards.keys()):
+            raise UserError(f"{folder} lacks {few(missing)}: is the config of another model?")
+        others = sorted(shards.keys() - self._specs.keys())
+        if others == [_OUTPUT]:
+            pairs = zip(shards[_OUTPUT], shards[_WORD], strict=True)
+            if all(torch.equal(output, word) for output, word in pairs):
+                return  # the copy of a tied table on the last stage
+            raise UserError(
+                f"{folder} has an output layer that differs from the word embedding: "
+                "give --untie-embeddings-and-output-weights"
+            )
+        if others:
+            raise UserError(f"{folder} has parameters that the config's model does not have: {few(others)}")
+
+
+def _config_of(checkpoint: MegatronCheckpoint, settings: Settings) -> Config:
+    """Return the config that the arguments describe, or the base for one that the user's flags describe."""
+    dtype = precision_of(checkpoint.shards[_WORD][0].dtype)
+    rows = sum(shard.shape[0] for shard in checkpoint.shards[_WORD])
+    if settings.describe_model:
+        return Config(model=ModelConfig(vocab_size=rows, params_dtype=dtype))
+    arguments = checkpoint.arguments
+    if arguments is None:
+        reason = checkpoint.why_unread or f"{checkpoint.folder} does not say which model it holds"
+        raise UserError(f"{reason}; give the model's flags, as --num-layers or --preset")
+    base, vocab_size = Config(), arguments.get("vocab_size")
+    if not isinstance(vocab_size, int) or not vocab_size:  # only newer versions save it without padding
+        vocab_size = rows
+    fields = model_of(arguments, base.model)
+    return replace(
+        base,
+        model=replace(base.model, **fields, vocab_size=vocab_size, params_dtype=dtype),
+        training=replace(base.training, **training_of(arguments)),
+    )

@@ -1,0 +1,156 @@
+"""Apply the user's settings to a converted model; find its parameters and dtypes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml
+from megalite.config.command_line import NEEDED_TO_TRAIN, parse
+from megalite.config.data import TOKENIZER_FIELDS
+from megalite.config.flags import flag_of
+from megalite.config.model import ParamsDtype
+from megalite.config.validate import problems_of
+from megalite.distributed.topology import AXES, WORLD, Axis, Topology
+from megalite.errors import ConfigError, UserError
+from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, spec_of
+
+
+def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
+    """Return every parameter of the whole model, as one rank would hold it, in the order of the layers.
+
+    Args:
+        config: a valid one.
+
+    Raises:
+        UserError: the vocabulary's size is unknown.
+    """
+    context = LayerContext(_alone(), DTYPES[config.params_dtype], has_weights=False)
+    stage = GPTStage(config, context, range(config.num_layers))
+    return {name: spec_of(parameter) for name, parameter in stage.named_parameters()}
+
+
+def _alone() -> Topology:
+    """Return a world of one rank that never communicates, so that no process group is needed."""
+    axes = {name: Axis(name, 1, 0, (0,), cast(dist.ProcessGroup, None)) for name in (*AXES, WORLD)}
+    return Topology(rank=0, world_size=1, device=torch.device("meta"), mesh=cast(DeviceMesh, None), **axes)
+
+
+def precision_of(dtype: torch.dtype) -> ParamsDtype:
+    """Return our name of a type.
+
+    Raises:
+        UserError: our models cannot have such weights.
+    """
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name  # type: ignore[return-value]  # a key of the table
+    raise UserError(f"{dtype} weights cannot be converted: {', '.join(map(str, DTYPES.values()))} can")
+
+
+def none_if_default(value: int | None, default: int) -> int | None:
+    """Return None for a size that equals its default, so that a model has only one config."""
+    return None if value == default else value
+
+
+def loses_digits(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether numbers of one type are rounded in the other."""
+    return torch.promote_types(source, target) != target
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in another type.
+
+    Raises:
+        UserError: a number is too large for it.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    converted = tensor.to(dtype)
+    if loses_digits(tensor.dtype, dtype) and not torch.equal(converted.isinf(), tensor.isinf()):
+        raise UserError(f"{name} has numbers too large for {dtype}: choose another --params-dtype")
+    return converted
+
+
+_WHOLE_MODEL = ("--num-layers", "--preset", "--config")
+
+_PRECISION = ("--params-dtype", "--bf16", "--fp16")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold flags of pretrain_gpt.py for the model and its tokenizer."""
+
+    flags: Sequence[str] = ()
+
+    @property
+    def describe_model(self) -> bool:
+        """Return whether they describe a whole model, not only changes to one."""
+        return self._has(_WHOLE_MODEL)
+
+    @property
+    def change_tokenizer(self) -> bool:
+        """Return whether they name another tokenizer than the source's."""
+        return self._has([flag_of(name) for name in TOKENIZER_FIELDS])
+
+    def applied(self, base: Config) -> Config:
+        """Return the config of a source with the flags applied.
+
+        Raises:
+            ConfigError: with all mistakes: of the flags, and of the resulting model.
+        """
+        config = self._parsed(base) if self.flags else base
+        model = config.model
+        if not self._has(_PRECISION):
+            model = replace(model, params_dtype=base.model.params_dtype)
+        if model.vocab_size is None:
+            model = replace(model, vocab_size=base.model.vocab_size)
+        _check_model(replace(config, model=model))
+        return replace(config, model=model)
+
+    def _parsed(self, base: Config) -> Config:
+        if self.change_tokenizer:
+            nothing: dict[str, Any] = dict.fromkeys(TOKENIZER_FIELDS)
+            base = replace(base, data=replace(base.data, **nothing))
+        if self.describe_model:
+            config, _ = parse(self.flags, NEEDED_TO_TRAIN)
+            base = Config()
+        else:
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+                file.write(to_yaml(base))
+                file.flush()
+                config, _ = parse(["--config", file.name, *self.flags], NEEDED_TO_TRAIN)
+        if not self._has(("--config",)):
+            _refuse_unused(config, base)
+        return config
+
+    def _has(self, flags: Sequence[str]) -> bool:
+        names = {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
+        return not names.isdisjoint(flags)
+
+
+def _refuse_unused(config: Config, base: Config) -> None:
+    """Refuse flags that have no effect on a conversion."""
+    used, before = {*TOKENIZER_FIELDS, *(field.name for field in fields(ModelConfig))}, base.values()
+    unused = [
+        flag_of(name) for name, value in config.values().items() if value != before[name] and name not in used
+    ]
+    if unused:
+        raise UserError(f"{', '.join(unused)}: a conversion does not use it, remove it")
+
+
+def _check_model(config: Config) -> None:
+    """Refuse a model that could not be trained on one rank; fields that only training needs are filled in."""
+    trained = Config(
+        model=config.model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)
+    )
+    if problems := problems_of(trained, 1):
+        raise ConfigError(problems)

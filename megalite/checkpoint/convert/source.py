@@ -1,0 +1,189 @@
+"""Define the source of a conversion, and read a checkpoint of ours as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.hf_config import RECORDED, recorded_of
+from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFSource
+from megalite.checkpoint.convert.megatron_deepspeed import find_in_deepspeed, is_deepspeed
+from megalite.checkpoint.convert.megatron_folder import find_in_megatron, is_megatron
+from megalite.checkpoint.convert.megatron_model import MegatronSource
+from megalite.checkpoint.convert.model_settings import Settings, parameters_of
+from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, tokenizer_in
+from megalite.checkpoint.folder import iterations_in, list_checkpoints
+from megalite.checkpoint.full_tensors import FullReader, check_weights
+from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config
+from megalite.config.command_line import parse
+from megalite.errors import ConfigError, UserError, few
+
+
+class ConversionSource(Protocol):
+    """Read a model one tensor at a time.
+
+    Attributes:
+        config: of the model and its tokenizer, in the requested precision.
+        progress: of its training, if it is known.
+        hugging_face: settings of a Hugging Face config.json for which the config has no field; None if the
+            model did not come from one.
+    """
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def progress(self) -> TrainingProgress: ...
+
+    @property
+    def hugging_face(self) -> Mapping[str, Any] | None: ...
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type in which the parameter is stored."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the full parameter under our name, without the vocabulary's padding.
+
+        Raises:
+            UserError: it cannot be read, or has another shape than the config says.
+        """
+        ...
+
+
+class MegaliteSource:
+    """Read a checkpoint of ours; only the files that are needed are read, and verified before.
+
+    If another precision than the model's is requested, the main weights are read, and rounded once.
+
+    Raises:
+        UserError: it is damaged, or lacks weights.
+    """
+
+    def __init__(self, folder: Path, iteration: int | None, settings: Settings) -> None:
+        manifest = read_manifest(find_checkpoint(folder, iteration))
+        base = _with_moved_tokenizer(_config_of(manifest), manifest.folder.parent / TOKENIZER)
+        self.config = settings.applied(base)
+        self.progress = TrainingProgress.from_record(manifest.description["progress"])
+        is_same = self.config.model.params_dtype == base.model.params_dtype
+        self.hugging_face = recorded_of(manifest.description.get(RECORDED), settings)
+        names = parameters_of(self.config.model)
+        check_weights(manifest, names.keys(), self.config.model.num_layers)
+        self._names = {name: _stored_name(manifest, name, is_same) for name in names}
+        if missing := sorted(set(self._names.values()) - manifest.tensors.keys()):
+            raise UserError(f"{manifest.folder} lacks {few(missing)}: it does not hold a whole model")
+        pieces = [piece for name in self._names.values() for piece in manifest.tensors[name]]
+        if damage := damage_of(manifest, sorted({piece.file for piece in pieces})):
+            raise DamagedCheckpoint(manifest.folder, damage)
+        self._reader = FullReader(manifest)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._reader.dtype(self._names[name])
+
+    def tensor(self, name: str) -> Tensor:
+        return self._reader.tensor(self._names[name])
+
+
+def find_checkpoint(folder: Path, iteration: int | None) -> Path:
+    """Return one checkpoint's folder: the requested iteration's, the latest, or `folder` if it is one itself.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (folder / RUN).is_file() and iteration is None:
+        return folder
+    try:
+        known = iterations_in(folder)
+        names = list_checkpoints(folder).names
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}") from None
+    if not names:
+        raise UserError(f"{folder} holds no checkpoint of megalite")
+    if iteration is None:
+        return folder / names[0]
+    if iteration not in known:
+        raise UserError(f"{folder} has no iteration {iteration}: give one of {', '.join(map(str, known))}")
+    return folder / known[iteration]
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """Describe a kind of folder that can be converted."""
+
+    title: str
+    matches: Callable[[Path], bool]
+    open: Callable[[Path, int | None, Settings], ConversionSource]
+
+
+def _is_megalite(folder: Path) -> bool:
+    return (folder / RUN).is_file() or any(folder.glob(f"iter_*/{RUN}"))
+
+
+def _open_hf(folder: Path, iteration: int | None, settings: Settings) -> ConversionSource:
+    if iteration is not None:
+        raise UserError(
+            f"--load-iteration {iteration}: {folder} holds one model, not iterations of a run; remove it"
+        )
+    return HFSource(folder, settings)
+
+
+KINDS: Mapping[str, SourceKind] = {
+    "megalite": SourceKind("megalite", _is_megalite, MegaliteSource),
+    "hf": SourceKind("Hugging Face", lambda folder: (folder / CONFIG_FILE).is_file(), _open_hf),
+    "megatron": SourceKind(
+        "Megatron-LM",
+        is_megatron,
+        lambda folder, iteration, settings: MegatronSource(find_in_megatron(folder, iteration), settings),
+    ),
+    "megatron-deepspeed": SourceKind(
+        "Megatron-DeepSpeed",
+        is_deepspeed,
+        lambda folder, iteration, settings: MegatronSource(find_in_deepspeed(folder, iteration), settings),
+    ),
+}
+"""Kinds of folders that can be converted, by their name for --from."""
+
+
+def kind_of(folder: Path) -> str:
+    """Return the kind of a folder.
+
+    Raises:
+        UserError: it is not a folder, or of an unknown kind.
+    """
+    if not folder.is_dir():
+        fault = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"--load {folder} {fault}: give a folder")
+    for name, kind in KINDS.items():
+        if kind.matches(folder):
+            return name
+    raise UserError(
+        f"--load {folder} is not a checkpoint of megalite, Megatron-LM or Megatron-DeepSpeed, nor a Hugging "
+        "Face folder (config.json and weights): if you know its kind, give it with --from"
+    )
+
+
+def _config_of(manifest: Manifest) -> Config:
+    try:
+        config, _ = parse(["--config", str(manifest.folder / CONFIG)])
+    except ConfigError as error:
+        raise DamagedCheckpoint(manifest.folder, error.problems) from None
+    return config
+
+
+def _with_moved_tokenizer(config: Config, folder: Path) -> Config:
+    """Return the config with a converted checkpoint's own tokenizer, if its folder has been moved since."""
+    is_there = all(file.is_file() for file in files_of(config.data).values())
+    return config if is_there or not folder.is_dir() else replace(config, data=tokenizer_in(folder))
+
+
+def _stored_name(manifest: Manifest, name: str, is_same: bool) -> str:
+    """Return the tensor to read for a parameter: the model's weight, or a more precise main weight."""
+    main = f"optimizer.{name}.main"
+    return main if not is_same and main in manifest.tensors else f"model.{name}"

@@ -1,0 +1,111 @@
+"""Read full tensors from a checkpoint in one process, without a layout: for tools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, TensorRecord, dtype_of
+from megalite.checkpoint.parameter_range import ParameterRange
+from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
+from megalite.errors import few
+
+
+def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: int) -> None:
+    """Refuse a checkpoint that holds weights that the model of its config.yaml does not have.
+
+    Args:
+        parameters: names of all of the model's.
+
+    Raises:
+        DamagedCheckpoint: it does.
+    """
+    weights = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
+    if others := sorted(name for name in weights if name not in parameters):
+        problem = f"the model of {CONFIG}, num_layers {num_layers}, has no {few(others)}"
+        raise DamagedCheckpoint(manifest.folder, [problem])
+
+
+class FullReader:
+    """Read one tensor at a time; only that one is in memory.
+
+    The files are not verified: `manifest.damage_of` does that.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors, sorted."""
+        return tuple(sorted(self.manifest.tensors))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor, without the padding of any layout.
+
+        Raises:
+            KeyError: there is no such tensor.
+            DamagedCheckpoint: its file cannot be read.
+        """
+        first = self._first(name)
+        return self._shape_in_file(name, first) if first.range is None else first.range.full_shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type in which the tensor is saved.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        return dtype_of(self._first(name).dtype)
+
+    def pieces(self, name: str) -> list[TensorRecord]:
+        """Return the pieces that make up the full tensor, each element in one of them.
+
+        Raises:
+            KeyError: there is no such tensor.
+            DamagedCheckpoint: elements are in none of them or in several.
+        """
+        target = ReadTarget(name, torch.empty(0, dtype=self.dtype(name)), self._full_range(name))
+        try:
+            return target.pieces(self.manifest.tensors[name])
+        except ValueError as error:
+            raise self._damaged(error) from None
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the full tensor, contiguous and in memory of its own.
+
+        Raises:
+            KeyError: there is no such tensor.
+            DamagedCheckpoint: a file cannot be read or differs from the index.
+        """
+        full, dtype = self._full_range(name), self.dtype(name)
+        numel = math.prod(full.shape)
+        files = {piece.file for piece in self.pieces(name)}
+        try:
+            if numel * dtype.itemsize > sum((self.manifest.folder / file).stat().st_size for file in files):
+                raise ValueError(f"{name} is larger than its files")  # before any memory is allocated
+            elements = torch.empty(numel, dtype=dtype)
+            read_targets(self.manifest, [ReadTarget(name, elements, full)])
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
+        return elements.view(full.shape)
+
+    def _first(self, name: str) -> TensorRecord:
+        return self.manifest.tensors[name][0]
+
+    def _full_range(self, name: str) -> ParameterRange:
+        """Return the range of all of the tensor, cut along the dim of its pieces."""
+        first, shape = self._first(name).range, self.shape(name)
+        return ParameterRange(shape, first.dim if first else 0, 0, shape, 0, math.prod(shape))
+
+    def _shape_in_file(self, name: str, record: TensorRecord) -> tuple[int, ...]:
+        try:
+            with open_tensors(self.manifest, record.file) as handle:
+                return tuple(handle.get_slice(name).get_shape())
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> DamagedCheckpoint:
+        return DamagedCheckpoint(self.manifest.folder, [str(error)])

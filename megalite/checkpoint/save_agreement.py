@@ -1,0 +1,138 @@
+"""Let the ranks agree on one save: through the store, from any thread, without collectives.
+
+A collective from a second thread would need a group of its own: a mesh of connections among all ranks that
+is idle between saves, and a time-out that a slow disk exceeds. The messages are small, and the store, to
+which every rank is connected anyway, keeps them for as long as the slowest disk takes. Only rank 0 reads
+every rank's answer; the others read its decision.
+"""
+
+from __future__ import annotations
+
+import base64
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from megalite.distributed.store_barrier import at_work, wait_for_key
+from megalite.errors import UserError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_DONE, _FAILED = "+", "-"
+
+
+class SaveError(UserError):
+    """Raised for a checkpoint that could not be written; what was there before it still is."""
+
+
+class SaveAnswer(NamedTuple):
+    """Report one rank's step of a save.
+
+    Attributes:
+        text: its result, or what went wrong.
+    """
+
+    is_done: bool
+    text: str
+
+    def result(self) -> str:
+        """Return the step's result.
+
+        Raises:
+            SaveError: the step failed.
+        """
+        if not self.is_done:
+            raise SaveError(self.text)
+        return self.text
+
+
+class SaveAgreement:
+    """Exchange the ranks' messages about one save.
+
+    Args:
+        name: of the save: no two saves over a store have the same.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+        self.rank = rank
+        self._store = store
+        self._world_size = world_size
+        self._prefix = f"megalite/{name}"
+        self._keys: list[str] = []
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def from_first(self, step: str, action: Callable[[], str]) -> str:
+        """Call `action` on rank 0 and return its result on every rank.
+
+        Raises:
+            SaveError: it raised, or rank 0 is gone; on every rank.
+        """
+        key = self._key(step)
+        self._keys.append(key)
+        if self.is_first:
+            answer = self._run(action)
+            self._store.set(key, _packed(answer))
+        elif wait_for_key(self._store, key):
+            answer = _unpacked(self._store.get(key))
+        else:
+            answer = SaveAnswer(False, "rank 0 does not answer: it is gone or hangs")
+        return answer.result()
+
+    def to_first(self, step: str, action: Callable[[], str]) -> Sequence[SaveAnswer]:
+        """Call `action` on every rank; return the answers of all ranks on rank 0, and none on the others."""
+        answer, all_there = self._run(action), self._key(step, "all")
+        self._store.set(self._key(step, self.rank), _packed(answer))
+        if self._store.add(self._key(step, "number"), 1) == self._world_size:
+            self._store.set(all_there, "")
+        if not self.is_first:
+            return ()
+        self._keys += [all_there, self._key(step, "number")]
+        wait_for_key(self._store, all_there)
+        return [self._remove(self._key(step, rank), rank) for rank in range(self._world_size)]
+
+    def forget(self) -> None:
+        """Delete the save's keys from the store; call it when every rank has finished the save."""
+        if self.is_first:
+            with suppress(RuntimeError):
+                for key in self._keys:
+                    self._store.delete_key(key)
+
+    def _run(self, action: Callable[[], str]) -> SaveAnswer:
+        try:
+            with at_work(self._store):
+                return SaveAnswer(True, action())
+        except SaveError as error:
+            return SaveAnswer(False, str(error))
+        except OSError as error:
+            file = f": {error.filename}" if error.filename else ""
+            return SaveAnswer(False, f"rank {self.rank}: {error.strerror or error}{file}")
+        except Exception:  # a defect here must not leave the other ranks waiting
+            return SaveAnswer(False, f"rank {self.rank} failed:\n{traceback.format_exc()}")
+
+    def _remove(self, key: str, rank: int) -> SaveAnswer:
+        """Return a rank's answer, and delete it from the store."""
+        if not self._store.check([key]):
+            return SaveAnswer(False, f"rank {rank} does not answer: it is gone or hangs")
+        answer = _unpacked(self._store.get(key))
+        self._store.delete_key(key)
+        return answer
+
+    def _key(self, step: str, who: object = 0) -> str:
+        return f"{self._prefix}/{step}/{who}"
+
+
+def _packed(answer: SaveAnswer) -> str:
+    """Return an answer as ASCII text; the names and ranges of a rank's tensors compress to a tenth."""
+    content = zlib.compress(answer.text.encode(), level=1)
+    return (_DONE if answer.is_done else _FAILED) + base64.b64encode(content).decode()
+
+
+def _unpacked(message: bytes) -> SaveAnswer:
+    text = zlib.decompress(base64.b64decode(message[1:])).decode()
+    return SaveAnswer(message[:1] == _DONE.encode(), text)

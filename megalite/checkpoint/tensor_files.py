@@ -1,0 +1,392 @@
+"""Write tensor files in the safetensors format, with a digest, and read slices of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.manifest import FileRecord, Manifest, TensorRecord, dtype_name, dtype_of
+from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint
+from megalite.distributed.topology import Topology
+from megalite.optim.flat_buffers import ParameterShard
+
+_BUFFER_BYTES = 16 << 20
+_LOCAL_FILE_SYSTEMS = ("ext4", "xfs")
+
+
+class DiskFile:
+    """Write a new file whose bytes are on disk when `finish` returns.
+
+    On a local disk they are written directly from a buffer of the process (`O_DIRECT`), past the page cache:
+    a sync after 1 GB that went through the cache takes two to three times as long. Elsewhere (network file
+    systems do this better themselves) they go through it, and `posix_fadvise` starts the writing early.
+
+    Raises:
+        OSError: from here or any method: the file cannot be written; what is written of it stays.
+    """
+
+    def __init__(self, file: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(file, flags, 0o666)
+        self._buffer: mmap.mmap | None = None
+        self._num_buffered = 0
+        self._num_written = 0
+        if _file_system_of(self._descriptor) in _LOCAL_FILE_SYSTEMS and self._set_direct(True):
+            self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # page-aligned, as O_DIRECT requires
+
+    def write(self, content: memoryview) -> None:
+        """Append bytes; they may be overwritten afterwards."""
+        if self._buffer is None:
+            self._put(content)
+            return
+        while len(content):
+            part = content[: _BUFFER_BYTES - self._num_buffered]
+            self._buffer[self._num_buffered : self._num_buffered + len(part)] = part
+            self._num_buffered += len(part)
+            content = content[len(part) :]
+            if self._num_buffered == _BUFFER_BYTES:
+                self._flush()
+
+    def finish(self) -> None:
+        """Write the rest, and wait until all of it is on disk."""
+        if self._buffer is not None:
+            self._set_direct(False)  # the rest is not a whole number of the disk's blocks
+            self._flush()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; without `finish` it is not whole."""
+        os.close(self._descriptor)
+        self._buffer = None  # not closed: an error that is being raised may still hold a view of it
+
+    def _flush(self) -> None:
+        assert self._buffer is not None
+        with memoryview(self._buffer) as whole, whole[: self._num_buffered] as content:
+            try:
+                self._put(content)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._set_direct(False)  # blocks of an unusual size
+                self._put(content[self._num_written % _BUFFER_BYTES :])
+        self._num_buffered = 0
+
+    def _put(self, content: memoryview) -> None:
+        while len(content):
+            written = os.write(self._descriptor, content)
+            if self._buffer is None:
+                self._start_writing_out(written)
+            self._num_written += written
+            content = content[written:]
+
+    def _start_writing_out(self, num_bytes: int) -> None:
+        """Let the disk start on what is written, if the system can: the sync then waits for less.
+
+        Linux starts to write out pages that are announced as no longer needed, and keeps them until then.
+        """
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, self._num_written, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _set_direct(self, is_direct: bool) -> bool:
+        """Turn direct writing on or off; return whether the file system supports it."""
+        direct = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | direct if is_direct else flags & ~direct)
+        except OSError:
+            return False
+        return bool(direct)
+
+
+def _file_system_of(descriptor: int) -> str:
+    """Return the name of the file system that a file is on; empty if the system does not say."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:  # ID parent major:minor root folder options... - type source options
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == number:
+                    return after.split()[0]
+    except OSError:
+        pass
+    return ""
+
+
+_CHUNK_BYTES = 8 << 20
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of torch's types in safetensors."""
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Hold what one file has of a tensor.
+
+    Attributes:
+        tensor: its elements, in the shape that the file records.
+        range: of the elements in the full tensor; None if they are a whole plain tensor.
+    """
+
+    tensor: Tensor
+    range: ParameterRange | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
+    """Write pieces to a new file; it is on disk when this returns.
+
+    Args:
+        pieces: by name, in host memory; a tensor that is not contiguous is copied.
+
+    Raises:
+        OSError: the file cannot be written; what is written of it stays.
+    """
+    order = sorted(pieces, key=lambda name: (-pieces[name].tensor.element_size(), name))  # keeps alignment
+    chunks = [memoryview(_header(pieces, order))]
+    for name in order:
+        chunks += _chunks(pieces[name].tensor)
+    hashing = _Hashing(chunks)
+    try:
+        target = DiskFile(file)
+        try:
+            for chunk in chunks:
+                target.write(chunk)
+            target.finish()
+        finally:
+            target.close()
+    except BaseException:
+        hashing.stop()
+        raise
+    records = {
+        name: TensorRecord(file.name, dtype_name(piece.tensor.dtype), piece.range)
+        for name, piece in pieces.items()
+    }
+    return FileRecord(file.name, hashing.digest(), records)
+
+
+class _Hashing:
+    """Compute the SHA-256 of consecutive chunks in a thread of its own."""
+
+    def __init__(self, chunks: Sequence[memoryview]) -> None:
+        self._chunks = chunks
+        self._hash = hashlib.sha256()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="hash-checkpoint", daemon=True)
+        self._thread.start()
+
+    def digest(self) -> str:
+        """Wait for the hexadecimal digest, and return it."""
+        self._thread.join()
+        return self._hash.hexdigest()
+
+    def stop(self) -> None:
+        """Stop early: the memory may be overwritten afterwards."""
+        self._is_stopped = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        for chunk in self._chunks:
+            if self._is_stopped:
+                return
+            self._hash.update(chunk)
+
+
+def _header(pieces: Mapping[str, FilePiece], order: Sequence[str]) -> bytes:
+    ranges = {name: pieces[name].range for name in order}
+    metadata = {name: json.dumps(each.record()) for name, each in ranges.items() if each is not None}
+    tensors = (pieces[name].tensor for name in order)
+    return safetensors_header(
+        [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zip(order, tensors, strict=True)],
+        metadata,
+    )
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the header of a safetensors file: a JSON text, after its length in 8 little-endian bytes.
+
+    Args:
+        tensors: names, types and shapes, in the order in which their elements follow the header.
+        metadata: of the file; no entry is written if it is empty.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, dtype, shape in tensors:
+        end = start + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the elements are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    assert tensor.device.type == "cpu"
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(content), _CHUNK_BYTES):
+        yield content[start : start + _CHUNK_BYTES]
+
+
+def read_tensors(
+    manifest: Manifest, tensors: Tensors, topology: Topology, sources: Mapping[str, str] | None = None
+) -> None:
+    """Copy this rank's elements out of the files, in place; only files that have some of them are opened.
+
+    Files are mapped into memory one at a time: of a tensor, only what is copied is read. Padding that no
+    file has stays as it is. Floating-point numbers of another type are rounded to the tensor's.
+
+    Args:
+        tensors: of this rank, by name.
+        sources: the checkpoint's names of tensors whose names differ there.
+
+    Raises:
+        ValueError: a file cannot be read, a tensor has another shape or type, or elements of it are in no
+            file.
+    """
+    read_targets(
+        manifest,
+        [
+            ReadTarget(
+                (sources or {}).get(name, name),
+                tensor.tensor if isinstance(tensor, ParameterShard) else tensor.view(-1),
+                ParameterRange.of(tensor, topology),
+            )
+            for name, tensor in tensors.items()
+        ],
+    )
+
+
+class ReadTarget:
+    """Hold elements of a tensor in this process that are to be read, piece by piece.
+
+    Args:
+        elements: flat, as many as the range has.
+    """
+
+    def __init__(self, name: str, elements: Tensor, target_range: ParameterRange) -> None:
+        self.name, self.elements, self.range = name, elements, target_range
+
+    def pieces(self, records: Sequence[TensorRecord]) -> list[TensorRecord]:
+        """Return the tensor's pieces that have elements of the target; of copies the first.
+
+        Raises:
+            ValueError: they belong to another tensor, or elements are in none of them or in several.
+        """
+        distinct: dict[ParameterRange | None, TensorRecord] = {}
+        for record in records:
+            distinct.setdefault(record.range, record)
+        if list(distinct) == [None]:
+            return list(distinct.values())
+        ranges = [self._checked_range(record) for record in distinct.values()]
+        if not are_disjoint(ranges):
+            raise ValueError(f"elements of {self.name} are in several files")
+        if missing := self.range.num_used - sum(self.range.num_common(each) for each in ranges):
+            raise ValueError(f"{missing} elements of {self.name} are in no file")
+        return [
+            record
+            for each, record in zip(ranges, distinct.values(), strict=True)
+            if self.range.num_common(each, with_padding=True)
+        ]
+
+    @torch.no_grad()
+    def copy_from(self, saved: Tensor, record: TensorRecord) -> None:
+        """Copy the elements that a piece and the target share; 64 bits to 16 through fp32, like main weights.
+
+        Raises:
+            ValueError: the piece differs from its record, or belongs to another tensor.
+        """
+        shape = tuple(saved.shape)
+        saved_range = record.range or ParameterRange(shape, 0, 0, shape, 0, saved.numel())
+        if dtype_name(saved.dtype) != record.dtype:
+            raise ValueError(f"{self.name} is {dtype_name(saved.dtype)}, the index says {record.dtype}")
+        self._check(record.dtype, saved_range)
+        num_elements = saved_range.end - saved_range.start
+        if num_elements != saved.numel():
+            raise ValueError(f"{self.name} has {saved.numel()} elements, the index says {num_elements}")
+        is_rounded = self.elements.dtype in (torch.bfloat16, torch.float16)
+        for source in saved_range.patches(saved.reshape(-1)):
+            for target in self.range.patches(self.elements):
+                common, values = target.overlap(source), source.overlap(target).values
+                if is_rounded and saved.dtype == torch.float64:
+                    values = values.float()
+                common.values.copy_(values)
+
+    def _checked_range(self, record: TensorRecord) -> ParameterRange:
+        if record.range is None:
+            raise ValueError(f"{record.file}: {self.name} is whole here and in pieces elsewhere")
+        try:
+            self._check(record.dtype, record.range)
+        except ValueError as error:
+            raise ValueError(f"{record.file}: {error}") from None
+        return record.range
+
+    def _check(self, dtype: str, saved: ParameterRange) -> None:
+        here, mine = self.range, self.elements.dtype
+        is_alike = dtype == dtype_name(mine) or (mine.is_floating_point and dtype_of(dtype).is_floating_point)
+        if not is_alike or (saved.full_shape, saved.dim) != (here.full_shape, here.dim):
+            raise ValueError(
+                f"{self.name} is {dtype} {saved.full_shape} cut along dim {saved.dim}, "
+                f"here {dtype_name(mine)} {here.full_shape} along {here.dim}"
+            )
+
+
+def read_targets(manifest: Manifest, targets: Iterable[ReadTarget]) -> None:
+    """Fill the targets; raise what `read_tensors` does."""
+    wanted: dict[str, list[tuple[ReadTarget, TensorRecord]]] = {}
+    for target in targets:
+        for record in target.pieces(manifest.tensors.get(target.name, ())):
+            wanted.setdefault(record.file, []).append((target, record))
+    for file in sorted(wanted):
+        with open_tensors(manifest, file) as handle:
+            for target, record in wanted[file]:
+                target.copy_from(handle.get_tensor(target.name), record)
+
+
+@contextmanager
+def open_tensors(manifest: Manifest, file: str) -> Iterator[Any]:
+    """Open a safetensors file, mapped into memory; tensors are read on access.
+
+    Raises:
+        ValueError: it cannot be opened, or the block found other contents than recorded; with the file's
+            name.
+    """
+    path = manifest.folder / file
+    try:
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link")
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a regular file")  # the library would wait for a pipe's other end
+        with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
+            yield handle
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{file}: {error}") from error

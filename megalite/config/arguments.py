@@ -1,0 +1,139 @@
+"""The arguments of a command line: flags, the values in them, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megalite.config.fields import ConfigField, ValueKind, nearest, normalised
+from megalite.config.flags import format_value
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+_KIND_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
+
+
+class FlagTokens(NamedTuple):
+    """Hold a flag of the command line and its values.
+
+    Attributes:
+        name: the flag as the user wrote it.
+        flag: the same with dashes, as the tables of flags have it.
+        values: the tokens between it and the next flag.
+    """
+
+    name: str
+    flag: str
+    values: tuple[str, ...]
+
+
+class UserSetting(NamedTuple):
+    """Hold the value that a user set a field to.
+
+    Attributes:
+        name: what the user wrote: `--tp`, or `run.yaml line 3: tp`.
+    """
+
+    field: ConfigField
+    value: Any
+    name: str
+
+
+@dataclass
+class Diagnostics:
+    """Collect errors and notices, so that one run reports all of them."""
+
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    invalid_fields: set[str] = field(default_factory=set)
+    """Fields whose value could not be read: rules that depend on them are not checked."""
+
+    def add_problem(self, problem: str, *invalid_fields: str) -> None:
+        """Add an error, and the fields that have no valid value because of it."""
+        self.problems.append(problem)
+        self.invalid_fields.update(invalid_fields)
+
+    def by_field(self, settings: Iterable[UserSetting]) -> dict[str, UserSetting]:
+        """Return the last setting of each field; two names of a field with different values are an error."""
+        chosen: dict[str, UserSetting] = {}
+        for setting in settings:
+            name = setting.field.name
+            before = chosen.get(name, setting)
+            if before.value != setting.value:
+                both = f"{_as_written(before)} and {_as_written(setting)}"
+                if before.name == setting.name:
+                    self.notices.append(f"{both} are both passed: the last one is used")
+                else:
+                    self.add_problem(f"{both} set the same option: remove one", name)
+            chosen[name] = setting
+        return chosen
+
+
+def _as_written(setting: UserSetting) -> str:
+    is_valueless = setting.name.replace("_", "-") in setting.field.sets  # --bf16
+    return setting.name if is_valueless else f"{setting.name} {format_value(setting.value)}"
+
+
+def split_tokens(argv: Sequence[str]) -> tuple[list[FlagTokens], list[str]]:
+    """Split an argument list before each flag.
+
+    Returns:
+        The flags, and the tokens before the first one.
+    """
+    stray: list[str] = []
+    flags: list[FlagTokens] = []
+    for token in argv:
+        if _is_flag(token):
+            name, equals, value = token.partition("=")
+            flags.append(FlagTokens(name, normalised(name), (value,) if equals else ()))
+        elif flags:
+            flags[-1] = flags[-1]._replace(values=(*flags[-1].values, token))
+        else:
+            stray.append(token)
+    return flags, stray
+
+
+def _is_flag(token: str) -> bool:
+    if not token.startswith("-") or token == "-":
+        return False
+    try:
+        float(token)  # a negative number is a value
+    except ValueError:
+        return True
+    return False
+
+
+def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
+    """Return the value of a field from its tokens.
+
+    Raises:
+        ValueError: the tokens are not a value of the field; the message continues the field's name.
+    """
+    kind = field.kind
+    if kind.is_many:
+        if not tokens:
+            raise ValueError(f"needs at least one value, {_KIND_NAMES[kind.item]}")
+        return tuple(_parse_item(kind, token) for token in tokens)
+    if kind.item is bool and not tokens:
+        return True
+    if len(tokens) != 1:
+        found = f"{len(tokens)}: {' '.join(tokens)}" if tokens else "none"
+        raise ValueError(f"takes one value, {_KIND_NAMES[kind.item]}, but got {found}")
+    return _parse_item(kind, tokens[0])
+
+
+def _parse_item(kind: ValueKind, token: str) -> Any:
+    if kind.choices and token not in kind.choices:
+        raise ValueError(
+            f"cannot be {token!r}: choose one of {', '.join(kind.choices)}; "
+            f"nearest is {nearest(token, kind.choices)}"
+        )
+    if kind.item is bool:
+        if token.lower() not in _TRUE + _FALSE:
+            raise ValueError(f"takes {_KIND_NAMES[bool]}, not {token!r}")
+        return token.lower() in _TRUE
+    try:
+        return kind.item(token)
+    except ValueError:
+        raise ValueError(f"takes {_KIND_NAMES[kind.item]}, not {token!r}") from None

@@ -1,0 +1,184 @@
+"""The command line of training as a config."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
+from megalite.config.config import Config
+from megalite.config.entry_point import is_first_rank
+from megalite.config.fields import fields_by_flag, nearest
+from megalite.config.help import help_text
+from megalite.config.megatron_compatibility import REMARKS, CommandLine, megatron_rules
+from megalite.config.presets import PRESETS
+from megalite.config.unused_options import unused_options
+from megalite.config.validate import problems_of
+from megalite.config.yaml_reader import read_checkpoint_model, read_yaml
+from megalite.config.yaml_writer import to_yaml
+from megalite.errors import ConfigError, one_line
+
+_HELP = ("--help", "-h")
+_OVERRIDE = "--override-flags"
+_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP)
+NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
+"""Fields that only training needs: other programs pass them to `parse` as `unneeded`."""
+
+
+def parse(argv: Sequence[str], unneeded: Collection[str] = ()) -> tuple[Config, list[str]]:
+    """Parse a command line: flags override the YAML file of --config, which overrides the model of --preset.
+
+    The config is not validated yet, since that needs the number of ranks: call `check_config`.
+
+    Args:
+        argv: the arguments, without the program's name.
+        unneeded: fields that the caller does not need: an error elsewhere does not report them as missing.
+
+    Returns:
+        The config, and notices to log once: options that have no effect, and why.
+
+    Raises:
+        ConfigError: with all errors of the command line, and of the config as far as it could be read.
+        SystemExit: --help or --print-config was requested, and has been printed.
+    """
+    diagnostics = Diagnostics()
+    flags, stray = split_tokens(argv)
+    flags, after_override = _override(flags)
+    if any(flag.flag in _HELP for flag in flags):
+        _print_and_exit(help_text(Path(sys.argv[0]).name))
+    for token in [*stray, *after_override]:
+        diagnostics.add_problem(f"{token!r} does not follow a flag: put its flag in front of it")
+    config = _config(flags, diagnostics)
+    _check_megatron_flags(flags, config, diagnostics)
+    if diagnostics.problems:
+        of_config = problems_of(config, _world_size(), diagnostics.invalid_fields.union(unneeded))
+        raise ConfigError([one_line(problem) for problem in (*diagnostics.problems, *of_config)])
+    if any(flag.flag == "--print-config" for flag in flags):
+        _print_and_exit(to_yaml(config))
+    unused = unused_options(config, config.dry_run.world_size or _world_size())
+    return config, [one_line(notice) for notice in (*diagnostics.notices, *unused)]
+
+
+def known_flags() -> list[str]:
+    """Return every flag that `parse` knows, with dashes."""
+    return [*fields_by_flag(), *megatron_rules(), *_PROGRAM_FLAGS]
+
+
+def _override(flags: Sequence[FlagTokens]) -> tuple[list[FlagTokens], list[str]]:
+    """Apply --override-flags: flags after it replace those before it without a notice, under any name.
+
+    Returns:
+        The flags that remain, and the values of --override-flags, which it does not take.
+    """
+    kept: list[FlagTokens] = []
+    stray: list[str] = []
+    for is_override, group in itertools.groupby(flags, lambda flag: flag.flag == _OVERRIDE):
+        later = list(group)
+        if is_override:
+            stray += [token for flag in later for token in flag.values]
+        else:
+            replaced = {_option_of(flag) for flag in later}
+            kept = [flag for flag in kept if _option_of(flag) not in replaced] + later
+    return kept, stray
+
+
+def _option_of(flag: FlagTokens) -> str:
+    """Return the field that a flag sets, or the flag itself if it is not a field's."""
+    field = fields_by_flag().get(flag.flag)
+    return flag.flag if field is None else field.name
+
+
+def _config(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Config:
+    """Apply preset or checkpoint, YAML file and flags, in this order."""
+    base = _preset(_program_value("--preset", flags, diagnostics), diagnostics)
+    path = _program_value("--config", flags, diagnostics)
+    from_file = {} if path is None else read_yaml(path, diagnostics)
+    from_flags = diagnostics.by_field(_settings(flags, diagnostics))
+    settings = {**from_file, **from_flags}
+    config = _with(base, settings)
+    if config.checkpoint.use_checkpoint_args:
+        config = _with(base, {**read_checkpoint_model(config.checkpoint, diagnostics), **settings})
+        if any(flag.flag == "--preset" for flag in flags):
+            diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
+    return config
+
+
+def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator[UserSetting]:
+    """Yield the values of the flags that set a field; report the flags that nothing knows."""
+    megatron = megatron_rules()
+    for flag in flags:
+        field = fields_by_flag().get(flag.flag)
+        if field is None:
+            if flag.flag not in megatron and flag.flag not in _PROGRAM_FLAGS:
+                guess = nearest(flag.flag, known_flags())
+                meant = fields_by_flag().get(guess)
+                diagnostics.add_problem(
+                    f"unknown flag {flag.name}; nearest is {guess} (--help lists all)",
+                    *((meant.name,) if meant else ()),
+                )
+        elif flag.flag in field.sets and flag.values:
+            values = " ".join(flag.values)
+            diagnostics.add_problem(f"{flag.name} takes no value, but got {values}", field.name)
+        elif flag.flag in field.sets:
+            yield UserSetting(field, field.sets[flag.flag], flag.name)
+        else:
+            try:
+                yield UserSetting(field, parse_value(field, flag.values), flag.name)
+            except ValueError as error:
+                diagnostics.add_problem(f"{flag.name} {error}", field.name)
+
+
+def _program_value(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> str | None:
+    """Return the one value of --config or --preset."""
+    values = [value for flag in flags if flag.flag == name for value in flag.values]
+    if len(values) == 1:
+        return values[0]
+    if any(flag.flag == name for flag in flags):
+        diagnostics.add_problem(f"{name} takes one value, but got {' '.join(values) or 'none'}")
+    return None
+
+
+def _preset(name: str | None, diagnostics: Diagnostics) -> Config:
+    if name is None:
+        return Config()
+    if name not in PRESETS:
+        diagnostics.add_problem(
+            f"--preset {name} is not known: choose one of {', '.join(PRESETS)}; "
+            f"nearest is {nearest(name, PRESETS)}",
+            *(field.name for field in fields(Config().model)),
+        )
+        return Config()
+    return Config(model=PRESETS[name])
+
+
+def _with(base: Config, settings: Mapping[str, UserSetting]) -> Config:
+    changes: dict[str, dict[str, object]] = {}
+    for name, setting in settings.items():
+        changes.setdefault(setting.field.group, {})[name] = setting.value
+    return replace(
+        base, **{group: replace(getattr(base, group), **values) for group, values in changes.items()}
+    )
+
+
+def _check_megatron_flags(flags: Sequence[FlagTokens], config: Config, diagnostics: Diagnostics) -> None:
+    rules = {**megatron_rules(), **REMARKS}
+    line = CommandLine(config, {flag.flag: flag for flag in flags}, _world_size())
+    for flag in line.flags.values():
+        if flag.flag in rules:
+            rules[flag.flag](flag, line, diagnostics)
+
+
+def _world_size() -> int | None:
+    """Return the number of ranks that the launcher started, or None without a launcher."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _print_and_exit(text: str) -> None:
+    if is_first_rank():
+        sys.stdout.write(text)
+    raise SystemExit(0)

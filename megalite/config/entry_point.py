@@ -1,0 +1,65 @@
+"""The entry point of a program: how it ends on an error of the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megalite.errors import UserError
+
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
+"""Parts of gloo's message when the other end of a collective is gone."""
+_SECONDS_FOR_THE_FIRST_RANK = 10.0
+"""Seconds that other ranks wait for rank 0 to report: torchrun ends all ranks as soon as one has failed."""
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells."""
+
+
+def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
+    """Run a program; on a `UserError` print its lines and exit with status 1.
+
+    Rank 0 prints one `error: ` line per mistake; another rank prints only what it alone may have met.
+    torchrun prints the lines again at the end of its report. Any other exception keeps its traceback.
+    """
+    try:
+        main(arguments)
+    except UserError as error:
+        lines = [f"error: {line}" for line in str(error).splitlines()]
+        if is_first_rank() or error.on_one_rank:
+            sys.stderr.writelines(f"{line}\n" for line in lines)
+        else:
+            time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
+        _record_for_torchrun(lines)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        if is_first_rank():
+            sys.stderr.write("error: interrupted\n")
+        raise SystemExit(_INTERRUPTED) from None
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _LOST_PEER):
+            raise
+        rank = os.environ.get("RANK", "0")
+        sys.stderr.write(f"error: rank {rank} lost the connection to another rank: see that rank's message\n")
+        raise SystemExit(1) from None
+
+
+def _record_for_torchrun(lines: Sequence[str]) -> None:
+    """Write the lines to torchrun's error file, in the format of torch's `record` decorator.
+
+    torchrun ends its own traceback with the file of the rank that failed first.
+    """
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun compares whole seconds: one earlier is before the ranks that it ends because of this one.
+        message = {"message": "\n".join(lines), "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
+        with suppress(OSError):  # torchrun prints a text of its own if there is no file
+            Path(file).write_text(json.dumps({"message": message}))
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the launcher's rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"

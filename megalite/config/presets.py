@@ -1,0 +1,65 @@
+"""Presets: published models by name, and a tiny model of each family for tests.
+
+Sources: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM (Le Scao et al. 2022 and
+the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megalite.config.model import ModelConfig
+
+_GPT = ModelConfig(vocab_size=50257)
+_BLOOM = ModelConfig(
+    seq_length=2048,
+    vocab_size=250680,
+    pad_vocab_size_to=250880,
+    position_embedding_type="alibi",
+    embed_layernorm=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+_LLAMA = ModelConfig(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+def _sized(family: ModelConfig, layers: int, hidden: int, heads: int, seq_length: int) -> ModelConfig:
+    return replace(
+        family, num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq_length
+    )
+
+
+def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
+    model = _sized(_LLAMA, layers, hidden, heads, 8192)
+    return replace(model, ffn_hidden_size=ffn, num_query_groups=8, vocab_size=128256, rotary_base=500000.0)
+
+
+def _tiny(family: ModelConfig) -> ModelConfig:
+    """Return a model of four layers; the vocabulary is that of the corpus's tokenizer."""
+    return replace(_sized(family, 4, 64, 4, 64), vocab_size=None, pad_vocab_size_to=None)
+
+
+PRESETS: Mapping[str, ModelConfig] = {
+    "gpt2-124m": _sized(_GPT, 12, 768, 12, 1024),
+    # The paper has 24 heads of 128, which is not its hidden size of 2048; 16 heads is what is used.
+    "gpt-1.3b": _sized(_GPT, 24, 2048, 16, 2048),
+    "gpt3-175b": _sized(_GPT, 96, 12288, 96, 2048),
+    "bloom-560m": _sized(_BLOOM, 24, 1024, 16, 2048),
+    "bloom-176b": _sized(_BLOOM, 70, 14336, 112, 2048),
+    "llama2-7b": replace(_sized(_LLAMA, 32, 4096, 32, 4096), ffn_hidden_size=11008, vocab_size=32000),
+    "llama3-8b": _llama3(32, 4096, 32, 14336),
+    "llama3-70b": _llama3(80, 8192, 64, 28672),
+    "gpt-tiny": _tiny(_GPT),
+    "bloom-tiny": _tiny(_BLOOM),
+    "llama-tiny": replace(_tiny(_LLAMA), num_query_groups=2),
+}
+"""The models that `--preset` accepts."""

@@ -1,0 +1,204 @@
+"""Rules for corpora, the tokenizer, checkpoints and the dry run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+from megalite.config.config import Config
+from megalite.config.data import CORPUS_FIELDS, split_weights
+from megalite.config.flags import flag_of
+from megalite.errors import Problem
+
+
+def corpus(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that there is a corpus, set in one way."""
+    data = config.data
+    if data.mock_data:
+        return
+    ways = data.corpus_options()
+    if not ways:
+        yield Problem(
+            (*CORPUS_FIELDS, "mock_data"),
+            "--data-path is missing: pass the prefix of a .bin/.idx pair of tools/preprocess_data.py, "
+            "or --mock-data",
+        )
+    for one, other in itertools.pairwise(ways):
+        yield Problem(
+            (*one, *other),
+            f"{flag_of(one[0])} and {flag_of(other[0])} both set the corpora: remove one",
+        )
+
+
+def training_split(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that separate validation or test data come with training data."""
+    data = config.data
+    for way in [] if data.mock_data else data.corpus_options():
+        others = [name for name in way if name.startswith(("valid_", "test_"))]
+        if others and not any(name.startswith("train_") for name in way):
+            _, _, kind = others[0].removesuffix("_path").partition("_")
+            train = flag_of("train_data_path" if kind == "data" else "train_weighted_split_paths")
+            yield Problem(
+                (*CORPUS_FIELDS, "mock_data"),
+                f"{flag_of(others[0])} is set, but {train} is not: pass {train}",
+            )
+
+
+def weighted_split_files(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that weighted groups are set by a flag or by a file, not by both."""
+    for split_name in ("train", "valid", "test"):
+        name = f"{split_name}_weighted_split_paths"
+        if getattr(config.data, name) and getattr(config.data, f"{name}_path"):
+            yield Problem(
+                (name, f"{name}_path"),
+                f"{flag_of(name)} and {flag_of(name)}-path set the same option: remove one",
+            )
+
+
+def fill_in_middle(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the tokenizer can split documents: it must be the corpus's own, and must not add tokens."""
+    data = config.data
+    kind = data.resolved_tokenizer_type
+    unsuitable = (None, "byte", "NullTokenizer", "Llama2Tokenizer")
+    if data.fim_rate > 0 and not data.mock_data and kind in unsuitable:
+        current = f"--tokenizer-type {kind}" if kind else "no tokenizer"
+        yield Problem(
+            ("fim_rate", "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+            f"--fim-rate {data.fim_rate} with {current}: pass the tokenizer of the corpus, whose vocabulary "
+            "must have the --fim-prefix-token, --fim-middle-token and --fim-suffix-token",
+        )
+
+
+def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that options of document boundaries have a tokenizer: its end-of-document token is one."""
+    data = config.data
+    options = data.document_options
+    if options and data.resolved_tokenizer_type is None and not data.mock_data:
+        yield Problem(
+            (*options, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+            f"{' '.join(map(flag_of, options))} with no tokenizer: pass the --tokenizer-type of the corpus, "
+            "whose end-of-document token separates the documents",
+        )
+
+
+def split(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the split is one to three weights."""
+    text = config.data.split
+    if not split_weights(text):
+        yield Problem(
+            ("split",),
+            f"--split {text} is not a split: pass weights of training, validation and test, as in 949,50,1",
+        )
+
+
+def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the vocabulary size is set, or comes from a tokenizer that has its files."""
+    data = config.data
+    kind = data.resolved_tokenizer_type
+    if kind is None or kind == "NullTokenizer":
+        if config.model.vocab_size is None:
+            yield Problem(
+                ("tokenizer_type", "vocab_size", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
+                "the vocabulary size is unknown: pass --vocab-size, or the --tokenizer-type of the corpus "
+                "and its files (byte needs none)",
+            )
+        return
+    for flags in data.files_missing_for(kind):
+        yield Problem(
+            ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path"),
+            f"tokenizer {kind} needs {flags}: pass it, or another --tokenizer-type",
+        )
+
+
+def resumed_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that one schedule is selected to resume with."""
+    override, keep = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
+    if getattr(config.checkpoint, override) and getattr(config.checkpoint, keep):
+        yield Problem(
+            (override, keep),
+            f"{flag_of(override)} resumes with the flags' schedule and {flag_of(keep)} with the "
+            "checkpoint's: remove one",
+        )
+
+
+def checkpoint_model(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that there is a checkpoint to read the model from."""
+    if config.checkpoint.use_checkpoint_args and config.checkpoint.load is None:
+        yield Problem(
+            ("use_checkpoint_args", "load"),
+            "--use-checkpoint-args reads the model from --load, which is missing: pass it, or remove both",
+        )
+
+
+def finetune(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a new run does not save over the run that it loads."""
+    checkpoint = config.checkpoint
+    if checkpoint.finetune and checkpoint.loads_own:
+        yield Problem(
+            ("finetune", "save", "load"),
+            f"--finetune starts a new run at iteration 0, but --save {checkpoint.save} is also --load: "
+            "pass another --save",
+        )
+
+
+def no_load_optim(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a run that restarts does not drop the optimizer state that it saved."""
+    checkpoint = config.checkpoint
+    drops_own = not checkpoint.load_optim and checkpoint.save_optim and checkpoint.loads_own
+    if drops_own and not checkpoint.finetune:
+        yield Problem(
+            ("load_optim", "save", "load"),
+            "--no-load-optim would drop the optimizer state at every restart, since --save "
+            f"{checkpoint.save} is also --load: pass another --save, or --no-save-optim too",
+        )
+
+
+def non_persistent(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that non-persistent saves have a folder, and a run with persistent checkpoints."""
+    checkpoint, interval = config.checkpoint, "non_persistent_save_interval"
+    if checkpoint.non_persistent_save_interval is None:
+        return
+    current = f"--non-persistent-save-interval {checkpoint.non_persistent_save_interval}"
+    if checkpoint.non_persistent_local_ckpt_dir is None:
+        yield Problem(
+            (interval, "non_persistent_local_ckpt_dir"),
+            f"{current} needs --non-persistent-local-ckpt-dir: pass a folder on each node's disk or in its "
+            "memory, for example /dev/shm/megalite",
+        )
+    if checkpoint.save is None:
+        yield Problem(
+            (interval, "save"),
+            f"{current} needs --save: pass the folder of persistent checkpoints, which the run falls back on",
+        )
+
+
+def dry_run_rank(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the rank of a dry run exists."""
+    dry_run = config.dry_run
+    if dry_run.dry_run and world_size is not None and dry_run.rank >= world_size:
+        yield Problem(
+            ("rank", "world_size"),
+            f"--rank {dry_run.rank} is not one of {world_size} ranks: pass 0 to {world_size - 1}, or a "
+            "larger --world-size",
+        )
+
+
+def dry_run_zero(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a dry run has no ZeRO 3, whose all-gathers FSDP does not do on meta tensors."""
+    if config.dry_run.dry_run and config.parallel.zero_stage == 3:
+        yield Problem(
+            ("dry_run", "zero_stage"),
+            "--dry-run with --zero-stage 3, whose weights torch's FSDP gathers: pass --zero-stage 2 to see "
+            "the same rank with whole weights, or estimate it with tools/plan.py",
+        )
+
+
+def dry_run_json(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the folder of the dry run's report exists, before any work is done."""
+    path = config.dry_run.dry_run_json
+    if config.dry_run.dry_run and path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+        yield Problem(
+            ("dry_run_json",),
+            f"--dry-run-json {path} cannot be written: there is no folder {os.path.dirname(path)}",
+        )

@@ -1,0 +1,77 @@
+"""Rules for traces and profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.config import Config
+from megalite.errors import Problem
+
+
+def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the trace has a range of iterations and a file."""
+    logging = config.logging
+    if logging.trace_pipeline is None:
+        return
+    if not logging.traced_iterations:
+        yield Problem(
+            ("trace_pipeline",),
+            f"--trace-pipeline {logging.trace_pipeline} is not a range: pass FIRST:LAST counted from 1, "
+            "as in 5:6, or one iteration",
+        )
+    if logging.trace_pipeline_path is logging.tensorboard_dir is config.checkpoint.save is None:
+        yield Problem(
+            ("trace_pipeline", "trace_pipeline_path", "tensorboard_dir", "save"),
+            "--trace-pipeline has no folder to write to: pass --tensorboard-dir, or --trace-pipeline-path",
+        )
+
+
+def profiler(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that one profiler is selected, and has a folder and some iterations."""
+    logging = config.logging
+    if logging.profile_execution and logging.tensorboard_dir is None:
+        yield Problem(
+            ("profile_execution", "tensorboard_dir"),
+            "--profile-execution needs --tensorboard-dir: the trace is written there",
+        )
+    if not logging.profile:
+        return
+    if logging.profile_execution:
+        yield Problem(
+            ("profile", "profile_execution"),
+            "--profile and --profile-execution both start the profiler: remove one",
+        )
+    if logging.use_pytorch_profiler and logging.tensorboard_dir is None:
+        yield Problem(
+            ("use_pytorch_profiler", "tensorboard_dir"),
+            "--profile --use-pytorch-profiler needs --tensorboard-dir: the trace is written there",
+        )
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if end <= start:
+        yield Problem(
+            ("profile_step_start", "profile_step_end"),
+            f"--profile-step-start {start} and --profile-step-end {end} leave no iteration to profile: the "
+            "first is the one after the start, the last is the end",
+        )
+
+
+def profiled_ranks(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the ranks to profile exist."""
+    logging = config.logging
+    if world_size is None or not (logging.profile or logging.record_memory_history):
+        return
+    if unknown := [rank for rank in logging.profile_ranks if rank >= world_size]:
+        yield Problem(
+            ("profile_ranks",),
+            f"--profile-ranks {' '.join(map(str, unknown))}: the run's ranks are 0 to {world_size - 1}",
+        )
+
+
+def layer_norms(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that histograms of gradient norms have a writer."""
+    logging = config.logging
+    if logging.log_layer_grad_norms_interval and not (logging.tensorboard_dir or logging.wandb_project):
+        yield Problem(
+            ("log_layer_grad_norms_interval", "tensorboard_dir", "wandb_project"),
+            "--log-layer-grad-norms-interval has no folder to write to: pass --tensorboard-dir",
+        )

@@ -1,0 +1,156 @@
+"""Rules for the model and its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.config import Config
+from megalite.config.flags import flag_of
+from megalite.config.optimizer import MAX_LOSS_SCALE
+from megalite.errors import Problem
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    """Return the divisors of a number next to `wanted`, which does not divide it: `8 or 12`."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    below = [size for size in divisors if size < wanted][-1:]
+    return " or ".join(map(str, below + [size for size in divisors if size > wanted][:1]))
+
+
+def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
+    model = config.model
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        heads = _divisors_near(model.hidden_size, model.num_attention_heads)
+        yield Problem(
+            ("hidden_size", "num_attention_heads"),
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
+            f"{model.num_attention_heads}: pass --num-attention-heads {heads}, or --kv-channels",
+        )
+    elif model.position_embedding_type == "rope" and model.head_dim % 2:
+        yield Problem(
+            ("hidden_size", "num_attention_heads", "kv_channels", "position_embedding_type"),
+            f"--position-embedding-type rope needs an even head size, not {model.head_dim}: "
+            f"pass --kv-channels {model.head_dim + 1}, or change --hidden-size or --num-attention-heads",
+        )
+
+
+def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that every key/value head serves the same number of query heads."""
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_kv_heads
+    if heads % groups:
+        yield Problem(
+            ("num_attention_heads", "num_query_groups"),
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
+            f"pass --num-query-groups {_divisors_near(heads, groups)}",
+        )
+
+
+def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the attention backend supports dropout: only our own has counter-based masks."""
+    model = config.model
+    if model.attention_dropout > 0.0 and model.attention_backend not in ("auto", "unfused", "local"):
+        yield Problem(
+            ("attention_backend", "attention_dropout"),
+            f"--attention-backend {model.attention_backend} (or its flag) with --attention-dropout "
+            f"{model.attention_dropout}: only unfused attention has dropout that is equal in any layout; "
+            "pass --attention-backend auto, or --attention-dropout 0",
+        )
+
+
+def position_table(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a learned position table has a row for each position of a sample."""
+    model = config.model
+    if model.position_embedding_type == "learned_absolute" and model.seq_length > model.num_positions:
+        yield Problem(
+            ("seq_length", "max_position_embeddings", "position_embedding_type"),
+            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
+            f"{model.num_positions}: pass --max-position-embeddings {model.seq_length}, or shorter samples",
+        )
+
+
+def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a dynamic loss scale starts above its minimum, and that no scale is above the maximum."""
+    optimizer = config.optimizer
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield Problem(
+            ("min_loss_scale", "initial_loss_scale"),
+            f"--min-loss-scale {optimizer.min_loss_scale} is above --initial-loss-scale "
+            f"{optimizer.initial_loss_scale}: change one of them",
+        )
+    for name in ("loss_scale", "initial_loss_scale"):
+        scale = getattr(optimizer, name)
+        if scale is not None and scale > MAX_LOSS_SCALE:
+            yield Problem(
+                (name,),
+                f"{flag_of(name)} {scale:g} is above 2**64, the maximum: pass a smaller one",
+            )
+
+
+def gradient_messages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the precision of gradient communication can hold the gradients."""
+    weights, messages = config.model.params_dtype, config.parallel.grad_communication_dtype
+    fields = ("params_dtype", "grad_communication_dtype")
+    if messages is not None and weights == "fp64":
+        yield Problem(
+            fields,
+            f"--grad-communication-dtype {messages} with --params-dtype fp64, which is there to verify "
+            "layouts: remove --grad-communication-dtype",
+        )
+    elif messages == "fp16" and weights != "fp16":
+        yield Problem(
+            fields,
+            f"--grad-communication-dtype fp16 with --params-dtype {weights}: only with fp16 weights does a "
+            "loss scale keep gradients within the range of fp16; pass --grad-communication-dtype bf16",
+        )
+
+
+def zero_stage(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that ZeRO 3, which gathers weights for each microbatch, is not combined with a pipeline."""
+    parallel = config.parallel
+    if parallel.zero_stage == 3 and parallel.pp > 1:
+        yield Problem(
+            ("zero_stage", "pipeline_model_parallel_size"),
+            f"--zero-stage 3 with --pp {parallel.pp}: each stage would gather its weights for each of many "
+            "microbatches; pass --zero-stage 2, or a larger --tp instead of --pp",
+        )
+
+
+def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that 8-bit GEMMs have dimensions that are multiples of 16, in a bf16 model."""
+    model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format
+    if fp8_format is None:
+        return
+    if model.params_dtype != "bf16":
+        yield Problem(
+            ("fp8_format", "params_dtype"),
+            f"--fp8-format {fp8_format} with --params-dtype {model.params_dtype}: everything but the 8-bit "
+            "GEMMs is in bf16; pass --bf16",
+        )
+    heads = model.num_attention_heads * model.head_dim
+    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    dimensions = (
+        (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
+        (
+            ("num_attention_heads", "num_query_groups", "kv_channels"),
+            f"the {qkv} features of queries, keys and values "
+            "(--num-attention-heads, --num-query-groups, --kv-channels)",
+            qkv,
+            tp,
+        ),
+        (
+            ("num_attention_heads", "kv_channels"),
+            f"the {heads} features of all heads (--num-attention-heads, --kv-channels)",
+            heads,
+            tp,
+        ),
+        (("ffn_hidden_size",), f"--ffn-hidden-size {model.ffn_size}", model.ffn_size, tp),
+    )
+    for fields, what, size, ranks in dimensions:
+        if size % (16 * ranks):
+            over = f" over --tp {ranks}" if ranks > 1 else ""
+            yield Problem(
+                ("fp8_format", "tensor_model_parallel_size", *fields),
+                f"--fp8-format {fp8_format} with {what}{over}: each rank's share must be a multiple of 16",
+            )

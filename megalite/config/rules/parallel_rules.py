@@ -1,0 +1,360 @@
+"""Rules for the layout: tensor and pipeline parallelism, and recomputation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megalite.config.config import Config
+from megalite.config.flags import flag_of, flag_with_value, format_value
+from megalite.config.model import vocab_padding_problems
+from megalite.config.parallel import ParallelConfig
+from megalite.config.stage_layers import (
+    even_partition,
+    layers_per_rank_with_ends,
+    num_chunks,
+    num_stages,
+    weights_by_name,
+)
+from megalite.errors import Problem
+from megalite.pipeline.schedules import SCHEDULES
+
+_TP = "tensor_model_parallel_size"
+_PP = "pipeline_model_parallel_size"
+_DP = "data_parallel_size"
+
+
+def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that tp divides the query heads, the MLP columns and the vocabulary rows."""
+    model, tp = config.model, config.parallel.tp
+    if model.num_attention_heads % tp:
+        yield Problem(
+            ("num_attention_heads", _TP),
+            f"--num-attention-heads {model.num_attention_heads} is not divisible by --tp {tp}: "
+            "each rank takes whole heads",
+        )
+    if model.ffn_size % tp:
+        yield Problem(
+            ("ffn_hidden_size", "hidden_size", "activation", _TP),
+            f"--ffn-hidden-size {model.ffn_size} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-model.ffn_size // tp) * tp}",
+        )
+    for text in vocab_padding_problems(model, tp):
+        yield Problem(("pad_vocab_size_to", "vocab_size", _TP), text)
+
+
+def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that key/value heads can be split over tp ranks, or each of them over several tp ranks."""
+    model, tp, groups = config.model, config.parallel.tp, config.model.num_kv_heads
+    if model.num_attention_heads % tp or model.num_attention_heads % groups:
+        return  # reported by other rules
+    names = ("num_attention_heads", "num_query_groups", "kv_channels", "hidden_size", _TP)
+    given = f"--num-query-groups {groups} with --tp {tp}"
+    if groups % tp and tp % groups:
+        yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
+    elif tp > groups:
+        # The ranks of a group divide its query heads, since tp divides all of them.
+        ranks, rows = tp // groups, (model.num_attention_heads // groups + 2) * model.head_dim
+        if rows % ranks:
+            yield Problem(
+                names,
+                f"{given}: the {rows} rows of a group's query, key and value weight cannot be split over "
+                f"{ranks} ranks: use a smaller --tp, or more groups",
+            )
+
+
+def sequence_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that tp divides the sequence length."""
+    tp, seq_length = config.parallel.tp, config.model.seq_length
+    if config.parallel.sequence_parallel and seq_length % tp:
+        yield Problem(
+            ("sequence_parallel", "seq_length", _TP),
+            f"--sequence-parallel with --seq-length {seq_length}, which is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-seq_length // tp) * tp}, or another --tp",
+        )
+
+
+def world(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the number of ranks is tp x pp x dp."""
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.data_parallel_size
+    if world_size is None:
+        return
+    nearest = -(-world_size // (tp * pp)) * tp * pp
+    if dp is not None and tp * pp * dp != world_size:
+        yield Problem(
+            (_TP, _PP, _DP),
+            f"world size {world_size} is not --tp {tp} x --pp {pp} x --dp {dp} = {tp * pp * dp}: "
+            f"start {tp * pp * dp} ranks (torchrun --nproc-per-node), or change one of them",
+        )
+    elif dp is None and world_size % (tp * pp):
+        yield Problem(
+            (_TP, _PP),
+            f"world size {world_size} is not a multiple of --tp {tp} x --pp {pp} = {tp * pp}: "
+            f"start {nearest} ranks (torchrun --nproc-per-node), or change one of them",
+        )
+
+
+def replicas(config: Config, world_size: int | None) -> int | None:
+    """Return the data-parallel size: as set, or world size / (tp x pp); None where it is not known."""
+    dp, ranks = config.parallel.data_parallel_size, config.parallel.tp * config.parallel.pp
+    if dp is not None or world_size is None or world_size % ranks:
+        return dp
+    return world_size // ranks
+
+
+def batch(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the global batch is a whole number of microbatches, the same on every replica."""
+    micro, given = config.training.micro_batch_size, config.training.global_batch_size
+    dp = replicas(config, world_size)
+    samples = micro * (dp or 1)  # of one microbatch on every replica
+    if given is None or given % samples == 0:
+        return
+    divisor = f"--micro-batch-size {micro}"
+    if dp is not None:
+        divisor += f" x data-parallel size {dp} = {samples}"
+    yield Problem(
+        ("global_batch_size", "micro_batch_size", *((_TP, _PP, _DP) if dp is not None else ())),
+        f"--global-batch-size {given} is not divisible by {divisor}: "
+        f"use {-(-given // samples) * samples}, or change one of them",
+    )
+
+
+_CHUNKS = "num_virtual_stages_per_pipeline_rank"
+_CHUNK_LAYERS = "num_layers_per_virtual_pipeline_stage"
+_FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+_EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+_METHOD = "pp_partition_method"
+_SHAPE = (_PP, "pipeline_schedule", _CHUNKS, _CHUNK_LAYERS)
+"""Fields that determine the number of stages."""
+
+
+def _flag(parallel: ParallelConfig, name: str) -> str:
+    """Return a field of `parallel` as flag and value."""
+    return flag_with_value(name, getattr(parallel, name))
+
+
+def chunks(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that chunks are requested once, of a schedule that has them, on more than one rank."""
+    parallel, layers = config.parallel, config.model.num_layers
+    each = parallel.num_layers_per_virtual_pipeline_stage
+    given = [name for name in (_CHUNKS, _CHUNK_LAYERS) if getattr(parallel, name) is not None]
+    requested = " and ".join(_flag(parallel, name) for name in given)
+    if len(given) == 2:
+        yield Problem((_CHUNKS, _CHUNK_LAYERS), f"{requested} set the same thing: pass one of them")
+        return
+    if parallel.pp == 1:
+        if given and parallel.num_virtual_stages_per_pipeline_rank != 1:
+            yield Problem(
+                (*given, _PP), f"{requested} with --pp 1: one rank has no pipeline, remove it or raise --pp"
+            )
+        return
+    fixed = SCHEDULES[parallel.schedule].num_chunks
+    if fixed is not None:
+        if given and parallel.num_virtual_stages_per_pipeline_rank != fixed:
+            yield Problem(
+                (*given, "pipeline_schedule"),
+                f"{requested} with --pipeline-schedule {parallel.schedule}, which has {fixed} "
+                f"{'chunks' if fixed > 1 else 'chunk'} on each rank: remove it, or use interleaved",
+            )
+    elif each is not None and layers % (parallel.pp * each):
+        yield Problem(
+            (_CHUNK_LAYERS, "num_layers", _PP),
+            f"{requested} x --pp {parallel.pp} does not divide --num-layers {layers}: chunks hold the same "
+            "number of layers, change one of them",
+        )
+    elif num_chunks(config) < 2:
+        yield Problem(
+            (*_SHAPE, "num_layers", "pipeline_layers"),
+            f"--pipeline-schedule {parallel.schedule} with "
+            f"{requested or '--pipeline-layers of one chunk per rank'} and --pp {parallel.pp} leaves one "
+            "chunk on each rank: it needs two, or use 1f1b",
+        )
+
+
+def split(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that one option alone splits the layers, and that its value is valid."""
+    parallel = config.parallel
+    ways = (("pipeline_layers",), (_FIRST, _LAST), (_EMBEDDING, _LOSS), (_METHOD,))
+    given = [name for names in ways for name in names if getattr(parallel, name) not in (None, False)]
+    if sum(bool(set(names) & set(given)) for names in ways) > 1:
+        yield Problem(
+            (*given,),
+            f"{' and '.join(_flag(parallel, name) for name in given)} split the layers in different ways: "
+            "pass one of them",
+        )
+    uneven = [name for name in given if name in (_FIRST, _LAST, _EMBEDDING, _LOSS)]
+    if parallel.num_layers_per_virtual_pipeline_stage is not None and uneven:
+        yield Problem(
+            (_CHUNK_LAYERS, *uneven),
+            f"{_flag(parallel, _CHUNK_LAYERS)} with {_flag(parallel, uneven[0])} makes chunks of different "
+            f"sizes: pass {flag_of(_CHUNKS)}",
+        )
+    if SCHEDULES[parallel.schedule].v_shaped and parallel.has_given_ends:
+        ends = [name for name in uneven if name in (_FIRST, _LAST)]
+        yield Problem(
+            ("pipeline_schedule", *ends),
+            f"{_flag(parallel, ends[0])} with --pipeline-schedule {parallel.schedule}, whose first rank "
+            "holds both ends: pass --pipeline-layers, one number per stage",
+        )
+    yield from _method(config)
+
+
+def _method(config: Config) -> Iterator[Problem]:
+    method = config.parallel.pp_partition_method
+    if method is None or method in ("uniform", "parameters"):
+        return
+    flag = f"--pp-partition-method {method}"
+    if not method.startswith("type:"):
+        yield Problem((_METHOD,), f"{flag} is not known: choose uniform, parameters or type:REGEX")
+        return
+    try:
+        _, each, _ = weights_by_name(config.model, method)
+    except re.error as error:
+        yield Problem(
+            (_METHOD,), f"{flag} is not a regular expression ({error}): write it as type:transformer"
+        )
+        return
+    if not each:
+        yield Problem(
+            (_METHOD,),
+            f"{flag} matches no transformer layer, so there is nothing to balance: "
+            "write type:transformer or type:transformer|embedding",
+        )
+
+
+def layers(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that every stage has a layer, and that stages are equal unless an option splits them."""
+    parallel = config.parallel
+    if any([*chunks(config, world_size), *split(config, world_size)]):
+        return  # the number of stages, or how they share the layers, is not known
+    if parallel.pp == 1 and parallel.pipeline_layers is None:
+        return
+    if parallel.pipeline_layers is not None:
+        yield from _given_stages(config, parallel.pipeline_layers)
+    elif parallel.has_given_ends:
+        yield from _given_ends(config)
+    elif config.model.num_layers + len(_counted_as_layers(config)) < num_stages(config):
+        yield Problem(
+            ("num_layers", *_SHAPE),
+            f"--num-layers {config.model.num_layers} is fewer than {_stages(config)}: each needs a layer, "
+            f"use a smaller --pp{' or fewer chunks' if num_chunks(config) > 1 else ''}",
+        )
+    elif parallel.pp_partition_method is None:
+        yield from _even(config)
+
+
+def _stages(config: Config) -> str:
+    """Name the number of stages by the options that set it."""
+    pp, parts = config.parallel.pp, num_chunks(config)
+    return f"--pp {pp} stages" if parts == 1 else f"the {pp * parts} stages of --pp {pp} x {parts} chunks"
+
+
+def _counted_as_layers(config: Config) -> list[str]:
+    """Return the options that count something else as a layer."""
+    return [name for name in (_EMBEDDING, _LOSS) if getattr(config.parallel, name)]
+
+
+def _even(config: Config) -> Iterator[Problem]:
+    num_layers, stages = config.model.num_layers, num_stages(config)
+    extra = _counted_as_layers(config)
+    total = num_layers + len(extra)
+    if total % stages == 0:
+        return
+    counted = "".join(f" and {flag_of(name)}" for name in extra)
+    yield Problem(
+        ("num_layers", *_SHAPE, *extra, "pipeline_layers"),
+        f"--num-layers {num_layers}{counted}{f' (together {total})' if extra else ''} is not divisible by "
+        f"{_stages(config).replace(' stages', '', 1) if num_chunks(config) == 1 else _stages(config)}: "
+        "change one of them, or set the layers of each stage, as in "
+        f"{flag_with_value('pipeline_layers', even_partition(num_layers, stages))}",
+    )
+
+
+def _given_stages(config: Config, given: tuple[int, ...]) -> Iterator[Problem]:
+    stages, num_layers = num_stages(config), config.model.num_layers
+    flag = _flag(config.parallel, "pipeline_layers")
+    if len(given) != stages:
+        yield Problem(
+            ("pipeline_layers", *_SHAPE),
+            f"{flag} names {len(given)} stages, but "
+            f"{f'--pp is {stages}' if num_chunks(config) == 1 else f'there are {_stages(config)}'}: "
+            "pass one number per stage",
+        )
+    if sum(given) != num_layers:
+        yield Problem(
+            ("pipeline_layers", "num_layers"),
+            f"{flag} add up to {sum(given)}, not to --num-layers {num_layers}: change one",
+        )
+
+
+def _given_ends(config: Config) -> Iterator[Problem]:
+    parallel, num_layers, parts = config.parallel, config.model.num_layers, num_chunks(config)
+    ends = [name for name in (_FIRST, _LAST) if getattr(parallel, name) is not None]
+    requested = " and ".join(_flag(parallel, name) for name in ends)
+    names = (*ends, "num_layers", *_SHAPE)
+    by_rank = layers_per_rank_with_ends(config)
+    if sum(by_rank) != num_layers or min(by_rank) < 1:
+        others, rest = parallel.pp - len(ends), num_layers - sum(getattr(parallel, name) for name in ends)
+        yield Problem(
+            names,
+            f"{requested} of --num-layers {num_layers} leave {rest} layers to the other {others} of --pp "
+            f"{parallel.pp} ranks, which must have equal numbers: change one of them",
+        )
+    elif any(count % parts for count in by_rank):
+        yield Problem(
+            names,
+            f"{requested} make ranks of {format_value(by_rank)} layers, which {parts} chunks on each do "
+            "not divide: change one of them",
+        )
+
+
+def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that there is a microbatch for each rank where the schedule needs it."""
+    parallel, training = config.parallel, config.training
+    if not SCHEDULES[parallel.schedule].needs_microbatch_per_rank:
+        return
+    dp = replicas(config, world_size) or 1
+    micro, ramp = training.micro_batch_size, training.rampup_batch_size
+    smallest = ramp[0] if ramp else training.global_batch_size or micro * dp
+    batch_flag = f"--rampup-batch-size from {smallest}" if ramp else f"--global-batch-size {smallest}"
+    if smallest // (micro * dp) < parallel.pp:
+        yield Problem(
+            ("global_batch_size", "rampup_batch_size", "micro_batch_size", *_SHAPE, "data_parallel_size"),
+            f"{batch_flag} makes {smallest // (micro * dp)} microbatches of --micro-batch-size {micro} on "
+            f"each of {dp} replicas, but an interleaved schedule needs one for each of --pp {parallel.pp} "
+            "ranks: pass a larger batch, or use --pipeline-schedule 1f1b without chunks",
+        )
+
+
+def num_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that no recomputed group has more layers than the model."""
+    recompute, layers = config.recompute, config.model.num_layers
+    if recompute.recompute_granularity == "full" and recompute.recompute_num_layers > layers:
+        yield Problem(
+            ("recompute_num_layers", "num_layers"),
+            f"--recompute-num-layers {recompute.recompute_num_layers} is more than --num-layers {layers}: "
+            "pass the layers of a group (--recompute-method uniform) or of a stage (block)",
+        )
+
+
+def modules(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that no module is recomputed twice."""
+    recompute = config.recompute
+    if {"mlp", "mlp_act"} <= recompute.modules:
+        yield Problem(
+            ("recompute_modules",),
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} names mlp_act, which is a "
+            "part of mlp: remove one of them",
+        )
+
+
+def saved_slices(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a saved layer input can be cut into equal slices over tp."""
+    recompute, tp, seq_length = config.recompute, config.parallel.tp, config.model.seq_length
+    is_cut = recompute.distribute_saved_activations and recompute.recompute_granularity == "full"
+    if is_cut and not config.parallel.sequence_parallel and seq_length % tp:
+        yield Problem(
+            ("distribute_saved_activations", "seq_length", _TP),
+            f"--distribute-saved-activations with --seq-length {seq_length}, which is not divisible by "
+            f"--tp {tp}: change one, or keep the inputs whole",
+        )

@@ -1,0 +1,256 @@
+"""Rules for batch sizes, schedules, and the length of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megalite.config.batch_size import BatchSize
+from megalite.config.config import Config
+from megalite.config.flags import flag_of, flag_with_value
+from megalite.config.rules.parallel_rules import replicas
+from megalite.config.training import iteration_range
+from megalite.errors import Problem
+from megalite.files import url_problem
+
+_RAMPUP, _FULL = "rampup_batch_size", "global_batch_size"
+
+
+def ramp_up(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a ramp-up reaches the global batch in whole increments."""
+    rampup, full = config.training.rampup_batch_size, config.training.global_batch_size
+    if rampup is None:
+        return
+    current = flag_with_value(_RAMPUP, rampup)
+    if len(rampup) != 3:
+        yield Problem((_RAMPUP,), f"{current} has {len(rampup)} numbers: pass three, START INCREMENT SAMPLES")
+    elif full is None:
+        yield Problem((_RAMPUP, _FULL), f"{current} needs --global-batch-size: pass the final batch size")
+    elif rampup[0] >= full:
+        yield Problem(
+            (_RAMPUP, _FULL),
+            f"{current} starts at {rampup[0]}, not below --global-batch-size {full}: change one of them",
+        )
+    elif (full - rampup[0]) % rampup[1]:
+        yield Problem(
+            (_RAMPUP, _FULL),
+            f"{current} does not reach --global-batch-size {full}: {full} - {rampup[0]} is not divisible by "
+            f"the increment {rampup[1]}; pass --global-batch-size {full + (rampup[0] - full) % rampup[1]}",
+        )
+    else:
+        yield from _whole_microbatches(config, world_size, rampup)
+
+
+def _whole_microbatches(config: Config, world_size: int | None, rampup: tuple[int, ...]) -> Iterator[Problem]:
+    """Check that every batch of a ramp-up is the same whole number of microbatches on every replica."""
+    micro, dp = config.training.micro_batch_size, replicas(config, world_size)
+    samples = micro * (dp or 1)
+    divisor = f"--micro-batch-size {micro}"
+    if dp is not None:
+        divisor += f" x data-parallel size {dp} = {samples}"
+    for what, number in zip(("start", "increment"), rampup[:2], strict=True):
+        if number % samples:
+            yield Problem(
+                (_RAMPUP, "micro_batch_size", "data_parallel_size"),
+                f"{flag_with_value(_RAMPUP, rampup)}: the {what} {number} is not divisible by {divisor}: "
+                f"pass {-(-number // samples) * samples}, or change one of them",
+            )
+
+
+def enough_samples(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a run in samples has at least one batch."""
+    training, dp = config.training, replicas(config, world_size)
+    full = training.global_batch_size or training.micro_batch_size * (dp or 1)
+    rampup = training.rampup_batch_size
+    first = BatchSize(full, rampup if rampup is not None and len(rampup) == 3 else None).start
+    if training.train_samples is not None and training.train_samples < first:
+        yield Problem(
+            ("train_samples", _FULL, _RAMPUP, "micro_batch_size"),
+            f"--train-samples {training.train_samples} is less than the first batch of {first} samples: "
+            "pass more samples, or a smaller batch",
+        )
+
+
+def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the learning rate starts and ends at or below its peak."""
+    optimizer = config.optimizer
+    for name, value in (("min_lr", optimizer.min_lr), ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if value > optimizer.lr:
+            yield Problem(
+                (name, "lr"),
+                f"{flag_of(name)} {value} is above --lr {optimizer.lr}, the peak: pass at most "
+                f"{optimizer.lr}",
+            )
+
+
+def unit(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the run and its schedules are in the same unit, iterations or samples."""
+    training, optimizer = config.training, config.optimizer
+    length, other = (
+        ("train_samples", "iters") if training.is_counted_in_samples else ("train_iters", "samples")
+    )
+    for kind in ("lr_decay", "lr_warmup", "lr_wsd_decay", "weight_decay_incr"):
+        name = f"{kind}_{other}"
+        if getattr(optimizer, name) and getattr(training, length) is not None:
+            yield Problem(
+                (name, length),
+                f"{flag_of(name)} {getattr(optimizer, name)} with {flag_of(length)} "
+                f"{getattr(training, length)}: a run is counted in iterations or in samples; pass "
+                f"{flag_of(f'{kind}_{_unit(config)}')}",
+            )
+
+
+def warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the warm-up is set once, and ends before the decay does."""
+    optimizer, (decay, decay_name) = config.optimizer, _decay(config)
+    name = f"lr_warmup_{_unit(config)}"
+    length = getattr(optimizer, name)
+    if optimizer.lr_warmup_fraction is not None and length:
+        yield Problem(
+            ("lr_warmup_fraction", name),
+            f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} and {flag_of(name)} {length} "
+            "both set the warm-up: remove one",
+        )
+    elif decay is not None and length >= decay:
+        yield Problem(
+            (name, decay_name),
+            f"{flag_of(name)} {length} does not end before {flag_of(decay_name)} {decay}: "
+            f"pass less than {decay}",
+        )
+
+
+def wsd(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the length of WSD's decay is set, and is not longer than the whole schedule."""
+    if config.optimizer.lr_decay_style != "WSD":
+        return
+    decay, decay_name = _decay(config)
+    unit, name = _unit(config), f"lr_wsd_decay_{_unit(config)}"
+    length = getattr(config.optimizer, name)
+    if length is None:
+        yield Problem(
+            ("lr_decay_style", name),
+            f"--lr-decay-style WSD needs {flag_of(name)}: pass the {_UNIT_NAMES[unit]} of its decay",
+        )
+    elif decay is not None and length > decay:
+        yield Problem(
+            (name, decay_name),
+            f"{flag_of(name)} {length} is more than the {decay} {_UNIT_NAMES[unit]} of "
+            f"{flag_of(decay_name)}: pass at most {decay}",
+        )
+
+
+def weight_decay(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a weight decay that changes has a start and an end, and a constant one has neither."""
+    optimizer = config.optimizer
+    style, ends = optimizer.weight_decay_incr_style, ("start_weight_decay", "end_weight_decay")
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    for name in ends:
+        value = getattr(optimizer, name)
+        if style == "constant" and value is not None:
+            yield Problem(
+                (name, "weight_decay_incr_style"),
+                f"{flag_of(name)} {value} with --weight-decay-incr-style constant: pass --weight-decay, "
+                "or --weight-decay-incr-style linear or cosine",
+            )
+        elif style != "constant" and value is None:
+            yield Problem(
+                (name, "weight_decay_incr_style"),
+                f"--weight-decay-incr-style {style} needs {flag_of(name)}: pass it",
+            )
+    if start is not None and end is not None and start > end:
+        yield Problem(
+            ends, f"--start-weight-decay {start} is above --end-weight-decay {end}: change one of them"
+        )
+
+
+_UNIT_NAMES = {"iters": "iterations", "samples": "samples"}
+
+
+def _unit(config: Config) -> str:
+    """Return the ending of the names of fields that are in the run's unit."""
+    return "samples" if config.training.is_counted_in_samples else "iters"
+
+
+def _decay(config: Config) -> tuple[int | None, str]:
+    """Return the end of the decay, and the field that sets it."""
+    unit = _unit(config)
+    decay: int | None = getattr(config.optimizer, f"lr_decay_{unit}")
+    if decay is not None:
+        return decay, f"lr_decay_{unit}"
+    name = f"train_{unit}"
+    return getattr(config.training, name), name
+
+
+LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
+    "checkpoint": ("save", "load", "non_persistent_local_ckpt_dir"),
+    "data": (
+        "data_args_path",
+        "per_split_data_args_path",
+        "train_weighted_split_paths_path",
+        "valid_weighted_split_paths_path",
+        "test_weighted_split_paths_path",
+        "data_cache_path",
+        "tokenizer_model",
+        "vocab_file",
+        "merge_file",
+        "tokenizer_name_or_path",
+    ),
+    "logging": (
+        "tensorboard_dir",
+        "wandb_save_dir",
+        "metrics_file",
+        "trace_pipeline_path",
+        "memory_snapshot_path",
+    ),
+    "training": ("kill_switch_path",),
+    "dry_run": ("dry_run_json",),
+}
+"""Fields that name a folder or file on this machine or on a mounted file system, by group."""
+
+
+def local_paths(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that paths are not URLs, which would name a folder such as `s3:` in the working directory."""
+    for group, names in LOCAL_PATHS.items():
+        for name in names:
+            path = getattr(getattr(config, group), name)
+            if path is not None and (problem := url_problem(path)):
+                yield Problem((name,), f"{flag_of(name)} {problem}; only corpora can be in object storage")
+
+
+def run_length(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the length of the run is set once; it has no default."""
+    training = config.training
+    if training.train_iters is None and training.train_samples is None:
+        yield Problem(
+            ("train_iters", "train_samples"),
+            "--train-iters is missing: pass the number of optimizer steps, or --train-samples",
+        )
+    elif training.train_iters is not None and training.train_samples is not None:
+        yield Problem(
+            ("train_iters", "train_samples"),
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both set "
+            "the length of the run: remove one",
+        )
+
+
+def skipped_iterations(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that --iterations-to-skip has ranges of iterations."""
+    for text in config.training.iterations_to_skip:
+        if iteration_range(text) is None:
+            yield Problem(
+                ("iterations_to_skip",),
+                f"--iterations-to-skip {text} is not a range: pass FIRST:LAST counted from 1, as in 120:125, "
+                "or one iteration",
+            )
+
+
+def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the watchdog reports before collectives fail, whose errors say less."""
+    minutes = config.parallel.distributed_timeout_minutes
+    latest = minutes * 60 * 3 / 4  # the report waits for the other ranks
+    if config.hang_timeout > latest:
+        yield Problem(
+            ("hang_timeout", "distributed_timeout_minutes"),
+            f"--hang-timeout {config.hang_timeout:g} leaves no time for its report before collectives fail "
+            f"after --distributed-timeout-minutes {minutes}: pass at most --hang-timeout {latest:g}, or a "
+            "larger --distributed-timeout-minutes",
+        )

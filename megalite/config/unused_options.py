@@ -1,0 +1,214 @@
+"""Options that are set but have no effect, because of the other options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megalite.config.config import Config
+from megalite.config.data import CORPUS_FIELDS, DataConfig
+from megalite.config.flags import flag_with_value
+from megalite.config.logging import LoggingConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.rules.parallel_rules import replicas
+from megalite.config.stage_layers import SPLITS
+
+_FOR_WANDB_TOO = (
+    "tensorboard_log_interval",
+    "log_timers_to_tensorboard",
+    "log_batch_size_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+)
+_DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def unused_options(config: Config, world_size: int | None = None) -> list[str]:
+    """Return a line with the reason for each option that differs from its default but has no effect.
+
+    Args:
+        world_size: number of ranks, if it is known: there may be only one replica.
+    """
+    defaults = Config().values()
+    changed = {name: value for name, value in config.values().items() if value != defaults[name]}
+    reasons: dict[str, str] = {}
+    for name, why in _reasons(config, world_size):
+        reasons.setdefault(name, why)  # the first reason is enough
+    return [
+        f"{flag_with_value(name, changed[name])} has no effect: {why}"
+        for name, why in reasons.items()
+        if name in changed
+    ]
+
+
+def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
+    """Yield the options that have no effect in this config, whether they are set or not, with the reason."""
+    model, optimizer, logging = config.model, config.optimizer, config.logging
+    if model.position_embedding_type != "learned_absolute":
+        yield "max_position_embeddings", f"{model.position_embedding_type} positions have no table"
+    if model.position_embedding_type != "rope":
+        yield "rotary_base", f"positions are {model.position_embedding_type}, not rope"
+    if model.pad_vocab_size_to is not None:
+        yield "make_vocab_size_divisible_by", "--pad-vocab-size-to sets the padded size"
+    yield from _schedule_reasons(optimizer)
+    yield from loss_reasons(config)
+    if (last := config.training.train_iters) is not None and not config.training.skips_any(last):
+        yield "iterations_to_skip", f"the run ends at --train-iters {last}"
+    if last is not None and (logging.profile_modules or 0) > last:
+        yield "profile_modules", f"the run ends at --train-iters {last}"
+    yield from _data_reasons(config)
+    yield from _checkpoint_reasons(config)
+    if config.parallel.tp == config.parallel.pp == replicas(config, world_size) == 1:
+        yield "log_straggler_interval", "there is only one rank"
+    yield from _timer_reasons(config)
+    if logging.tensorboard_dir is None:
+        for field in fields(logging):
+            if "tensorboard" in field.name and not (logging.wandb_project and field.name in _FOR_WANDB_TOO):
+                yield field.name, "--tensorboard-dir is not set"
+    if not config.dry_run.dry_run:
+        for name in ("world_size", "rank", "dry_run_json"):
+            yield name, "--dry-run is not set"
+    else:
+        yield "compile", "a dry run computes nothing"
+    yield from _recompute_reasons(config)
+    if config.parallel.tp == 1:
+        yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
+    if config.parallel.distributed_backend == "nccl":
+        yield "distributed_backend", "ranks on GPUs use nccl anyway, and ranks on CPUs can only use gloo"
+    if config.parallel.zero_stage == 0:
+        yield "overlap_param_gather", "with --zero-stage 0 weights are not gathered"
+    elif config.parallel.zero_stage == 3:
+        yield "overlap_param_gather", "with --zero-stage 3 each layer gathers its own weights"
+        for name in ("overlap_grad_reduce", "ddp_bucket_size"):
+            yield name, "with --zero-stage 3 each layer reduces its gradients during backward"
+    if replicas(config, world_size) == 1:
+        for name in (
+            "zero_stage",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "grad_communication_dtype",
+            "ddp_bucket_size",
+        ):
+            yield name, "there is one replica (--dp 1)"
+    if config.parallel.pp == 1:
+        yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
+        for name in SPLITS:
+            yield name, "there is one pipeline stage (--pp 1)"
+
+
+def loss_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the settings of the loss scale and of the spiky-loss check that have no effect, with reasons."""
+    dtype, loss_scale = config.model.params_dtype, config.optimizer.loss_scale
+    if not config.training.check_for_spiky_loss:
+        yield "spiky_loss_factor", "--check-for-spiky-loss is off"
+    if dtype != "fp16":
+        for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
+            yield name, f"{dtype} has no loss scale, only fp16 has"
+    elif loss_scale is not None:
+        for name in _DYNAMIC_LOSS_SCALE:
+            yield name, f"--loss-scale {loss_scale} is constant"
+
+
+def fill_in_middle_reasons(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings of fill-in-the-middle that have no effect, with reasons."""
+    if data.fim_rate == 0 or data.mock_data:
+        reason = "--fim-rate is 0" if data.fim_rate == 0 else "--mock-data reads no corpus"
+        for name in ("fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token"):
+            yield name, reason
+
+
+def _timer_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    logging = config.logging
+    if not logging.timing_log_level:
+        yield "timing_log_option", "no timers are logged: pass --timing-log-level 1 or 2"
+    if logging.trace_pipeline is None:
+        yield "trace_pipeline_path", "--trace-pipeline is not set"
+    last, traced = config.training.train_iters, logging.traced_iterations
+    if last is not None and traced and last < traced[0]:
+        yield "trace_pipeline", f"the run ends at --train-iters {last}"
+    yield from _profiler_reasons(logging)
+    if logging.wandb_project is None:
+        for name in ("wandb_exp_name", "wandb_save_dir"):
+            yield name, "--wandb-project is not set"
+
+
+def _profiler_reasons(logging: LoggingConfig) -> Iterator[tuple[str, str]]:
+    if not (logging.profile_execution or (logging.profile and logging.use_pytorch_profiler)):
+        yield "profile_name", "--profile-execution is off"
+    if not logging.profile:
+        for name in ("profile_step_start", "profile_step_end", "use_pytorch_profiler"):
+            yield name, "--profile is off"
+        if not logging.record_memory_history:
+            yield "profile_ranks", "--profile is off"
+    if not logging.record_memory_history:
+        yield "memory_snapshot_path", "--record-memory-history is off"
+
+
+def _schedule_reasons(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    if optimizer.lr_decay_style != "WSD":
+        for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            yield name, f"--lr-decay-style is {optimizer.lr_decay_style}, not WSD"
+    if optimizer.lr_decay_style == "constant":
+        yield "min_lr", "--lr-decay-style is constant"
+    if optimizer.weight_decay_incr_style != "constant":
+        yield "weight_decay", "--start-weight-decay and --end-weight-decay replace it"
+    else:
+        for name in ("weight_decay_incr_iters", "weight_decay_incr_samples"):
+            yield name, "--weight-decay-incr-style is constant"
+
+
+def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    checkpoint = config.checkpoint
+    schedules = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    allowed = ("allow_data_change", "allow_settings_change")
+    if checkpoint.save is None:
+        for name in (
+            "save_interval",
+            "keep_last",
+            "keep_every",
+            "async_save",
+            "exit_on_save_failure",
+            "save_optim",
+        ):
+            yield name, "--save is not set"
+    elif checkpoint.save_interval is None and checkpoint.non_persistent_save_interval is None:
+        yield "async_save", "only the end of the run is saved: pass --save-interval"
+    if checkpoint.non_persistent_save_interval is None:
+        for name in ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir"):
+            yield name, "--non-persistent-save-interval is not set"
+    if checkpoint.load is None:
+        for name in ("load_iteration", "finetune", "load_optim", *allowed, *schedules):
+            yield name, "--load is not set"
+    elif checkpoint.finetune:
+        for name in ("load_optim", *allowed, *schedules):
+            yield name, "--finetune loads only the weights"
+    elif not checkpoint.load_optim:
+        for name in schedules:
+            yield name, "with --no-load-optim the flags' schedule is used"
+        yield "allow_settings_change", "with --no-load-optim the flags' settings are used"
+
+
+def _data_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    data, positions = config.data, config.model.position_embedding_type
+    if positions in ("alibi", "none"):
+        yield "reset_position_ids", f"--position-embedding-type is {positions}"
+    if data.mock_data:
+        for name in (*CORPUS_FIELDS, "split", "blend_by", "data_cache_path", "fim_rate"):
+            yield name, "--mock-data does not read a corpus"
+    elif any(getattr(data, name) for name in CORPUS_FIELDS if name not in ("data_path", "data_args_path")):
+        yield "split", "each split has its own data"
+    yield from fill_in_middle_reasons(data)
+
+
+def _recompute_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    granularity = config.recompute.recompute_granularity
+    current = "is not set" if granularity is None else f"is {granularity}"
+    if granularity != "full":
+        for name in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
+            yield name, f"--recompute-granularity {current}, not full"
+    elif config.parallel.tp == 1:
+        yield "distribute_saved_activations", "there is one tensor-parallel rank (--tp 1)"
+    elif config.parallel.sequence_parallel:
+        yield "distribute_saved_activations", "--sequence-parallel already shards what is saved"
+    if granularity != "selective":
+        yield "recompute_modules", f"--recompute-granularity {current}, not selective"

@@ -1,0 +1,49 @@
+"""A config as YAML text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields
+from typing import Any
+
+from megalite.config.config import Config
+
+_UNPRINTABLE = re.compile("[^\x20-\x7e]")
+
+
+def to_yaml(config: Config) -> str:
+    """Return the config as YAML, grouped by sub-config; `--config` reads it back to an equal config.
+
+    No YAML library is needed, so that checkpoints can be written without one: scalars and lists are JSON,
+    which is a subset of YAML, except for floats, where YAML 1.1 needs a point before the exponent.
+    """
+    lines: list[str] = []
+    for group in fields(config):
+        part = getattr(config, group.name)
+        lines.append(f"{group.name}:")
+        lines += [f"  {field.name}: {_scalar(getattr(part, field.name))}" for field in fields(part)]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_scalar(item) for item in value) + "]"
+    if isinstance(value, str):
+        # YAML's escapes reach beyond the 16 bits of JSON's.
+        return _UNPRINTABLE.sub(
+            lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False)
+        )
+    return json.dumps(value)
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+    mantissa, exponent_mark, exponent = repr(value).partition("e")
+    if exponent_mark and "." not in mantissa:
+        mantissa += ".0"
+    return mantissa + exponent_mark + exponent

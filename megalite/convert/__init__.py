@@ -1,1 +1,0 @@
-"""Other programs' models: Hugging Face folders and Megatron's checkpoints, to and from megalite's."""

@@ -1,0 +1,177 @@
+"""Load the microbatches of one rank, by number, from anywhere in the run.
+
+Shapes: b samples of a microbatch, s tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megalite.data.document_ends import DocumentEnds
+from megalite.data.gpt_dataset import Dataset, gather
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.microbatch import Microbatch
+
+NUM_AHEAD = 4
+"""Number of microbatches that are read before they are requested."""
+
+
+def microbatch_samples(
+    consumed: int, index: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> npt.NDArray[np.int64]:
+    """Return the sample numbers of one microbatch on one data-parallel rank, int64 ``[b]``.
+
+    An iteration takes consecutive blocks of ``b * dp_size`` samples, and each rank takes its slice of each
+    block. So a global batch is the same set of samples for any dp_size, and the number of consumed samples is
+    all that resuming needs.
+
+    Args:
+        consumed: samples of the run before this global batch.
+        index: of the microbatch in the global batch, from 0.
+        micro_batch_size: b.
+        dp_rank: the rank on the data-parallel axis.
+        dp_size: the size of that axis.
+    """
+    first = consumed + (index * dp_size + dp_rank) * micro_batch_size
+    return np.arange(first, first + micro_batch_size, dtype=np.int64)
+
+
+def reads_data(topology: Topology, ends: DocumentEnds | None = None) -> bool:
+    """Return whether this rank reads samples: for tokens, for labels, or to find where documents end."""
+    at_edge = topology.pp.is_first or topology.pp.is_last
+    return at_edge or (ends is not None and ends.on_every_stage)
+
+
+class BatchLoader:
+    """Loads microbatch `index` of the global batch that starts at sample `consumed`.
+
+    Only the first stage uses tokens and only the last uses labels. A stage between them gets empty tokens and
+    the sample numbers, which key its dropout, and opens no file, unless its layers must know the documents.
+
+    It reads ahead in a thread: close it, or use it in a ``with`` block.
+
+    Args:
+        ends: finds the documents of packed samples; None if samples are not split into documents.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        micro_batch_size: int,
+        topology: Topology,
+        ends: DocumentEnds | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.dp = topology.dp
+        self.device = topology.device
+        self.events = topology.events
+        self.ends = ends
+        stride = micro_batch_size * topology.dp.size
+        reads_text = reads_data(topology, ends)
+        self._prefetcher = Prefetcher(dataset, stride, topology.device) if reads_text else None
+
+    def __call__(self, consumed: int, index: int) -> Microbatch:
+        """Load one microbatch to the device.
+
+        Raises:
+            UserError: a sample is damaged. Other ranks may not have read it: `on_one_rank` is set.
+        """
+        samples = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
+        if self._prefetcher is None:
+            return _host_microbatch(np.empty((0, 1), np.int64), samples, self.device).to(self.device)
+        try:
+            with self.events.during(f"reading data from sample {samples[0]} on"):
+                microbatch = self._prefetcher.take(samples).to(self.device)
+        except UserError as error:
+            error.on_one_rank = True
+            raise
+        return microbatch if self.ends is None else self.ends.marked(microbatch)
+
+    def close(self, *, waits: bool = True) -> None:
+        """End the thread that reads ahead and free what it has read; a second call does nothing.
+
+        Args:
+            waits: wait for the read in progress, which takes long if a file system hangs.
+        """
+        if self._prefetcher is not None:
+            self._prefetcher.close(waits=waits)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(waits=error is None)
+
+
+class Prefetcher:
+    """Reads the microbatches that are likely next in a thread, and any other one on request.
+
+    A rank's next microbatch starts `stride` samples later, also in the next global batch. The result depends
+    on the sample numbers alone: a wrong guess costs time and changes nothing.
+    """
+
+    def __init__(self, dataset: Dataset, stride: int, device: torch.device) -> None:
+        self._dataset = dataset
+        self._stride = stride
+        self._device = device
+        self._reads: OrderedDict[int, Future[Microbatch]] = OrderedDict()  # by the first sample's number
+        # The thread must not refer to this object: an object that its own thread keeps alive is never freed.
+        self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
+
+    def take(self, samples: npt.NDArray[np.int64]) -> Microbatch:
+        """Return the microbatch of these samples, in host memory.
+
+        Raises:
+            UserError: a sample is damaged.
+        """
+        read = self._reads.pop(int(samples[0]), None) or self._start(samples)
+        for ahead in range(1, NUM_AHEAD + 1):
+            following = samples + ahead * self._stride
+            if int(following[0]) not in self._reads and int(following[-1]) < len(self._dataset):
+                self._reads[int(following[0])] = self._start(following)
+        while len(self._reads) > NUM_AHEAD:
+            self._reads.popitem(last=False)[1].cancel()
+        return read.result()
+
+    def _start(self, samples: npt.NDArray[np.int64]) -> Future[Microbatch]:
+        return self._pool.submit(read_microbatch, self._dataset, samples, self._device)
+
+    def close(self, *, waits: bool = True) -> None:
+        """Drop what was read ahead and end the thread after the read in progress."""
+        self._reads.clear()
+        self._pool.shutdown(wait=waits, cancel_futures=True)
+
+
+def read_microbatch(dataset: Dataset, samples: npt.NDArray[np.int64], device: torch.device) -> Microbatch:
+    """Read samples into host memory that `device` can copy from; any thread may call it.
+
+    Raises:
+        UserError: a sample is damaged.
+    """
+    return _host_microbatch(gather(dataset, samples), samples, device)
+
+
+def _host_microbatch(
+    text: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], device: torch.device
+) -> Microbatch:
+    microbatch = Microbatch.of(torch.from_numpy(text), torch.from_numpy(samples))
+    return microbatch.pin_memory() if device.type == "cuda" else microbatch
+
+
+def _use_device(device: torch.device) -> None:
+    """Make the rank's GPU current in a new thread, which would else pin memory through GPU 0's context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

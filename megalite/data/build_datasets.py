@@ -1,0 +1,313 @@
+"""Build the datasets of a run: the parts of corpora that each split reads in; samples of each split out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
+from megalite.data.corpus_record import DataRecord
+from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
+from megalite.data.coverage import Coverage, log_coverage
+from megalite.data.document_ends import DocumentEnds, check_ends
+from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.mock_dataset import MockDataset
+from megalite.errors import UserError
+from megalite.log import log
+
+
+class NamedDataset(NamedTuple):
+    """Name one of several datasets that a split is evaluated on.
+
+    Attributes:
+        split: "valid" or "test".
+        name: as the user calls it.
+    """
+
+    split: str
+    name: str
+    dataset: Dataset
+
+
+@dataclass(frozen=True)
+class DatasetSplits:
+    """Hold the datasets of a run; None if a split needs no samples, or its share of the corpus is empty.
+
+    Attributes:
+        named: datasets to evaluate on that have names of their own, beside `valid` and `test`.
+        ends: what happens at the ends of documents in all of them; None if samples ignore them.
+        record: what is read of which corpus; None for random tokens, and on ranks that read none.
+    """
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    named: tuple[NamedDataset, ...] = ()
+    ends: DocumentEnds | None = None
+    record: DataRecord | None = None
+
+    def evaluated(self, split: str) -> list[tuple[str, Dataset]]:
+        """Return names and datasets that a split is evaluated on; the name is empty for the split's own."""
+        own = {"valid": self.valid, "test": self.test}[split]
+        named = [(each.name, each.dataset) for each in self.named if each.split == split]
+        return named if own is None else [("", own), *named]
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the name of each dataset, for the log, and its number of samples."""
+        for split, dataset in zip(SPLIT_NAMES, (self.train, self.valid, self.test), strict=True):
+            if dataset is not None:
+                yield split, len(dataset)
+        for each in self.named:
+            yield f"{each.split} {each.name}", len(each.dataset)
+
+
+class BuildOptions(NamedTuple):
+    """Hold what is the same for every dataset of a run.
+
+    Attributes:
+        seq_length: S; a sample holds S + 1 tokens.
+        seed: of the order, the same for all datasets and splits.
+        vocab_size: a token id beyond it is refused when its sample is read.
+        blend_by: how datasets without weights are weighted: by "tokens", in whole samples, or "documents".
+        cache: of the orders of samples; without one they are built in memory.
+        batch_size: samples of a batch; a corpus with fewer in all is refused for training.
+        ends: what happens at the ends of documents; then corpora that do not mark them are refused.
+    """
+
+    seq_length: int
+    seed: int
+    vocab_size: int | None = None
+    blend_by: str = "tokens"
+    cache: IndexCache | None = None
+    batch_size: int = 1
+    ends: DocumentEnds | None = None
+
+
+def num_samples_per_split(
+    train_samples: int, train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int
+) -> tuple[int, int, int]:
+    """Return the samples that a whole run draws from train, valid and test.
+
+    Args:
+        train_samples: samples of the run if it is set in samples, else 0.
+        train_iters: iterations of the run.
+        eval_interval: iterations between two evaluations; 0 for one at the end only.
+        eval_iters: batches an evaluation.
+        global_batch_size: samples a batch.
+    """
+    num_evaluations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
+    train = train_samples if train_samples > 0 else train_iters * global_batch_size
+    return train, num_evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
+
+
+def build_mock_datasets(
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    vocab_size: int,
+    ends: DocumentEnds | None = None,
+) -> DatasetSplits:
+    """Build datasets of random tokens, without any file; with documents if `ends` is set."""
+    eod = None if ends is None else ends.eod
+    train, valid, test = (
+        MockDataset(number, seq_length, vocab_size, seed, i, eod) if number > 0 else None
+        for i, number in enumerate(num_samples)
+    )
+    return DatasetSplits(train, valid, test, ends=ends)
+
+
+def build_from_corpora(
+    sources: Sources,
+    opened: Mapping[str, IndexedDataset],
+    num_samples: tuple[int, int, int],
+    options: BuildOptions,
+) -> DatasetSplits:
+    """Order the samples of each split.
+
+    Each dataset holds at least the requested samples, from as many epochs as needed. The result depends on
+    the arguments alone, so that every rank builds the same. What training sees of each corpus is logged.
+
+    Args:
+        sources: the blends of each split.
+        opened: their corpora, by prefix; see `open_corpora`.
+        num_samples: requested of train, valid and test.
+        options: the same for all datasets.
+
+    Raises:
+        UserError: a split is too small for one sample, there is nothing to train on, or documents have no
+            end-of-document tokens and `options.ends` needs them.
+    """
+    if options.ends is not None:
+        for corpus in opened.values():
+            check_ends(corpus, options.ends.eod)
+    requested = dict(zip(SPLIT_NAMES, num_samples, strict=True))
+    _warn_of_overlap(sources, {split for split in SPLIT_NAMES if requested[split]})
+    own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
+    named = []
+    for split in SPLIT_NAMES:
+        for blend in sources[split]:
+            dataset = _BlendBuild(split, blend, opened, requested[split], options).build()
+            if split == "train" or not blend.name:
+                own[split] = dataset
+            elif dataset is not None:
+                named.append(NamedDataset(split, blend.name, dataset))
+    if own["train"] is None and requested["train"] > 0:
+        blends = sources["train"]
+        prefixes = " ".join(source.prefix for blend in blends for source in blend.sources)
+        given_by = blends[0].given_by if blends else "--split"
+        raise UserError(f"{given_by} leaves no sequence of {prefixes} to train on: give train a larger share")
+    return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named), options.ends)
+
+
+def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
+    """Open and check every corpus once, and return them by prefix.
+
+    Raises:
+        UserError: a file is missing or damaged, or a blend has too many corpora.
+    """
+    blends = [blend for split in SPLIT_NAMES for blend in sources[split]]
+    for blend in blends:
+        if len(blend.sources) > MAX_DATASETS:
+            raise UserError(
+                f"--data-path names {len(blend.sources)} datasets, and at most {MAX_DATASETS} can be "
+                "blended: merge some with tools/merge_datasets.py"
+            )
+    prefixes = dict.fromkeys(source.prefix for blend in blends for source in blend.sources)
+    return {prefix: IndexedDataset(prefix) for prefix in prefixes}
+
+
+def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
+    """Warn of corpora that are evaluated on text that is also trained on."""
+    parts = {
+        split: [source for blend in sources[split] for source in blend.sources] if split in used else []
+        for split in SPLIT_NAMES
+    }
+    for split in SPLIT_NAMES[1:]:
+        shared = {
+            one.prefix
+            for one in parts["train"]
+            for other in parts[split]
+            if one.prefix == other.prefix and max(one.begin, other.begin) < min(one.end, other.end)
+        }
+        for prefix in sorted(shared):
+            log.warning("%s is evaluated (%s) on text that is also trained on", prefix, split)
+
+
+@dataclass(frozen=True)
+class _BlendBuild:
+    """Build one dataset of a split."""
+
+    split: str
+    blend: Blend
+    opened: Mapping[str, IndexedDataset]
+    num_samples: int
+    options: BuildOptions
+
+    def build(self) -> Dataset | None:
+        if self.num_samples == 0:
+            return None
+        kept = self._sources_with_sequences()
+        if not kept:
+            return None
+        self._check_batch(kept)
+        if len(self.blend.sources) == 1 and self.blend.weights is None:
+            self._log_coverage([0], [1.0], [self.num_samples])
+            return self._gpt(0, self.num_samples)
+        if self.blend.weights is None:
+            return self._blend_by_size(kept)
+        return self._blend_by_weight(kept, [self.blend.weights[i] for i in kept])
+
+    def _check_batch(self, kept: list[int]) -> None:
+        """Refuse to train on so little that one batch would hold a sample twice."""
+        num_tokens = sum(self._num_tokens(i) for i in kept)
+        num_samples = num_tokens // self.options.seq_length
+        if self.split == "train" and 0 < num_samples < self.options.batch_size:
+            raise UserError(
+                f"there are {num_samples} samples of {self.options.seq_length} tokens to train on, fewer "
+                f"than one batch of {self.options.batch_size}: give more text or a smaller batch "
+                "(--global-batch-size)"
+            )
+
+    def _sequences(self, i: int) -> range:
+        source = self.blend.sources[i]
+        return source.sequences(len(self.opened[source.prefix]))
+
+    def _sources_with_sequences(self) -> list[int]:
+        """Return the sources that have a part in this split; training needs every one of them."""
+        indices = range(len(self.blend.sources))
+        empty = [i for i in indices if not self._sequences(i)]
+        for i in empty if len(indices) > 1 or self.blend.weights is not None else []:
+            source = self.opened[self.blend.sources[i].prefix]
+            fault = (
+                f"{self.blend.given_by} leaves none of the {len(source)} sequences of {source.prefix} "
+                f"to the {self.blend.name or self.split} split"
+            )
+            if self.split == "train":
+                raise UserError(f"{fault}: give train a larger share, or remove this dataset from the blend")
+            if len(empty) < len(indices):
+                log.warning("%s; the others are blended in their proportions", fault)
+        return [i for i in indices if i not in empty]
+
+    def _blend_by_weight(self, kept: list[int], weights: Sequence[float]) -> Dataset:
+        shares = normalized(weights)
+        built = [num_samples_to_build(self.num_samples, share) for share in shares]
+        self._log_coverage(kept, shares, built)
+        datasets = [self._gpt(i, number) for i, number in zip(kept, built, strict=True)]
+        return self._blend(datasets, weights)
+
+    def _blend(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
+        prefix, name = self.blend.sources[0].prefix, self.blend.name or self.split
+        return BlendedDataset(datasets, weights, self.num_samples, self.options.cache, prefix, name)
+
+    def _blend_by_size(self, kept: list[int]) -> Dataset:
+        """Weight each dataset by its size; repeat them only if all of them together are too few."""
+        if self.split == "train":
+            log.info(
+                "%d datasets without weights are blended by their number of %s (--blend-by)",
+                len(kept),
+                self.options.blend_by,
+            )
+        if self.options.blend_by == "documents":
+            return self._blend_by_weight(kept, [len(self._sequences(i)) for i in kept])
+        one_epoch = [self._gpt(i, None) for i in kept]
+        weights = [len(dataset) for dataset in one_epoch]
+        if self.num_samples <= sum(weights):
+            self._log_coverage(kept, normalized(weights), [None] * len(kept))
+            return self._blend(one_epoch, weights)
+        return self._blend_by_weight(kept, weights)
+
+    def _log_coverage(self, kept: list[int], shares: Sequence[float], built: Sequence[int | None]) -> None:
+        if self.split != "train":
+            return
+        log_coverage(
+            [
+                Coverage.of(
+                    self.blend.sources[i].prefix,
+                    self._num_tokens(i),
+                    self.options.seq_length,
+                    self.num_samples * share,
+                    number,
+                )
+                for i, share, number in zip(kept, shares, built, strict=True)
+            ]
+        )
+
+    def _num_tokens(self, i: int) -> int:
+        lengths = self.opened[self.blend.sources[i].prefix].sequence_lengths
+        return count_tokens(lengths, self._sequences(i))
+
+    def _gpt(self, i: int, num_samples: int | None) -> GPTDataset:
+        options = self.options
+        return GPTDataset(
+            self.opened[self.blend.sources[i].prefix],
+            self._sequences(i),
+            num_samples,
+            options.seq_length,
+            options.seed,
+            options.vocab_size,
+            self.blend.name or self.split,
+            options.cache,
+        )

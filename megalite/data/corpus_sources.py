@@ -1,0 +1,221 @@
+"""Find the part of each corpus that training, validation and test read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megalite.config import DataConfig
+from megalite.config.data import WEIGHTED_SPLIT_FIELDS, split_weights
+from megalite.config.flags import flag_of
+from megalite.data.blend import parse_data_path
+from megalite.errors import UserError
+from megalite.files import parse_json
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Return the weights of train, valid and test, normalised to 1; missing ones are 0.
+
+    Raises:
+        UserError: the text is not one to three numbers that are not negative, with a positive sum.
+    """
+    weights = split_weights(text)
+    if not weights:
+        raise UserError(f"--split {text} must be one to three weights with a positive sum, such as 949,50,1")
+    full = np.array(weights + [0.0] * (3 - len(weights)))
+    train, valid, test = (full / np.sum(full)).tolist()
+    return train, valid, test
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """Select the sequences of a corpus from `begin` to `end`, as fractions of all of them."""
+
+    prefix: str
+    begin: float = 0.0
+    end: float = 1.0
+
+    def sequences(self, num_sequences: int) -> range:
+        """Return the selected sequences of a corpus with `num_sequences`; each boundary is rounded."""
+        return range(round(self.begin * num_sequences), round(self.end * num_sequences))
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Name the corpora that one dataset is drawn from, and their weights; None to weight them by their size.
+
+    Attributes:
+        name: as the user calls it; empty for a split's own dataset.
+        given_by: the flag that its shares come from, for messages.
+    """
+
+    sources: tuple[CorpusSource, ...]
+    weights: tuple[float, ...] | None
+    name: str = ""
+    given_by: str = "--split"
+
+
+Sources = Mapping[str, tuple[Blend, ...]]
+"""The blends of each split by its name: at most one to train on, any number to evaluate on."""
+
+
+def find_sources(data: DataConfig) -> Sources:
+    """Return what each split reads, from whichever flags name it; files that the flags name are read here.
+
+    Raises:
+        UserError: a file cannot be read, or its contents or a flag's are malformed.
+    """
+    if any(getattr(data, name) for name in WEIGHTED_SPLIT_FIELDS):
+        return {split: _weighted(data, split) for split in SPLIT_NAMES}
+    if data.per_split_data_args_path is not None:
+        return _sources_per_split(*_read_per_split(data.per_split_data_args_path))
+    if data.train_data_path or data.valid_data_path or data.test_data_path:
+        return _sources_per_split(data.train_data_path, data.valid_data_path, data.test_data_path)
+    data_path: Sequence[str] = data.data_path
+    if data.data_args_path is not None:
+        data_path = _read(data.data_args_path, "--data-args-path").split()
+    return sources_of_one_blend(data_path, data.split)
+
+
+def sources_of_one_blend(data_path: Sequence[str], split: str) -> Sources:
+    """Return one blend for all splits, each of which reads its part of every corpus.
+
+    Args:
+        data_path: the values of --data-path.
+        split: weights of train, valid and test, such as "949,50,1".
+    """
+    prefixes, weights = parse_data_path(data_path)
+    bounds = [0.0]
+    for share in parse_split(split):
+        bounds.append(bounds[-1] + share)
+    return {
+        name: (
+            Blend(
+                tuple(CorpusSource(prefix, begin, end) for prefix in prefixes),
+                weights,
+                given_by=f"--split {split}",
+            ),
+        )
+        for name, (begin, end) in zip(SPLIT_NAMES, itertools.pairwise(bounds), strict=True)
+    }
+
+
+def _sources_per_split(train: Sequence[str], valid: Sequence[str], test: Sequence[str]) -> Sources:
+    """Return a blend of whole corpora for each split; none for a split without values."""
+    sources: dict[str, tuple[Blend, ...]] = dict.fromkeys(SPLIT_NAMES, ())
+    for name, values in zip(SPLIT_NAMES, (train, valid, test), strict=True):
+        if values:
+            flag = f"--{name}-data-path"
+            prefixes, weights = parse_data_path(values, flag)
+            corpora = tuple(CorpusSource(prefix) for prefix in prefixes)
+            sources[name] = (Blend(corpora, weights, given_by=flag),)
+    return sources
+
+
+def parse_weighted_groups(flag: str, groups: Sequence[str]) -> tuple[Blend, ...]:
+    """Return the blends of texts of the form "NAME: WEIGHT BEGIN:END PREFIX, WEIGHT BEGIN:END PREFIX".
+
+    Raises:
+        UserError: a text is not of that form, or two have the same name.
+    """
+    blends = tuple(_weighted_group(flag, group) for group in groups)
+    names = [blend.name for blend in blends]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{flag} has two groups called {twice}: give each a name of its own")
+    return blends
+
+
+def _weighted(data: DataConfig, split: str) -> tuple[Blend, ...]:
+    field = f"{split}_weighted_split_paths"
+    flag, path = flag_of(field), getattr(data, f"{field}_path")
+    groups = getattr(data, field) if path is None else _quoted_groups(f"{flag}-path", path)
+    blends = parse_weighted_groups(flag, groups)
+    if split == "train" and len(blends) > 1:
+        names = ", ".join(blend.name for blend in blends)
+        raise UserError(
+            f"{flag} has {len(blends)} groups, {names}: training has one group, put all corpora into it"
+        )
+    return blends
+
+
+def _quoted_groups(flag: str, path: str) -> list[str]:
+    """Return the texts of a file with one line: "NAME: ..." "NAME2: ..."."""
+    lines = _read(path, flag).strip().splitlines()
+    fault = f"{flag} {path} must hold one line of groups in double quotes"
+    if len(lines) != 1 or not lines[0].startswith('"'):
+        raise UserError(f'{fault}: "NAME: WEIGHT BEGIN:END PREFIX, ..." "NAME2: ..."')
+    try:
+        return shlex.split(lines[0])
+    except ValueError as error:
+        raise UserError(f"{fault}: {error}") from None
+
+
+def _weighted_group(flag: str, group: str) -> Blend:
+    name, colon, rest = group.partition(":")
+    name = name.strip()
+    if not name or not colon:
+        raise UserError(
+            f"{flag} has the group {group!r} without a name: give NAME: WEIGHT BEGIN:END PREFIX, ..."
+        )
+    if "/" in name:  # it is part of file names
+        raise UserError(f"{flag} has a group called {name}: give it a name without a slash")
+    parts = [_weighted_source(flag, name, text) for text in rest.split(",")]
+    weights = tuple(weight for weight, _ in parts)
+    return Blend(tuple(source for _, source in parts), weights if len(parts) > 1 else None, name, flag)
+
+
+def _weighted_source(flag: str, name: str, text: str) -> tuple[float, CorpusSource]:
+    try:
+        weight_text, range_text, prefix = text.split()
+        begin_text, end_text = range_text.split(":")
+        weight, begin, end = float(weight_text), float(begin_text), float(end_text)
+    except ValueError:
+        raise UserError(f"{flag} has {text.strip()!r} in {name}: give WEIGHT BEGIN:END PREFIX") from None
+    if not 0 < weight < math.inf:
+        raise UserError(f"{flag} has weight {weight_text} for {prefix} in {name}: give one greater than 0")
+    if not 0 <= begin < end <= 1:
+        raise UserError(
+            f"{flag} has {range_text} for {prefix} in {name}: give a part from 0 to 1, as in 0:0.95"
+        )
+    return weight, CorpusSource(prefix, begin, end)
+
+
+def _read_per_split(path: str) -> tuple[list[str], list[str], list[str]]:
+    """Return the values of {"train": [...], "valid": [...], "test": [...]} in JSON; a part may be missing."""
+    flag = "--per-split-data-args-path"
+    form = f'{flag} {path} must be a JSON object {{"train": [values], "valid": [values], "test": [values]}}'
+    try:
+        found = parse_json(_read(path, flag))
+    except ValueError as error:
+        raise UserError(f"{form}: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(form)
+    if unknown := sorted(set(found) - set(SPLIT_NAMES)):
+        raise UserError(f"{form}, but has {unknown[0]!r}")
+    parts = [found.get(name) or [] for name in SPLIT_NAMES]
+    if not all(
+        isinstance(part, list) and all(isinstance(value, str | int | float) for value in part)
+        for part in parts
+    ):
+        raise UserError(form)
+    train, valid, test = ([str(value) for value in part] for part in parts)
+    if not train:
+        raise UserError(f'{form}, but has nothing to train on under "train"')
+    return train, valid, test
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{flag} {path} cannot be read: it is not UTF-8 text") from None

@@ -1,0 +1,183 @@
+"""Merge several indexed datasets into one, in constant memory."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy.typing as npt
+
+from megalite.data.indexed_dataset import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    replace_dataset,
+)
+from megalite.data.tokenizers.tokenizer_digest import (
+    copy_tokenizer_digest,
+    digest_path,
+    read_tokenizer_digest,
+)
+from megalite.errors import UserError
+from megalite.files import new_file, url_problem
+
+_BLOCK = 1 << 20
+"""Entries of an index that are written at a time."""
+
+
+@dataclass(frozen=True)
+class MergeSummary:
+    """Count what a merge wrote.
+
+    Attributes:
+        prefixes: the datasets that were merged, in their order.
+    """
+
+    prefixes: tuple[str, ...]
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+
+
+def find_prefixes(names: Sequence[str]) -> list[str]:
+    """Return the datasets that prefixes and folders name; of a folder, but not of its subfolders, sorted.
+
+    Raises:
+        UserError: a folder holds no dataset, or half of one, or a dataset is named twice.
+    """
+    found: list[str] = []
+    for name in names:
+        if not os.path.isdir(name):
+            found.append(name.removesuffix(".idx").removesuffix(".bin"))
+            continue
+        bins, indices = (
+            {os.path.splitext(path)[0] for path in glob.glob(f"{glob.escape(name)}/*{suffix}")}
+            for suffix in (".bin", ".idx")
+        )
+        if halves := sorted(bins ^ indices):
+            raise UserError(f"{halves[0]} has only one of .bin and .idx: complete it, or move it away")
+        if not bins:
+            raise UserError(f"the folder {name} holds no .bin and .idx files: give another")
+        found += sorted(bins)
+    if twice := next((prefix for prefix in found if found.count(prefix) > 1), None):
+        raise UserError(f"{twice} is named twice: its documents would count twice, give it a weight instead")
+    return found
+
+
+def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool = False) -> MergeSummary:
+    """Merge datasets in this order into OUTPUT_PREFIX.bin and .idx.
+
+    The tokens are copied from file to file, the index through blocks of fixed size. The final names appear
+    once both files are whole, the .idx last.
+
+    Raises:
+        UserError: an input is damaged, the token types differ, the output exists, is an input or a URL, or
+            the disk is full.
+    """
+    if problem := url_problem(output_prefix):
+        raise UserError(f"--output-prefix {problem}")
+    paths = [f"{output_prefix}{suffix}" for suffix in (".bin", ".idx")]
+    inputs = {os.path.realpath(f"{prefix}.bin") for prefix in prefixes}
+    if os.path.realpath(paths[0]) in inputs:
+        raise UserError(f"--output-prefix {output_prefix} is one of the inputs: give another")
+    if not overwrite and (existing := next(filter(os.path.exists, paths), None)):
+        raise UserError(f"{existing} exists: give another --output-prefix, or --overwrite")
+    sources = [IndexedDataset(prefix) for prefix in prefixes]
+    _check_types(sources)
+    digest_source = _source_of_digest(prefixes)
+    temporary = {suffix: f"{output_prefix}.{suffix}.{os.getpid()}.tmp" for suffix in ("bin", "idx")}
+    try:
+        os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
+        with new_file(temporary["bin"]) as stream:
+            _write_tokens(sources, stream)
+        with new_file(temporary["idx"]) as stream:
+            _write_index(sources, stream)
+        for dataset in sources:
+            dataset.check_files()
+        with suppress(FileNotFoundError):  # before the digest changes: it is of another dataset
+            os.remove(paths[1])
+        if digest_source is None:
+            digest_path(output_prefix).unlink(missing_ok=True)
+        else:
+            copy_tokenizer_digest(digest_source, output_prefix)
+        replace_dataset(output_prefix, temporary)
+    except OSError as error:
+        raise UserError(f"cannot write {output_prefix}.bin and .idx: {error.strerror or error}") from None
+    finally:
+        for path in filter(os.path.exists, temporary.values()):
+            os.remove(path)
+    return MergeSummary(
+        tuple(prefixes),
+        sum(map(len, sources)),
+        sum(source.num_documents for source in sources),
+        sum(source.num_tokens for source in sources),
+    )
+
+
+def _check_types(sources: Sequence[IndexedDataset]) -> None:
+    """Check that all token types are equal: a vocabulary has one type."""
+    if not sources:
+        raise UserError("there is no dataset to merge: give prefixes or folders")
+    first = sources[0]
+    for source in sources[1:]:
+        if source.dtype != first.dtype:
+            raise UserError(
+                f"{first.prefix} holds {first.dtype.name} tokens and {source.prefix} {source.dtype.name}: "
+                "they were made with different tokenizers; preprocess one of them again"
+            )
+
+
+def _source_of_digest(prefixes: Sequence[str]) -> str | None:
+    """Return a dataset with the digest of the tokenizer that made all of them; None if one has no digest.
+
+    Raises:
+        UserError: two of them were made with different tokenizers.
+    """
+    digests = {prefix: read_tokenizer_digest(prefix) for prefix in prefixes}
+    known = {prefix: digest for prefix, digest in digests.items() if digest is not None}
+    for prefix, digest in known.items():
+        if digest != known[first := next(iter(known))]:
+            raise UserError(
+                f"{first} and {prefix} were made with different tokenizers: preprocess one of them again"
+            )
+    return prefixes[0] if len(known) == len(prefixes) else None
+
+
+def _write_tokens(sources: Sequence[IndexedDataset], stream: BinaryIO) -> None:
+    for source in sources:
+        for block in _blocks(source.tokens):
+            stream.write(block.tobytes())
+
+
+def _write_index(sources: Sequence[IndexedDataset], stream: BinaryIO) -> None:
+    code = {name: code for code, name in DTYPE_CODES.items()}[sources[0].dtype.name]
+    num_sequences = sum(map(len, sources))
+    num_entries = sum(source.num_documents for source in sources) + 1
+    stream.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries))
+    for source in sources:
+        _write_blocks(stream, source.sequence_lengths, 0)
+    num_bytes = 0
+    for source in sources:
+        _write_blocks(stream, source.sequence_offsets, num_bytes)
+        num_bytes += source.num_tokens * source.dtype.itemsize
+    stream.write(bytes(8))
+    num_before = 0
+    for source in sources:
+        _write_blocks(stream, source.document_index[1:], num_before)
+        num_before += len(source)
+
+
+def _write_blocks(stream: BinaryIO, values: npt.NDArray[Any], shift: int) -> None:
+    for block in _blocks(values):
+        stream.write((block + block.dtype.type(shift)).tobytes())
+
+
+def _blocks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    for first in range(0, len(values), _BLOCK):
+        yield values[first : first + _BLOCK]

@@ -1,0 +1,381 @@
+"""Cut GPT samples from an indexed dataset: runs of consecutive tokens, in a shuffled order."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data import _index_builder
+from megalite.data.build_progress import reported_progress
+from megalite.data.index_cache import CacheKey, IndexCache, digest_of
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.storage import FilesInUse, MappedBytes
+from megalite.errors import UserError
+
+LAST_EPOCH_THRESHOLD = 0.80
+"""If less than this share of the last epoch is used, it is shuffled separately: else the few samples drawn
+from it would displace some of the earlier epochs'."""
+
+_INT32_MAX = 2**31 - 1
+
+_FORMAT = 1
+"""Part of the digest: raise it when the same values give other arrays."""
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Hold how often the documents are read, and how many samples result.
+
+    Attributes:
+        num_epochs: times that the documents are read, the last one in part.
+        num_samples: samples of S + 1 tokens that these epochs hold, at least as many as requested.
+        num_samples_before_last: samples before the last epoch if it is shuffled separately, else None.
+    """
+
+    num_epochs: int
+    num_samples: int
+    num_samples_before_last: int | None
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """Locate each sample's tokens.
+
+    Attributes:
+        document_index: int32 [num_epochs * num_documents], sequence numbers in the order of the stream.
+        sample_index: int32 [n + 1, 2], position in document_index and token offset where a sample starts.
+        shuffle_index: uint32 [n], the sample that is drawn i-th.
+        files: that the arrays are mapped from; none if they were built in memory.
+    """
+
+    document_index: npt.NDArray[Any]
+    sample_index: npt.NDArray[Any]
+    shuffle_index: npt.NDArray[Any]
+    files: tuple[MappedBytes, ...] = ()
+
+
+def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> EpochPlan:
+    """Return the smallest number of epochs that holds `num_samples` samples; one epoch for None.
+
+    A sample's last token is the next one's first: `num_samples` need num_samples * seq_length + 1 tokens.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    if tokens_per_epoch < 1:
+        raise UserError("the documents hold no tokens: give other ones")
+    num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+    total = (num_epochs * tokens_per_epoch - 1) // seq_length
+    if num_samples is None or num_epochs == 1:
+        return EpochPlan(num_epochs, total, None)
+    before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length
+    samples_per_epoch = (tokens_per_epoch - 1) // seq_length
+    apart = num_samples - before_last < int(LAST_EPOCH_THRESHOLD * samples_per_epoch)
+    return EpochPlan(num_epochs, total, before_last if apart else None)
+
+
+def build_gpt_index(
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: range,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+    name: str = "the order of samples",
+) -> GPTIndex:
+    """Build the three arrays for consecutive sequences of a dataset.
+
+    Args:
+        sequence_lengths: lengths of all sequences of the dataset, in tokens.
+        sequences: those that belong to this split.
+        num_samples: build at least so many samples, from as many epochs as needed; None for those of one
+            epoch.
+        seq_length: S; a sample holds S + 1 tokens.
+        seed: of the shuffles; every dataset and split starts from it.
+        name: of the build in the log of its progress.
+
+    Raises:
+        UserError: the sequences hold no tokens.
+    """
+    plan = plan_epochs(count_tokens(sequence_lengths, sequences), num_samples, seq_length)
+    return _build(sequence_lengths, sequences, plan, seq_length, seed, name)
+
+
+def cached_gpt_index(
+    cache: IndexCache,
+    prefix: str,
+    split_name: str,
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: range,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> GPTIndex:
+    """Return what `build_gpt_index` does, mapped from a cache if another process or run has built it before.
+
+    The digest is of the split's lengths and of all that the arrays depend on; the requested samples count by
+    the epochs that they need, so that a run made a little longer finds its index.
+    """
+    plan = plan_epochs(count_tokens(sequence_lengths, sequences), num_samples, seq_length)
+    values = {
+        **asdict(plan),
+        "first_sequence": sequences.start,
+        "num_sequences": len(sequences),
+        "sequence_lengths_sha256": digest_of(sequence_lengths[sequences.start : sequences.stop]),
+        "seq_length": seq_length,
+        "seed": seed,
+        "format": _FORMAT,
+    }
+    num_entries = plan.num_epochs * len(sequences) + 3 * plan.num_samples
+    key = CacheKey("GPTDataset", split_name, values, num_entries, prefix)
+    names = ("document_index", "sample_index", "shuffle_index")
+    name = f"the order of the {split_name} split of {prefix}"
+
+    def build() -> dict[str, npt.NDArray[Any]]:
+        index = _build(sequence_lengths, sequences, plan, seq_length, seed, name)
+        return {name: getattr(index, name) for name in names}
+
+    cached = cache.get(key, names, build)
+    return GPTIndex(**cached.arrays, files=cached.files)
+
+
+def index_bytes(sequences: range, plan: EpochPlan) -> int:
+    """Return the bytes of the three arrays of these sequences, before they are built."""
+    num_documents = plan.num_epochs * len(sequences)
+    return (
+        num_documents * np.dtype(_document_dtype(sequences)).itemsize
+        + (plan.num_samples + 1) * 2 * (8 if _is_wide(num_documents) else 4)
+        + plan.num_samples * np.dtype(_shuffle_dtype(plan)).itemsize
+    )
+
+
+def _document_dtype(sequences: range) -> npt.DTypeLike:
+    return np.int32 if sequences.stop <= _INT32_MAX else np.int64
+
+
+def _is_wide(num_documents: int) -> bool:
+    """Return whether the sample index needs 64 bits for a position in the document index."""
+    return num_documents > _INT32_MAX
+
+
+def _shuffle_dtype(plan: EpochPlan) -> npt.DTypeLike:
+    return np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
+
+
+def count_tokens(sequence_lengths: npt.NDArray[np.int32], sequences: range) -> int:
+    """Return the number of tokens in consecutive sequences."""
+    return int(np.sum(sequence_lengths[sequences.start : sequences.stop], dtype=np.int64))
+
+
+def _build(
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: range,
+    plan: EpochPlan,
+    seq_length: int,
+    seed: int,
+    name: str,
+) -> GPTIndex:
+    """Shuffle the documents, then cut the samples while another thread shuffles their numbers."""
+    random = _index_builder.LegacyRandom(seed)
+    num_documents = plan.num_epochs * len(sequences)
+    with (
+        reported_progress(name, "documents and samples", 2 * num_documents + plan.num_samples) as progress,
+        ThreadPoolExecutor(max_workers=1) as pool,
+    ):
+        documents = _document_index(sequences, plan, random, progress)
+        shuffle = pool.submit(_shuffle_index, plan, random, progress)
+        samples = _index_builder.build_sample_index(
+            sequence_lengths, documents, seq_length, plan.num_samples, _is_wide(num_documents), progress
+        )
+        return GPTIndex(documents, samples, shuffle.result())
+
+
+def _document_index(
+    sequences: range,
+    plan: EpochPlan,
+    random: _index_builder.LegacyRandom,
+    progress: _index_builder.Progress,
+) -> npt.NDArray[Any]:
+    """Return the sequences of all epochs, shuffled together, or with the last epoch shuffled separately."""
+    index = _empty(plan.num_epochs * len(sequences), _document_dtype(sequences))
+    together = len(index) if plan.num_samples_before_last is None else len(index) - len(sequences)
+    for part in (index[:together], index[together:]):
+        random.fill_shuffled(part, sequences.start, sequences.stop, progress)
+    return index
+
+
+def _shuffle_index(
+    plan: EpochPlan, random: _index_builder.LegacyRandom, progress: _index_builder.Progress
+) -> npt.NDArray[Any]:
+    """Return the shuffled numbers of the samples, those before a separate last epoch first."""
+    index = _empty(plan.num_samples, _shuffle_dtype(plan))
+    boundary = plan.num_samples if plan.num_samples_before_last is None else plan.num_samples_before_last
+    random.fill_shuffled(index[:boundary], 0, boundary, progress)
+    random.fill_shuffled(index[boundary:], boundary, plan.num_samples, progress)
+    return index
+
+
+def _empty(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return an array as `np.empty` does, but faster to fill: page faults would dominate a small build."""
+    dtype = np.dtype(dtype)
+    array: npt.NDArray[Any] = _index_builder.empty_bytes(size * dtype.itemsize).view(dtype)
+    return array
+
+
+class Dataset(Protocol):
+    """Return samples by number, int64 [S + 1]: the inputs lack the last token, the labels the first."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
+
+
+@runtime_checkable
+class GatherDataset(Protocol):
+    """Read many samples at a time, faster than one by one."""
+
+    def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the samples with these numbers, int64 [b, S + 1]."""
+        ...
+
+
+def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return samples of any dataset by their numbers, int64 [b, S + 1]."""
+    if isinstance(dataset, GatherDataset):
+        return dataset.gather(samples)
+    return np.stack([dataset[i] for i in samples.tolist()])
+
+
+class GPTDataset:
+    """Read the samples of one split of one dataset.
+
+    Attributes:
+        indexed: the corpus.
+        index: the document, sample and shuffle index.
+
+    Raises:
+        UserError: the sequences hold fewer tokens than one sample.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int | None = None,
+        split_name: str = "train",
+        cache: IndexCache | None = None,
+    ) -> None:
+        """Cut the samples.
+
+        Args:
+            indexed: the dataset.
+            sequences: the split's sequences.
+            num_samples: build at least so many; None for those of one epoch.
+            seq_length: S; a sample holds S + 1 tokens.
+            seed: of the order.
+            vocab_size: if set, a sample with a token id beyond it is refused when it is read.
+            split_name: for messages, and the names of files in the cache.
+            cache: maps and keeps the index; None to build it in memory.
+        """
+        self.indexed = indexed
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+        lengths = indexed.sequence_lengths
+        num_tokens = count_tokens(lengths, sequences)
+        if num_tokens < seq_length + 1:
+            raise UserError(
+                f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
+                f"sequences, fewer than the {seq_length + 1} of one sample: give it more text, a larger "
+                "share in --split, or a smaller --seq-length"
+            )
+        arguments = (lengths, sequences, num_samples, seq_length, seed)
+        if cache is None:
+            name = f"the order of the {split_name} split of {indexed.prefix}"
+            self.index = build_gpt_index(*arguments, name)
+        else:
+            self.index = cached_gpt_index(cache, indexed.prefix, split_name, *arguments)
+        self._files = FilesInUse((*indexed.files, *self.index.files))
+
+    def __len__(self) -> int:
+        return len(self.index.shuffle_index)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the index-th sample in the shuffled order.
+
+        Raises:
+            UserError: a token id is outside the vocabulary.
+            IndexError: there is no such sample.
+        """
+        return self.gather(np.array([index], np.int64))[0]
+
+    def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the samples with these numbers in the shuffled order, int64 [b, S + 1], without the GIL.
+
+        Raises:
+            UserError: a token id is outside the vocabulary, a file of the corpus or of the index became
+                shorter, or the cached index was changed since it was opened.
+            IndexError: there is no such sample.
+        """
+        for sample in samples.tolist():
+            if not 0 <= sample < len(self):
+                raise IndexError(f"sample {sample} of a dataset of {len(self)}")
+        rows = self.index.shuffle_index[samples].astype(np.int64)
+        if self.indexed.is_remote:
+            text = np.stack([self._read_in_sequences(row) for row in rows.tolist()])
+            smallest, largest = int(text.min()), int(text.max())
+        else:
+            text, smallest, largest = self._read_mapped(rows)
+        self._files.check()
+        if self._vocab_size is not None and (smallest < 0 or largest >= self._vocab_size):
+            self._refuse_token(rows, self._vocab_size)
+        return text
+
+    def _read_mapped(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int, int]:
+        """Return the samples of these rows, and their smallest and largest token."""
+        text = np.empty((len(rows), self._seq_length + 1), np.int64)
+        try:
+            smallest, largest = _index_builder.gather_samples(
+                self.indexed.tokens,
+                self.indexed.sequence_offsets,
+                self.indexed.sequence_lengths,
+                self.index.document_index,
+                self.index.sample_index.reshape(-1),
+                rows,
+                text,
+            )
+        except IndexError as error:  # corpus and index were checked on opening
+            self._files.check()
+            raise UserError(
+                f"the index of {self.indexed.prefix} in --data-cache-path, by default "
+                f"{self.indexed.prefix}/cache, is damaged ({error}): delete it, and it is built again"
+            ) from None
+        return text, smallest, largest
+
+    def _read_in_sequences(self, row: int) -> npt.NDArray[np.int64]:
+        """Return one sample from only the sequences that it is in: the rest of the corpus may be far away."""
+        (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
+        parts = [self.indexed[i] for i in self.index.document_index[first : last + 1].tolist()]
+        parts[-1] = parts[-1][: end + 1]
+        parts[0] = parts[0][begin:]
+        return np.concatenate(parts).astype(np.int64)
+
+    def _refuse_token(self, rows: npt.NDArray[np.int64], vocab_size: int) -> None:
+        """Raise an error that names the token outside the vocabulary and its document."""
+        for row in rows.tolist():
+            first, last = self.index.sample_index[row : row + 2, 0].tolist()
+            for sequence in self.index.document_index[first : last + 1].tolist():
+                tokens = self.indexed[sequence]
+                wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+                if len(wrong):
+                    raise UserError(
+                        f"document {self.indexed.document_of(sequence)} of {self.indexed.prefix} has token "
+                        f"id {wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the "
+                        "tokenizer of this model, or give a larger --vocab-size"
+                    )
+        raise AssertionError("no token outside the vocabulary")

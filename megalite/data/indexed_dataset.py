@@ -1,0 +1,393 @@
+"""Read and write indexed datasets: the tokens in PREFIX.bin, and where each sequence is in PREFIX.idx."""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.storage import MappedBytes, is_remote, open_bytes
+from megalite.errors import UserError
+from megalite.files import new_file, open_new
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, number of sequences, number of documents + 1; then the arrays, unaligned."""
+
+DTYPE_CODES: dict[int, str] = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
+}  # fmt: skip
+
+_BLOCK = 1 << 20
+"""Sequences that are checked at a time, which bounds the memory of the checks."""
+
+
+class _Index(NamedTuple):
+    dtype: np.dtype[Any]
+    lengths: npt.NDArray[np.int32]  # [N], in tokens
+    offsets: npt.NDArray[np.int64]  # [N], in bytes
+    document_index: npt.NDArray[np.int64]  # [D + 1], first sequence of each document, then N
+    file: MappedBytes
+
+
+class IndexedDataset:
+    """Map the sequences of one corpus.
+
+    Opening checks all of the index: the sequences are back to back and fill the .bin, so that no later access
+    can leave the file or read tokens from a wrong position.
+    The arrays are views of the file, and not aligned. After reading from them or from `tokens` call
+    `check_files`: if another process truncated a file, the missing part reads as zeros. With files in object
+    storage, the index is copied to this machine on opening, and tokens in blocks, as sequences are read.
+
+    Attributes:
+        prefix: the two files' name or URL without .bin and .idx.
+        dtype: the tokens' type in the file.
+        sequence_lengths: int32 [N], in tokens.
+        sequence_offsets: int64 [N], where each sequence starts in the .bin, in bytes.
+        document_index: int64 [D + 1], the first sequence of each document, and N at the end.
+
+    Raises:
+        UserError: a file is missing, unreadable, truncated, in another format, or contradicts the other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        idx_path, bin_path = f"{self.prefix}.idx", f"{self.prefix}.bin"
+        self._bin = _open(bin_path)
+        num_bytes = len(self._bin.array)
+        index = _read_index(idx_path)
+        self.dtype = index.dtype
+        self.sequence_lengths = index.lengths
+        self.sequence_offsets = index.offsets
+        self.document_index = index.document_index
+        self._idx = index.file
+        _check_sequences(idx_path, bin_path, index, num_bytes)
+        _check_documents(idx_path, index)
+        self._tokens = self._bin.array.view(self.dtype)
+
+    def __len__(self) -> int:
+        """Return the number of sequences, N."""
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
+        """Return the tokens of one sequence.
+
+        Raises:
+            UserError: a file became shorter since it was opened.
+        """
+        begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
+        self._bin.fetch(begin, begin + length * self.dtype.itemsize)
+        start = begin // self.dtype.itemsize
+        tokens = self._tokens[start : start + length].copy()
+        self.check_files()
+        return tokens
+
+    @property
+    def files(self) -> tuple[MappedBytes, MappedBytes]:
+        """Return the .bin and the .idx."""
+        return self._bin, self._idx
+
+    def check_files(self) -> None:
+        """Check that both files still hold all that was read.
+
+        Raises:
+            UserError: a file became shorter or unreadable since it was opened.
+        """
+        for file in self.files:
+            file.check()
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """Return all tokens of the .bin, [num_tokens]; from object storage, this fetches the whole file."""
+        self._bin.fetch(0, len(self._bin.array))
+        return self._tokens
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether the files are in object storage: then single sequences are cheaper than `tokens`."""
+        return is_remote(self.prefix)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_index) - 1
+
+    def document_of(self, sequence: int) -> int:
+        """Return the number of the document that a sequence is part of."""
+        return int(np.searchsorted(self.document_index, sequence, side="right")) - 1
+
+
+def _open(path: str) -> MappedBytes:
+    try:
+        return open_bytes(path)
+    except FileNotFoundError:
+        raise UserError(f"no such dataset file: {path}{_prefix_hint(path)}") from None
+
+
+def _prefix_hint(path: str) -> str:
+    """Return what the user may have meant by a prefix that names no file."""
+    if is_remote(path):
+        return "; give the prefix of a .bin and an .idx file"
+    prefix = Path(path).with_suffix("") if path.endswith((".bin", ".idx")) else Path(path)
+    if prefix.suffix in (".bin", ".idx"):
+        return f"; give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
+    try:
+        near = sorted(
+            p.stem for p in prefix.parent.iterdir() if p.suffix == ".idx" and p.stem.startswith(prefix.name)
+        )
+    except OSError:
+        near = []
+    if near:
+        return f"; did you mean {prefix.parent / near[0]}?"
+    return "; give the prefix of a .bin and an .idx file"
+
+
+def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+    """Return the tokens' type, the number of sequences, and the number of documents + 1.
+
+    Raises:
+        UserError: the file is not an .idx of version 1 with integer tokens.
+    """
+    head = raw[: HEADER.size].tobytes()
+    if head[: len(MAGIC)] != MAGIC:
+        raise UserError(f"{path} is not an indexed dataset: it does not begin with {MAGIC!r}")
+    if len(head) < HEADER.size:
+        raise UserError(f"{path} is truncated: it has {len(head)} bytes, and its header alone {HEADER.size}")
+    _, version, code, num_sequences, num_document_entries = HEADER.unpack(head)
+    if version != VERSION:
+        raise UserError(f"{path} has version {version}; only version {VERSION} can be read")
+    if code not in DTYPE_CODES:
+        raise UserError(
+            f"{path} has the unknown dtype code {code}; {min(DTYPE_CODES)} to {max(DTYPE_CODES)} are known"
+        )
+    dtype = np.dtype(DTYPE_CODES[code]).newbyteorder("<")
+    if dtype.kind == "f":
+        raise UserError(f"{path} holds {dtype.name} values (dtype code {code}); tokens must be integers")
+    return dtype, num_sequences, num_document_entries
+
+
+def sequence_lengths(prefix: str) -> npt.NDArray[np.int32] | None:
+    """Return the lengths of a corpus's sequences in tokens, from its .idx alone; None if there is no .idx.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = f"{prefix}.idx"
+    try:
+        open_bytes(path)
+    except FileNotFoundError:
+        return None
+    return _read_index(path).lengths
+
+
+def _read_index(path: str) -> _Index:
+    opened = _open(path)
+    raw = opened.array
+    opened.fetch(0, len(raw))
+    dtype, num_sequences, num_entries = _read_header(path, raw)
+    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+    with_modes = expected + num_sequences
+    if len(raw) not in (expected, with_modes):
+        fault = "is truncated" if len(raw) < expected else "has bytes beyond its end"
+        raise UserError(
+            f"{path} {fault}: {num_sequences} sequences and {num_entries} document entries "
+            f"take {expected} bytes, and the file has {len(raw)}; copy or preprocess it again"
+        )
+    if raw[expected:].any():
+        raise UserError(
+            f"{path} is a multimodal dataset: some of its sequences are not text; give a dataset of text"
+        )
+    offsets_at = HEADER.size + 4 * num_sequences
+    return _Index(
+        dtype,
+        np.frombuffer(raw, "<i4", num_sequences, HEADER.size),
+        np.frombuffer(raw, "<i8", num_sequences, offsets_at),
+        np.frombuffer(raw, "<i8", num_entries, offsets_at + 8 * num_sequences),
+        opened,
+    )
+
+
+def _check_sequences(idx_path: str, bin_path: str, index: _Index, num_bytes: int) -> None:
+    """Check that the sequences are back to back from the first to the last byte of the .bin.
+
+    Every writer of the format places them so. Then no offset can lead to a wrong position: one flipped bit in
+    a length or an offset contradicts the sequence beside it.
+
+    Raises:
+        UserError: a length is negative, an offset is not where the sequence before it ends, or the .bin has
+            another size.
+    """
+    itemsize, end = index.dtype.itemsize, 0
+    for first in range(0, len(index.lengths), _BLOCK):
+        sizes = index.lengths[first : first + _BLOCK].astype(np.int64)
+        sizes *= itemsize
+        ends = np.cumsum(sizes)
+        ends += end
+        starts = ends - sizes
+        bad = (sizes < 0) | (starts != index.offsets[first : first + _BLOCK])
+        if bad.any():
+            i = int(bad.argmax())
+            raise UserError(
+                f"{idx_path} is damaged: sequence {first + i} has {sizes[i] // itemsize} tokens of "
+                f"{itemsize} bytes at byte {index.offsets[first + i]} of {bin_path}, and the one before it "
+                f"ends at byte {starts[i]}: sequences must be back to back; copy or preprocess it again"
+            )
+        end = int(ends[-1])
+    if end != num_bytes:
+        raise UserError(
+            f"{bin_path} has {num_bytes} bytes, but {idx_path} lists {end // itemsize} tokens of {itemsize} "
+            f"bytes, {end} in all: one of the two is truncated or belongs to another dataset; "
+            "copy or preprocess them again"
+        )
+
+
+def _check_documents(path: str, index: _Index) -> None:
+    documents, num_sequences = index.document_index, len(index.lengths)
+    whole = len(documents) > 0 and documents[0] == 0 and documents[-1] == num_sequences
+    if not whole or bool((documents[1:] < documents[:-1]).any()):
+        raise UserError(
+            f"{path} is damaged: its document index does not ascend from 0 to {num_sequences}; "
+            "copy or preprocess it again"
+        )
+
+
+_SMALL_VOCAB_SIZE = 65500
+_MAX_LENGTH = 2**31 - 1
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the type that tokens of a vocabulary are written in: uint16 for a small one, else int32."""
+    return np.dtype("<u2" if vocab_size < _SMALL_VOCAB_SIZE else "<i4")
+
+
+class IndexedWriter:
+    """Write PREFIX.bin and PREFIX.idx; the names appear when both files are whole.
+
+    A context manager: leaving it commits, leaving it by an exception discards. The .idx is renamed last, so
+    that a dataset with an .idx is complete.
+
+    Raises:
+        UserError: the folder cannot be written, the files exist, or a token or a length does not fit.
+    """
+
+    def __init__(self, prefix: str, dtype: npt.DTypeLike, overwrite: bool = False) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = {name: code for code, name in DTYPE_CODES.items()}[self.dtype.name]
+        self._lengths = array("i")
+        self._document_ends = array("q", [0])
+        self.num_tokens = 0
+        existing = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if os.path.exists(name)]
+        if existing and not overwrite:
+            raise UserError(f"{existing[0]} exists: give another --output-prefix, or --overwrite")
+        try:
+            os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+            self._bin = open_new(self._temporary("bin"), 1 << 20)
+        except OSError as error:
+            raise UserError(f"cannot write {prefix}.bin: {error.strerror}") from None
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._document_ends) - 1
+
+    def add_document(self, sequences: Sequence[npt.ArrayLike]) -> None:
+        """Append one document of any number of sequences, also none."""
+        parts = [np.asarray(sequence) for sequence in sequences]
+        for part in parts:
+            self._append(part, np.array([part.size]))
+        self._document_ends.append(len(self._lengths))
+
+    def add_documents(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
+        """Append many documents of one sequence each: their tokens back to back, and their lengths."""
+        first = len(self._lengths) + 1
+        self._append(tokens, lengths)
+        self._document_ends.extend(range(first, len(self._lengths) + 1))
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        except OSError as failure:
+            raise UserError(f"cannot write {self.prefix}.bin and .idx: {failure.strerror}") from None
+        finally:
+            self._discard()
+
+    def _append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
+        assert int(lengths.sum()) == tokens.size, "lengths must sum to the number of tokens"
+        assert not tokens.size or tokens.dtype.kind in "iu", "tokens must be integers"
+        if lengths.size and int(lengths.max()) > _MAX_LENGTH:
+            raise UserError(f"a sequence of {int(lengths.max())} tokens is too long: at most {_MAX_LENGTH}")
+        if tokens.dtype != self.dtype and tokens.size:
+            limits, low, high = np.iinfo(self.dtype), int(tokens.min()), int(tokens.max())
+            if low < limits.min or high > limits.max:
+                wrong = low if low < limits.min else high
+                raise UserError(
+                    f"token id {wrong} does not fit into {self.dtype.name}, the type of {self.prefix}.bin"
+                )
+        try:
+            self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        except OSError as error:
+            raise UserError(f"cannot write {self.prefix}.bin: {error.strerror}") from None
+        self._lengths.extend(lengths.tolist())
+        self.num_tokens += tokens.size
+
+    def _commit(self) -> None:
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        with new_file(self._temporary("idx")) as stream:
+            self._write_index(stream)
+        replace_dataset(self.prefix, {kind: self._temporary(kind) for kind in ("bin", "idx")})
+
+    def _write_index(self, stream: BinaryIO) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        offsets = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], out=offsets[1:])
+        offsets *= self.dtype.itemsize
+        documents = np.frombuffer(self._document_ends, np.int64)
+        stream.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+        for values, kind in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
+            stream.write(values.astype(kind, copy=False).tobytes())
+
+    def _discard(self) -> None:
+        self._bin.close()
+        for extension in ("bin", "idx"):
+            if os.path.exists(self._temporary(extension)):
+                os.remove(self._temporary(extension))
+
+    def _temporary(self, extension: str) -> str:
+        return f"{self.prefix}.{extension}.{os.getpid()}.tmp"
+
+
+def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:
+    """Rename whole files to PREFIX.{suffix}, in this order, the .idx last; first remove the old .idx.
+
+    So a dataset with an .idx is complete, and a new .bin is never read through an old .idx.
+
+    Args:
+        files: present names by suffix.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    assert list(files)[-1] == "idx"
+    with suppress(FileNotFoundError):
+        os.remove(f"{prefix}.idx")
+    for suffix, file in files.items():
+        os.replace(file, f"{prefix}.{suffix}")

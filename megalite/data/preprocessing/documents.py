@@ -1,0 +1,318 @@
+"""Read documents from files: JSONL, plain text and Parquet, compressed or not, one record at a time."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from megalite.data._json_reader import json_texts
+from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
+from megalite.errors import UserError
+from megalite.files import parse_json
+
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_DOCUMENTS = ("file", "line", "paragraph")
+STANDARD_INPUT = "-"
+MAX_DOCUMENT_BYTES = 1 << 24
+"""Default limit of a document's bytes: a tokenizer needs about a hundred bytes for each of them."""
+_BOM = b"\xef\xbb\xbf"
+
+
+class RecordError(ValueError):
+    """Raised for a record that holds no usable document; the message says why."""
+
+
+class DocumentRecord(NamedTuple):
+    """Hold one document as it is in its file; workers parse it.
+
+    Attributes:
+        source: the file.
+        number: of the line, paragraph or row, from 1.
+        kind: "json", "text" or "row"; "bad" if reading has found it unusable.
+        data: the bytes, or a Parquet row's columns, or why it is bad.
+    """
+
+    source: str
+    number: int
+    kind: str
+    data: Any
+
+    @property
+    def num_bytes(self) -> int:
+        if isinstance(self.data, dict):
+            return sum(len(str(value)) for value in self.data.values())
+        return len(self.data)
+
+
+def find_inputs(patterns: Sequence[str]) -> list[str]:
+    """Return the files that files, globs and folders name; folders are searched recursively.
+
+    A file that is named is read whatever its suffix, as JSONL if the suffix says nothing else; "-" is
+    standard input. The files of a glob or a folder are sorted.
+
+    Raises:
+        UserError: one of them names no file.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        if os.path.isfile(pattern) or pattern == STANDARD_INPUT:
+            files = [pattern]
+        elif os.path.isdir(pattern):
+            files = sorted(
+                str(path) for path in Path(pattern).rglob("*") if path.is_file() and _is_known(path)
+            )
+        else:
+            files = sorted(name for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
+        if not files:
+            raise UserError(f"--input {pattern} names no file: give files, globs or folders")
+        found += files
+    return found
+
+
+def _is_known(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts if part not in (".", ".."))
+    # An earlier run writes two .json files beside its .idx: a report, and the tokenizer's digest.
+    dataset = str(path).removesuffix(".json").removesuffix(".tokenizer")
+    report = path.suffix == ".json" and os.path.exists(f"{dataset}.idx")
+    known = _format_suffix(path.name) in (*_JSON_SUFFIXES, ".txt", ".parquet")
+    return known and not hidden and not report
+
+
+def _format_suffix(name: str) -> str:
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+
+
+def input_kind(path: str, text_documents: str) -> str:
+    """Return what a file holds, by its suffix: "json" lines, Parquet "rows", or a text's documents."""
+    suffix = _format_suffix(path)
+    return {".parquet": "rows", ".txt": text_documents}.get(suffix, "json")
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a file is compressed, by its suffix."""
+    return Path(path.lower()).suffix in _OPENERS
+
+
+def read_records(
+    path: str, json_keys: Sequence[str], text_documents: str, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[DocumentRecord]:
+    """Yield the records of one file in their order, with one in memory at a time.
+
+    Args:
+        path: the file; its suffix says what it is.
+        json_keys: columns to read of a Parquet file.
+        text_documents: what is one document of a .txt file: "file", "line" or "paragraph".
+        max_bytes: a longer record is skipped, and yielded as a bad one.
+
+    Raises:
+        UserError: the file cannot be read, or is truncated or damaged.
+    """
+    kind = input_kind(path, text_documents)
+    if kind == "rows":
+        for number, row in enumerate(read_rows(path, json_keys), 1):
+            yield DocumentRecord(path, number, "row", row)
+        return
+    with open_input(path) as (stream, _):
+        yield from read_stream(path, kind, stream, max_bytes)
+
+
+def read_stream(
+    source: str, kind: str, stream: BinaryIO, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[DocumentRecord]:
+    """Yield the records of an open file of this `input_kind`; `source` and `max_bytes` as above."""
+    return _STREAM_READERS[kind](source, stream, max_bytes)
+
+
+@contextmanager
+def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a file: yield its decompressed bytes, and the file itself, whose position shows the progress.
+
+    Raises:
+        UserError: it cannot be opened, or reading it in the block fails.
+    """
+    opener = _OPENERS.get(Path(path.lower()).suffix)
+    try:
+        with open(path, "rb") as raw:
+            if opener is None:
+                yield raw, raw
+            else:
+                with cast(BinaryIO, opener(raw)) as stream:
+                    yield stream, raw
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def parse_records(
+    records: Sequence[DocumentRecord], json_keys: Sequence[str]
+) -> list[list[bytes] | RecordError]:
+    """Return the texts of each record in UTF-8, one for each key; or why it has none.
+
+    The C++ reader parses plain JSON, as nearly all of a corpus is; Python's json module parses the rest.
+    """
+    lines = [record.data for record in records if record.kind == "json"]
+    plain = iter(json_texts(lines, json_keys))
+    parsed: list[list[bytes] | RecordError] = []
+    for record in records:
+        texts = next(plain) if record.kind == "json" else None
+        try:
+            parsed.append(texts or parse_record(record, json_keys))
+        except RecordError as error:
+            parsed.append(error)
+    return parsed
+
+
+def parse_record(record: DocumentRecord, json_keys: Sequence[str]) -> list[bytes]:
+    """Return the texts of a record in UTF-8, one for each key.
+
+    Raises:
+        RecordError: it is not valid, or lacks a key, or a value is not text.
+    """
+    if record.kind == "bad":
+        raise RecordError(record.data)
+    if record.kind == "text":
+        return [_checked_utf8(record.data)]
+    row = _json_object(record.data) if record.kind == "json" else record.data
+    return [_encode(_text_at(row, key)) for key in json_keys]
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(data)
+    except ValueError as error:
+        raise RecordError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RecordError("not a JSON object; each line must be one")
+    return value
+
+
+def _text_at(row: dict[str, Any], key: str) -> str:
+    """Return the text under a key, or under a dotted path of keys if no key has that name."""
+    value: Any = row
+    for part in [key] if key in row else key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise RecordError(f"no key {key!r} (it has {', '.join(map(repr, list(row)[:8]))})")
+        value = value[part]
+    if not isinstance(value, str):
+        raise RecordError(f"the value of {key!r} is {type(value).__name__}, not a text")
+    return value
+
+
+def _checked_utf8(data: bytes) -> bytes:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise RecordError(f"not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+    return data
+
+
+def _encode(text: str) -> bytes:
+    """Return the text in UTF-8, each lone surrogate, which JSON allows and tokenizers refuse, as U+FFFD."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
+
+
+_OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": open_zstandard,
+}
+"""Decompressors of an open file, by suffix."""
+
+
+def read_line(stream: BinaryIO, max_bytes: int) -> bytes | None:
+    """Return the next line, empty at the end; None for a longer one, which is skipped in constant memory."""
+    line = stream.readline(max_bytes + 1)
+    if len(line) <= max_bytes or line.endswith(b"\n"):
+        return line
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(1 << 20)
+    return None
+
+
+def without_mark(line: bytes) -> bytes:
+    """Return a line without its byte-order mark: files start with one, and may have been joined."""
+    return line.removeprefix(_BOM)
+
+
+def is_blank(line: bytes) -> bool:
+    """Return whether a line without its byte-order mark is empty but for white space."""
+    return not line.strip()
+
+
+def _lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the numbered lines without byte-order marks; None for one that is too long."""
+    number = 1
+    while (line := read_line(stream, max_bytes)) != b"":
+        yield number, line and without_mark(line)
+        number += 1
+
+
+def _too_long(source: str, number: int, max_bytes: int) -> DocumentRecord:
+    return DocumentRecord(source, number, "bad", f"longer than the {max_bytes} bytes of --max-document-bytes")
+
+
+def _read_json_lines(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
+    for number, line in _lines(stream, max_bytes):
+        if line is None:
+            yield _too_long(source, number, max_bytes)
+        elif not is_blank(line):
+            yield DocumentRecord(source, number, "json", line)
+
+
+def _read_text_lines(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
+    for record in _read_json_lines(source, stream, max_bytes):
+        text = record.kind == "json"
+        yield record._replace(kind="text", data=record.data.rstrip(b"\r\n")) if text else record
+
+
+def _read_whole(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
+    data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        yield _too_long(source, 1, max_bytes)
+    else:
+        yield DocumentRecord(source, 1, "text", without_mark(data))
+
+
+def _read_paragraphs(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
+    """Yield the lines up to a blank one as one record; its number is that of its first line."""
+    paragraph: list[bytes] = []
+    first, size = 0, 0
+
+    def end() -> Iterator[DocumentRecord]:
+        if size > max_bytes:
+            yield _too_long(source, first, max_bytes)
+        elif paragraph:
+            yield DocumentRecord(source, first, "text", b"".join(paragraph).rstrip(b"\r\n"))
+
+    for number, line in _lines(stream, max_bytes):
+        if line is not None and is_blank(line):
+            yield from end()
+            paragraph, first, size = [], 0, 0
+            continue
+        first = first or number
+        size += max_bytes + 1 if line is None else len(line)
+        if line is None or size > max_bytes:
+            paragraph.clear()
+        else:
+            paragraph.append(line)
+    yield from end()
+
+
+_STREAM_READERS: dict[str, Callable[[str, BinaryIO, int], Iterator[DocumentRecord]]] = {
+    "json": _read_json_lines,
+    "file": _read_whole,
+    "line": _read_text_lines,
+    "paragraph": _read_paragraphs,
+}

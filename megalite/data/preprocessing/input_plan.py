@@ -1,0 +1,166 @@
+"""Cut the input into pieces: the same ones for any number of workers, except in compressed files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import BinaryIO
+
+from megalite.data.preprocessing.compressed_readers import row_group_sizes
+from megalite.data.preprocessing.documents import (
+    STANDARD_INPUT,
+    TEXT_DOCUMENTS,
+    input_kind,
+    is_blank,
+    is_compressed,
+    open_input,
+    read_line,
+    without_mark,
+)
+from megalite.data.preprocessing.pieces import ByteRange, InputChunk, InputPiece, RowGroups, WholeFiles
+from megalite.data.preprocessing.preprocess_job import PreprocessJob
+from megalite.errors import UserError
+
+_MIN_PIECE_BYTES = 4 << 20
+_MAX_PIECE_BYTES = 64 << 20
+_MAX_PIECES = 1 << 14
+
+
+class InputPlan:
+    """Plan the pieces of a job's input.
+
+    Neither the files' bytes nor the pieces are held: memory does not grow with the input.
+
+    Attributes:
+        stream_compressed: as passed.
+        total_bytes: of this part of the input, compressed as it is; 0 if unknown.
+    """
+
+    def __init__(self, job: PreprocessJob, files: Sequence[str], stream_compressed: bool) -> None:
+        """Plan a job.
+
+        Args:
+            job: what to do.
+            files: the inputs' names.
+            stream_compressed: cut compressed files as they are read, by the process that iterates over the
+                pieces, because there are too few to give each worker one; else each is one piece.
+        """
+        self._job = job
+        self.stream_compressed = stream_compressed
+        if STANDARD_INPUT in files and job.partition[1] > 1:
+            raise UserError("--partition needs files: standard input (--input -) cannot be read in parts")
+        for path in files if len(job.json_keys) > 1 else ():
+            if input_kind(path, job.text_documents) in TEXT_DOCUMENTS:
+                raise UserError(
+                    f"{path} is plain text, which has one text a document: give one key in --json-keys, "
+                    f"not {len(job.json_keys)}"
+                )
+        self.files = files
+        self._sizes = [0 if path == STANDARD_INPUT else os.path.getsize(path) for path in files]
+        size = sum(self._sizes)
+        self._piece_bytes = min(max(size // _MAX_PIECES, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+        self.total_bytes = 0 if STANDARD_INPUT in files else size // job.partition[1]
+
+    def pieces(self) -> Iterator[InputPiece]:
+        """Yield the pieces of this part of the input, in order."""
+        group: WholeFiles | None = None
+        for piece in self._single_pieces():
+            if isinstance(piece, WholeFiles) and group is not None:
+                size = group.num_input_bytes + piece.num_input_bytes
+                if size <= self._piece_bytes:
+                    group = replace(group, files=group.files + piece.files, num_input_bytes=size)
+                    continue
+            if group is not None:
+                yield group
+            group = piece if isinstance(piece, WholeFiles) else None
+            if group is None:
+                yield piece
+        if group is not None:
+            yield group
+
+    def _single_pieces(self) -> Iterator[InputPiece]:
+        begin = 0
+        for path, size in zip(self.files, self._sizes, strict=True):
+            kind = input_kind(path, self._job.text_documents)
+            streamed = path == STANDARD_INPUT or (is_compressed(path) and self.stream_compressed)
+            # From inside a large file the start of a paragraph cannot be found.
+            streamed |= kind == "paragraph" and not is_compressed(path) and size > self._piece_bytes
+            if kind == "rows":
+                yield from self._row_groups(path, begin, size)
+            elif kind in ("json", "line") and not is_compressed(path) and path != STANDARD_INPUT:
+                yield from self._byte_ranges(path, begin, size)
+            elif self._is_mine(begin):
+                whole = WholeFiles((path,), size)
+                yield from self._chunks(path, kind) if streamed and kind != "file" else [whole]
+            begin += size
+
+    def _is_mine(self, position: int) -> bool:
+        """Return whether this part of the input has what begins at a position in all files' bytes."""
+        index, count = self._job.partition
+        return position * count // max(sum(self._sizes), 1) == index
+
+    def _byte_ranges(self, path: str, begin: int, size: int) -> Iterator[InputPiece]:
+        for start in range(0, size, self._piece_bytes):
+            if self._is_mine(begin + start):
+                if size <= self._piece_bytes:
+                    yield WholeFiles((path,), size)
+                else:
+                    yield ByteRange(path, start, min(start + self._piece_bytes, size))
+
+    def _row_groups(self, path: str, begin: int, size: int) -> Iterator[InputPiece]:
+        rows = row_group_sizes(path)
+        for i, _ in enumerate(rows):
+            share = range(size * i // len(rows), size * (i + 1) // len(rows))
+            if self._is_mine(begin + share.start):
+                yield RowGroups(path, (i,), sum(rows[:i]), len(share))
+
+    def _chunks(self, path: str, kind: str) -> Iterator[InputPiece]:
+        standard_input = nullcontext((sys.stdin.buffer, sys.stdin.buffer))
+        with standard_input if path == STANDARD_INPUT else open_input(path) as (stream, raw):
+            lines_before, position = 0, 0
+            for data, num_lines in _cut(stream, kind, self._job.max_document_bytes):
+                # Standard input has no position: count what was read.
+                now = raw.tell() if path != STANDARD_INPUT else position + len(data)
+                yield InputChunk(path, kind, data, lines_before, now - position)
+                lines_before, position = lines_before + num_lines, now
+
+
+def _cut(stream: BinaryIO, kind: str, max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield whole lines or paragraphs, a few MB at a time, and the number of their lines.
+
+    A line or paragraph that is too long is cut to a length that is still too long.
+    """
+    while data := stream.read(_MIN_PIECE_BYTES):
+        parts = [data]
+        num_lines = data.count(b"\n")
+        if not data.endswith(b"\n"):
+            num_lines += 1
+            parts.append(_next_line(stream, max_bytes))
+        if kind == "paragraph":
+            num_lines += _rest_of_paragraph(stream, max_bytes, parts)
+        yield b"".join(parts), num_lines
+
+
+def _next_line(stream: BinaryIO, max_bytes: int) -> bytes:
+    """Return the rest of the line; for one that is too long, a line of x that is too long."""
+    line = read_line(stream, max_bytes)
+    return b"x" * (max_bytes + 1) + b"\n" if line is None else line
+
+
+def _rest_of_paragraph(stream: BinaryIO, max_bytes: int, parts: list[bytes]) -> int:
+    """Append the lines up to a blank one, and return their number."""
+    num_lines, size = 0, 0
+    while line := _next_line(stream, max_bytes):
+        num_lines += 1
+        if size <= max_bytes:
+            parts.append(line)
+        # Count as the reader of the piece does, without byte-order marks: else a paragraph that is not too
+        # long would lose lines, and a line with a mark alone would not end it.
+        content = without_mark(line)
+        size += len(content)
+        if is_blank(content):
+            break
+    return num_lines

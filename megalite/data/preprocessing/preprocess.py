@@ -1,0 +1,239 @@
+"""Turn text files into indexed datasets: cut the input, encode in worker processes, join in order."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.data.indexed_dataset import replace_dataset, token_dtype
+from megalite.data.preprocessing.documents import find_inputs, is_compressed
+from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult
+from megalite.data.preprocessing.input_plan import InputPlan
+from megalite.data.preprocessing.ledger import Ledger
+from megalite.data.preprocessing.pieces import InputPiece, locate
+from megalite.data.preprocessing.pool import EncoderPool
+from megalite.data.preprocessing.preprocess_job import PreprocessJob
+from megalite.data.preprocessing.preprocessing_report import (
+    ColumnTotal,
+    DatasetReport,
+    PreprocessingProgress,
+    digests,
+    name_histogram,
+    read_report,
+)
+from megalite.data.preprocessing.sentences import sentence_splitter
+from megalite.data.preprocessing.shards import join_shards
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
+from megalite.errors import UserError
+from megalite.files import url_problem
+from megalite.log import log
+
+__all__ = ["PreprocessJob", "PreprocessingProgress", "PreprocessingSummary", "num_cores", "preprocess"]
+
+OnProgress = Callable[[PreprocessingProgress], None]
+
+
+@dataclass(frozen=True)
+class PreprocessingSummary:
+    """Summarise a finished run.
+
+    Attributes:
+        progress: at its end.
+        reports: one for each key.
+        was_complete: an earlier run of the same job had finished, so that there was nothing to resume.
+    """
+
+    progress: PreprocessingProgress
+    reports: tuple[DatasetReport, ...]
+    was_complete: bool = False
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> PreprocessingSummary:
+    """Tokenize all documents; each output appears under its name once it is whole.
+
+    A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` continues. A run
+    that fails leaves nothing; if it had resumed an earlier run, it leaves the finished pieces.
+
+    Args:
+        job: what to do.
+        on_progress: called after each piece of the input.
+
+    Raises:
+        UserError: the tokenizer or an input cannot be read, the output exists or cannot be written, a record
+            is bad (unless these are skipped), there is no document at all, or the run to resume was another
+            job.
+    """
+    if problem := url_problem(job.output_prefix):
+        raise UserError(f"--output-prefix {problem}")
+    tokenizer = job.build_tokenizer()
+    if job.append_eod:
+        _ = tokenizer.eod  # raises for a vocabulary without one, before any work
+    if job.sentence_language:
+        sentence_splitter(job.sentence_language)
+    files = find_inputs(job.inputs)
+    made_with = job.made_with(files, tokenizer)
+    finished = _finished_before(job, made_with)
+    if finished:
+        with Ledger(job.stem):  # removes what a kill at the very end has left
+            return finished
+    with Ledger(job.stem) as ledger:
+        plan = _plan(job, ledger, files, made_with)
+        run = _Run(job, on_progress or (lambda progress: None))
+        run.progress.total_input_bytes = plan.total_bytes
+        pieces = plan.pieces()
+        if job.resume and ledger.header:
+            run.skip(ledger.resume(), pieces)
+        else:
+            ledger.start({"identity": made_with, "stream_compressed": plan.stream_compressed})
+        try:
+            run.encode(ledger, pieces)
+            reports = run.write(ledger.folder, tokenizer, made_with)
+        except CannotWrite as error:
+            raise UserError(f"{error}; {ledger.on_failure}") from None
+    return PreprocessingSummary(run.progress, tuple(reports))
+
+
+def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[str, Any]) -> InputPlan:
+    """Plan a new run, or repeat the plan of the run to resume; refuse to replace existing output."""
+    before = ledger.header
+    if before and not job.resume and not job.overwrite:
+        raise UserError(
+            f"{ledger.folder} belongs to an interrupted run: continue it with --resume, or start again with "
+            "--overwrite"
+        )
+    if before and job.resume:
+        for flag, value in made_with.items():
+            if before["identity"].get(flag) != value:
+                was = before["identity"].get(flag)
+                detail = "" if flag in ("--input", "--tokenizer-type") else f": {was}, and now {value}"
+                raise UserError(
+                    f"the interrupted run in {ledger.folder} had another {flag}{detail}; "
+                    "resume with the same one, or start again with --overwrite and without --resume"
+                )
+        return InputPlan(job, files, before["stream_compressed"])
+    for key in job.json_keys:
+        for name in (f"{job.prefix(key)}.bin", f"{job.prefix(key)}.idx"):
+            if os.path.exists(name) and not job.overwrite:
+                raise UserError(f"{name} exists: give another --output-prefix, or --overwrite")
+    return InputPlan(job, files, sum(map(is_compressed, files)) < 2 * job.workers)
+
+
+def _finished_before(job: PreprocessJob, made_with: dict[str, Any]) -> PreprocessingSummary | None:
+    """Return the summary of an earlier run of the same job that --resume finds finished."""
+    reports = [read_report(job.prefix(key)) for key in job.json_keys if job.resume]
+    if not reports or not all(
+        report and report.get("made_with") == made_with and os.path.exists(f"{report['prefix']}.idx")
+        for report in reports
+    ):
+        return None
+    whole = tuple(DatasetReport(**report) for report in reports if report)
+    num_tokens = sum(report.num_tokens for report in whole)
+    return PreprocessingSummary(
+        PreprocessingProgress(max(report.num_documents for report in whole), num_tokens), whole, True
+    )
+
+
+class _Run:
+    """Sum up one run, from its first piece to its datasets."""
+
+    def __init__(self, job: PreprocessJob, on_progress: OnProgress) -> None:
+        self._job = job
+        self._on_progress = on_progress
+        self._started = time.monotonic()
+        self._totals = [ColumnTotal() for _ in job.json_keys]
+        self.progress = PreprocessingProgress()
+
+    def skip(self, results: Iterator[PieceResult], pieces: Iterator[InputPiece]) -> None:
+        """Add the results that are done, and skip their pieces."""
+        for result in results:
+            piece = next(pieces, None)
+            if piece is None or piece.checksum != result.checksum:
+                raise UserError(
+                    "the input has changed since the interruption: start again with --overwrite and without "
+                    "--resume"
+                )
+            self._add(piece, result)
+        progress = self.progress
+        progress.num_resumed_bytes = progress.num_bytes
+        progress.num_resumed_input_bytes = progress.num_input_bytes
+        progress.num_resumed_tokens = progress.num_tokens
+        self._started = time.monotonic()
+
+    def encode(self, ledger: Ledger, pieces: Iterator[InputPiece]) -> None:
+        with EncoderPool(self._job, ledger.folder) as pool:
+            for piece, result in pool.encode(pieces):
+                ledger.append(result)
+                self._add(piece, result)
+                self._on_progress(self.progress)
+
+    def _add(self, piece: InputPiece, result: PieceResult) -> None:
+        progress = self.progress
+        for source, what, number, why in result.bad[: max(0, MAX_MESSAGES - progress.num_skipped)]:
+            log.warning("skipped %s, %s %d: %s", source, what, locate(piece, number), why)
+        for total, column in zip(self._totals, result.columns, strict=True):
+            total.add(column)
+        progress.num_documents = max(total.num_documents for total in self._totals)
+        progress.num_tokens = sum(total.num_tokens for total in self._totals)
+        progress.num_bytes += result.num_bytes
+        progress.num_input_bytes += result.num_input_bytes
+        progress.num_skipped += result.num_skipped
+        progress.seconds = time.monotonic() - self._started
+
+    def write(self, folder: str, tokenizer: Tokenizer, made_with: dict[str, Any]) -> list[DatasetReport]:
+        """Join the shards, and rename all datasets to their names, each .idx last."""
+        for key, total in zip(self._job.json_keys, self._totals, strict=True):
+            if total.num_documents == 0:
+                index, count = self._job.partition
+                part = f"part {index}/{count} of the input" if count > 1 else "the input"
+                hint = ": give fewer parts in --partition" if count > 1 else ""
+                raise UserError(
+                    f"{part} has no document with text under the key {key!r}, so nothing is written{hint}"
+                )
+        try:
+            reports = [
+                self._write_dataset(Path(folder, str(k)), tokenizer, made_with, k)
+                for k in range(len(self._totals))
+            ]
+            for k, report in enumerate(reports):
+                suffixes = {"bin": "bin", "tokenizer.json": "tokenizer.json", "json": "report", "idx": "idx"}
+                files = {suffix: f"{Path(folder, str(k))}.{name}" for suffix, name in suffixes.items()}
+                replace_dataset(report.prefix, files)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {self._job.stem}: {error.strerror}") from None
+        self.progress.seconds = time.monotonic() - self._started
+        return reports
+
+    def _write_dataset(
+        self, path: Path, tokenizer: Tokenizer, made_with: dict[str, Any], k: int
+    ) -> DatasetReport:
+        """Write a dataset's four files beside the shards."""
+        total, dtype = self._totals[k], token_dtype(tokenizer.vocab_size)
+        join_shards(str(path.parent), total.extents, dtype, f"{path}.bin", f"{path}.idx")
+        write_tokenizer_digest(str(path), tokenizer)
+        unknown = tokenizer.unk
+        report = DatasetReport(
+            prefix=self._job.prefix(self._job.json_keys[k]),
+            num_documents=total.num_documents,
+            num_sequences=total.num_sequences,
+            num_tokens=total.num_tokens,
+            num_text_bytes=total.num_text_bytes,
+            bytes_per_token=total.num_text_bytes / total.num_tokens,
+            num_skipped=self.progress.num_skipped,
+            unknown_share=None if unknown is None else total.num_unknown / total.num_tokens,
+            length_histogram=name_histogram(total.histogram),
+            dtype=dtype.name,
+            sha256=digests({kind: f"{path}.{kind}" for kind in ("bin", "idx")}),
+            made_with=made_with,
+        )
+        report.write(f"{path}.report")
+        return report

@@ -1,0 +1,83 @@
+"""Describe a preprocessing job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT
+from megalite.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
+from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
+
+
+@dataclass(frozen=True)
+class PreprocessJob:
+    """Describe what to make of which files; the result does not depend on the number of workers."""
+
+    inputs: tuple[str, ...]
+    """Files, globs and folders, or "-" for standard input."""
+    output_prefix: str
+    """The output is {output_prefix}_{json_key}_{document|sentence}.bin, .idx and .json."""
+    tokenizer_type: str | None
+    """Kind of tokenizer; None to find it from the files."""
+    tokenizer_files: TokenizerFiles = field(default_factory=TokenizerFiles)
+    """The tokenizer's files."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of the JSON objects to extract, each to a dataset of its own; "a.b" is key b of the object a."""
+    append_eod: bool = False
+    """End each document with the end-of-document token."""
+    sentence_language: str | None = None
+    """ISO 639 code of the language by whose rules each sentence becomes a sequence; None not to split."""
+    workers: int = 1
+    """Number of processes that encode."""
+    text_documents: str = "file"
+    """The unit of a .txt file that is one document: "file", "line" or "paragraph"."""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    """A longer line, paragraph or text file is a bad document."""
+    skip_bad_records: bool = False
+    """Count and skip bad documents instead of failing at the first."""
+    overwrite: bool = False
+    """Replace existing output, and what an interrupted run has left."""
+    resume: bool = False
+    """Continue an interrupted run."""
+    partition: tuple[int, int] = (0, 1)
+    """Part i of n of the input, i from 0; all parts in order are the whole."""
+
+    @property
+    def stem(self) -> str:
+        """Return the output prefix, with the part's number if there are several parts."""
+        index, count = self.partition
+        return self.output_prefix if count == 1 else f"{self.output_prefix}-{index:05}-of-{count:05}"
+
+    def prefix(self, json_key: str) -> str:
+        level = "sentence" if self.sentence_language else "document"
+        return f"{self.stem}_{json_key}_{level}"
+
+    def build_tokenizer(self) -> Tokenizer:
+        return build_tokenizer(self.tokenizer_type, **asdict(self.tokenizer_files))
+
+    def made_with(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return all that the output depends on, by flag; a run that is resumed must have the same."""
+        return {
+            "--input": _digest_of_names(files),
+            "--tokenizer-type": tokenizer_digest(tokenizer),
+            "--json-keys": list(self.json_keys),
+            "--append-eod": self.append_eod,
+            "--sentence-language": self.sentence_language,
+            "--text-documents": self.text_documents,
+            "--max-document-bytes": self.max_document_bytes,
+            "--on-error": "skip" if self.skip_bad_records else "fail",
+            "--partition": "{}/{}".format(*self.partition),
+        }
+
+
+def _digest_of_names(files: Sequence[str]) -> str:
+    """Return a digest of the files' names, sizes and times: reading the contents takes as long as the job."""
+    digest = hashlib.sha256()
+    for name in files:
+        state = os.stat(name) if name != STANDARD_INPUT else None
+        digest.update(repr((name, state and (state.st_size, state.st_mtime_ns))).encode())
+    return digest.hexdigest()

@@ -1,0 +1,67 @@
+"""Find where in the corpora the tokens of a sample come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from megalite.data.blend import BlendedDataset
+from megalite.data.fill_in_middle import FillInMiddleDataset
+from megalite.data.gpt_dataset import Dataset, GPTDataset
+from megalite.errors import UserError
+
+
+@dataclass(frozen=True)
+class SampleSpan:
+    """Locate consecutive tokens of a sample in one sequence of a corpus.
+
+    Attributes:
+        prefix: the corpus.
+        document: its number there.
+        sequence: likewise; the document's number if documents have one sequence each.
+        offset: of the first of these tokens in the sequence.
+        tokens: the ids.
+    """
+
+    prefix: str
+    document: int
+    sequence: int
+    offset: int
+    tokens: npt.NDArray[Any]
+
+
+def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
+    """Return the spans that make up a sample, in order; their tokens joined are the sample's.
+
+    With fill-in-the-middle they are those of the sample before its documents are cut.
+
+    Raises:
+        UserError: the dataset does not come from a corpus.
+        IndexError: there is no such sample.
+    """
+    if isinstance(dataset, FillInMiddleDataset):
+        return sample_spans(dataset.plain, index)
+    if isinstance(dataset, BlendedDataset):
+        number = int(dataset.dataset_index[index])
+        return sample_spans(dataset.datasets[number], int(dataset.dataset_sample_index[index]))
+    if isinstance(dataset, GPTDataset):
+        return _gpt_spans(dataset, index)
+    raise UserError("these samples do not come from a corpus: their tokens are random (--mock-data)")
+
+
+def _gpt_spans(dataset: GPTDataset, index: int) -> list[SampleSpan]:
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"sample {index} of a dataset of {len(dataset)}")
+    indexed = dataset.indexed
+    row = int(dataset.index.shuffle_index[index])
+    (first, begin), (last, end) = dataset.index.sample_index[row : row + 2].tolist()
+    spans = []
+    for position in range(first, last + 1):
+        sequence = int(dataset.index.document_index[position])
+        start = begin if position == first else 0
+        tokens = indexed[sequence][start : end + 1 if position == last else None]
+        if len(tokens):
+            spans.append(SampleSpan(indexed.prefix, indexed.document_of(sequence), sequence, start, tokens))
+    return spans

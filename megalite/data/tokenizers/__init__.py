@@ -1,0 +1,1 @@
+"""Encode text to token ids, and decode it."""

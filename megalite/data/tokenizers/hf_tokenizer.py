@@ -1,0 +1,200 @@
+"""Load tokenizers of the `tokenizers` library: a tokenizer.json, or GPT-2's vocabulary and merges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megalite.data.tokenizers.fast_bpe import EncodeArrays, fast_engine, reference_engine
+from megalite.data.tokenizers.token_ids import IdArray
+from megalite.errors import UserError, first_line
+from megalite.files import parse_json
+
+_EOD_NAMES = (
+    "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eot_id|>", "[EOS]",
+)  # fmt: skip
+"""Names of end-of-document tokens, for vocabularies that do not say which it is."""
+
+
+class HuggingFaceTokenizer:
+    """Wrap a tokenizer of the `tokenizers` library, without special tokens, truncation or padding.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        unk: id of the token for unknown text; None if there is none.
+    """
+
+    def __init__(self, library: Any, source: str, eod_name: str | None = None) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            library: a tokenizers.Tokenizer; its truncation and padding are switched off.
+            source: the file it comes from, for messages.
+            eod_name: the token that ends a document; by default the first well-known one.
+
+        Raises:
+            UserError: the vocabulary is empty, or has no token of that name.
+        """
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self._engine: EncodeArrays | None = None
+        self._source = source
+        vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise UserError(f"{source} has an empty vocabulary: give another tokenizer")
+        if eod_name is not None and eod_name not in vocab:
+            raise UserError(
+                f"the tokenizer_config.json beside {source} has eos_token {eod_name!r}, which is not in its "
+                "vocabulary: give the name of one of its tokens"
+            )
+        self.vocab_size = max(vocab.values()) + 1
+        self.unk: int | None = vocab.get(getattr(library.model, "unk_token", None) or "")
+        self._eod = next(
+            (vocab[name] for name in (eod_name, *_EOD_NAMES) if name is not None and name in vocab), None
+        )
+
+    @classmethod
+    def load(cls, name_or_path: str) -> HuggingFaceTokenizer:
+        """Read a tokenizer.json: the file, its folder, or a name in Hugging Face's local cache."""
+        path = _find_tokenizer_json(name_or_path)
+        return cls(_load_json(path), str(path), _eos_token_beside(path))
+
+    @property
+    def eod(self) -> int:
+        if self._eod is None:
+            raise UserError(
+                f"{self._source} has no end-of-document token: it is none of {', '.join(_EOD_NAMES)}; "
+                'name it as "eos_token" in a tokenizer_config.json beside the file'
+            )
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        with self._failures_explained():
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts with the fastest engine that gives the ids of `encode`."""
+        return [ids.tolist() for ids in self.encode_arrays([text.encode() for text in texts])]
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        if self._engine is None:
+            self._engine = fast_engine(self._library) or reference_engine(self._library)
+        with self._failures_explained():
+            return self._engine(texts)
+
+    @contextmanager
+    def _failures_explained(self) -> Iterator[None]:
+        """Raise a UserError that names the tokenizer if it fails on a text.
+
+        The library stops a regular expression that backtracks for too long with a panic of Rust's, which is
+        not an Exception in Python.
+        """
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
+            raise UserError(
+                f"the tokenizer {self._source} fails on a text ({first_line(error)}): repair its regular "
+                "expressions, or give another tokenizer"
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._library.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_id(self, name: str) -> int | None:
+        found: int | None = self._library.token_to_id(name)
+        return found
+
+
+def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> HuggingFaceTokenizer:
+    """Load GPT-2's byte-level BPE; the text "<|endoftext|>" in a document is text, never the token.
+
+    Raises:
+        UserError: a file cannot be read or is malformed.
+    """
+    tokenizers = _import_tokenizers()
+    source = f"{vocab_file} with {merge_file}"
+    for path in (vocab_file, merge_file):
+        _require_file(Path(path))
+    try:
+        library = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(vocab_file, merge_file))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"cannot read the tokenizer {source}: {first_line(error)}") from None
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    return HuggingFaceTokenizer(library, source)
+
+
+def _import_tokenizers() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+    except ImportError:
+        raise UserError(
+            "this tokenizer needs a package that is not installed: pip install tokenizers"
+        ) from None
+    return tokenizers
+
+
+def _find_tokenizer_json(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    elif not path.exists():
+        path = _find_in_cache(name_or_path)
+    _require_file(path)
+    return path
+
+
+def _find_in_cache(name: str) -> Path:
+    """Return the tokenizer.json of a downloaded model; nothing is downloaded here, on every rank."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "tokenizer.json")
+    except (ImportError, ValueError):  # not installed, or not a possible name
+        found = None
+    if not isinstance(found, str):
+        raise UserError(
+            f"there is no tokenizer at {name}: it is not a file, a folder or a model in Hugging Face's local "
+            "cache; give a tokenizer.json or the folder of one"
+        )
+    return Path(found)
+
+
+def _load_json(path: Path) -> Any:
+    tokenizers = _import_tokenizers()
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"cannot read the tokenizer {path}: {first_line(error)}") from None
+
+
+def _eos_token_beside(path: Path) -> str | None:
+    """Return the eos_token of the tokenizer_config.json beside a file; it may be an object with content."""
+    config_path = path.with_name("tokenizer_config.json")
+    if not config_path.is_file():
+        return None
+    try:
+        config = parse_json(config_path.read_bytes())
+        token = config.get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"cannot read {config_path}: {first_line(error)}") from None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _require_file(path: Path) -> None:
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None

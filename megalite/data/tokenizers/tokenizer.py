@@ -1,0 +1,250 @@
+"""Define what a tokenizer is, build the known kinds, and implement the two that need no file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megalite.config import DataConfig
+from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, gpt2_bpe_tokenizer
+from megalite.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from megalite.data.tokenizers.token_ids import IdArray, id_arrays
+from megalite.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """Encode plain text: no beginning- or end-of-text token is added, and none is skipped.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        eod: id of the token that ends a document. Raises a UserError if the vocabulary has none.
+        unk: id of the token for unknown text; None if there is none.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    @property
+    def unk(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        """Encode texts in UTF-8 to arrays, for much text: no Python object is made for each token.
+
+        The caller must pass valid UTF-8; this is not checked.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token with this name in the vocabulary; None if there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Hold the user's settings of a tokenizer besides its kind, named like the flags."""
+
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    name_or_path: str | None = None
+    vocab_size: int | None = None
+
+
+class ByteTokenizer:
+    """Encode to the 256 bytes of UTF-8; an end-of-document token comes after them."""
+
+    vocab_size = 257
+    eod = 256
+    unk = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids; the end-of-document token has none, and broken UTF-8 becomes U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        return None  # bytes have no names
+
+
+class NullTokenizer:
+    """Encode text that is token ids already: decimal numbers between spaces.
+
+    The vocabulary of `vocab_size` ids is followed by an end-of-document token.
+    """
+
+    unk = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of the text.
+
+        Raises:
+            UserError: a word is not a number, or not an id of the vocabulary.
+        """
+        ids = []
+        for word in text.split():
+            if not (word.isascii() and word.isdigit() and len(word) < 12 and int(word) < self.vocab_size):
+                raise UserError(
+                    f"{word[:40]!r} is not a token id of a NullTokenizer, from 0 to {self.vocab_size - 1}"
+                )
+            ids.append(int(word))
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
+        return id_arrays(self.encode(text.decode()) for text in texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def token_id(self, name: str) -> int | None:
+        return None  # numbers have no names
+
+
+def build_tokenizer(
+    tokenizer_type: str | None,
+    *,
+    tokenizer_model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    name_or_path: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """Build the tokenizer of a kind from its files.
+
+    Args:
+        tokenizer_type: one of TOKENIZER_TYPES; None for the kind that the files are for.
+        tokenizer_model: a tokenizer.json or the folder of one, or a SentencePiece model.
+        vocab_file: GPT-2's vocab.json.
+        merge_file: GPT-2's merges.txt.
+        name_or_path: the folder of a tokenizer.json, or the name of one in Hugging Face's local cache.
+        vocab_size: of a NullTokenizer.
+
+    Raises:
+        UserError: the kind is unknown, or a file that it needs is missing or cannot be read.
+    """
+    files = TokenizerFiles(tokenizer_model, vocab_file, merge_file, name_or_path, vocab_size)
+    kind = tokenizer_type or _type_for(files)
+    if kind in _UNSUPPORTED:
+        raise UserError(f"--tokenizer-type {kind} is not in this version: {_UNSUPPORTED[kind]}")
+    if kind not in _BUILDERS:
+        near = difflib.get_close_matches(kind.lower(), [name.lower() for name in _BUILDERS], n=1, cutoff=0.5)
+        meant = [name for name in _BUILDERS if name.lower() in near]
+        hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(_BUILDERS)}"
+        raise UserError(f"--tokenizer-type {kind} is unknown: {hint}")
+    return _BUILDERS[kind](kind, files)
+
+
+def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    """Build the tokenizer that a config names.
+
+    Raises:
+        UserError: as `build_tokenizer`.
+    """
+    return build_tokenizer(
+        data.resolved_tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        name_or_path=data.tokenizer_name_or_path,
+        vocab_size=vocab_size,
+    )
+
+
+def _type_for(files: TokenizerFiles) -> str:
+    if files.vocab_file or files.merge_file:
+        return "GPT2BPETokenizer"
+    if files.name_or_path:
+        return "HuggingFaceTokenizer"
+    if files.tokenizer_model:
+        is_json = files.tokenizer_model.endswith(".json") or Path(files.tokenizer_model).is_dir()
+        return "HuggingFaceTokenizer" if is_json else "SentencePieceTokenizer"
+    raise UserError(
+        f"there is no tokenizer: give --tokenizer-type, one of {', '.join(_BUILDERS)}, or a tokenizer's files"
+    )
+
+
+def _needed(kind: str, flag: str, value: str | None) -> str:
+    if not value:
+        raise UserError(f"--tokenizer-type {kind} needs {flag}")
+    return value
+
+
+def _byte(kind: str, files: TokenizerFiles) -> Tokenizer:
+    return ByteTokenizer()
+
+
+def _gpt2_bpe(kind: str, files: TokenizerFiles) -> Tokenizer:
+    vocab_file = _needed(kind, "--vocab-file vocab.json", files.vocab_file)
+    return gpt2_bpe_tokenizer(vocab_file, _needed(kind, "--merge-file merges.txt", files.merge_file))
+
+
+def _hugging_face(kind: str, files: TokenizerFiles) -> Tokenizer:
+    flags = "--tokenizer-model tokenizer.json or --tokenizer-name-or-path FOLDER"
+    return HuggingFaceTokenizer.load(_needed(kind, flags, files.name_or_path or files.tokenizer_model))
+
+
+def _sentencepiece(kind: str, files: TokenizerFiles) -> Tokenizer:
+    return SentencePieceTokenizer(_needed(kind, "--tokenizer-model FILE.model", files.tokenizer_model))
+
+
+def _llama2(kind: str, files: TokenizerFiles) -> Tokenizer:
+    model_file = _needed(kind, "--tokenizer-model FILE.model", files.tokenizer_model)
+    return SentencePieceTokenizer(model_file, begins_texts=True)
+
+
+def _null(kind: str, files: TokenizerFiles) -> Tokenizer:
+    if files.vocab_size is None or files.vocab_size < 1:
+        raise UserError(f"--tokenizer-type {kind} needs a positive --vocab-size")
+    return NullTokenizer(files.vocab_size)
+
+
+_BUILDERS: dict[str, Callable[[str, TokenizerFiles], Tokenizer]] = {
+    "byte": _byte,
+    "GPT2BPETokenizer": _gpt2_bpe,
+    "HuggingFaceTokenizer": _hugging_face,
+    "PretrainedFromHF": _hugging_face,
+    "SentencePieceTokenizer": _sentencepiece,
+    "GPTSentencePieceTokenizer": _sentencepiece,
+    "Llama2Tokenizer": _llama2,
+    "NullTokenizer": _null,
+}
+
+_UNSUPPORTED = {
+    "BertWordPieceLowerCase": "it is BERT's, and megalite trains GPT-like models",
+    "BertWordPieceCase": "it is BERT's, and megalite trains GPT-like models",
+    "TikTokenizer": "give the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
+    "MultimodalTokenizer": "give its text tokenizer, as HuggingFaceTokenizer",
+    "NullMultimodalTokenizer": "use NullTokenizer",
+    "SFTTokenizer": "give its text tokenizer, as HuggingFaceTokenizer",
+}
+"""Megatron-LM's other kinds, and what to do instead."""
+
+TOKENIZER_TYPES = tuple(_BUILDERS)

@@ -1,0 +1,138 @@
+"""Record which tokenizer made a corpus, in a small file beside it, and compare it before training."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from megalite.config import DataConfig
+from megalite.data.storage import read_small
+from megalite.data.tokenizers.fast_bpe import SAMPLE
+from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
+from megalite.errors import UserError, few
+from megalite.files import parse_json, replace_file
+
+_NUM_PROBES = 2000
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return a digest of a tokenizer's output: two with the same digest encode any text to the same tokens.
+
+    It is computed from what texts are encoded to: a fixed few, and the texts of ids evenly spaced over the
+    vocabulary. So files that differ only in form, such as GPT-2's two and the tokenizer.json made from them,
+    have the same digest, and so has every exact engine. The text of the end-of-document token is skipped:
+    such forms differ in whether it is read as the token.
+
+    Returns:
+        SHA-256 in hexadecimal.
+    """
+    size, eod = tokenizer.vocab_size, _eod(tokenizer)
+    digest = hashlib.sha256(json.dumps([size, eod]).encode())
+    if not isinstance(tokenizer, NullTokenizer):  # whose text is ids already
+        step = max(1, size // _NUM_PROBES)
+        texts = [*SAMPLE, *(tokenizer.decode([i]) for i in range(0, size, step) if i != eod)]
+        for text in texts:  # one by one: a fast engine takes longer to start
+            digest.update(json.dumps([text, tokenizer.encode(text)]).encode())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def digest_of(data: DataConfig, vocab_size: int | None) -> str | None:
+    """Return the digest of the tokenizer that a config names, None if it names none; computed once a run.
+
+    Raises:
+        UserError: the tokenizer cannot be read.
+    """
+    if data.resolved_tokenizer_type is None:
+        return None
+    return tokenizer_digest(configured_tokenizer(data, vocab_size))
+
+
+def write_tokenizer_digest(prefix: str, tokenizer: Tokenizer) -> None:
+    """Write PREFIX.tokenizer.json for the corpus of this prefix.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    record = {
+        "digest": tokenizer_digest(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": _eod(tokenizer),
+    }
+    _write(prefix, f"{json.dumps(record, indent=1)}\n".encode())
+
+
+def copy_tokenizer_digest(source: str, prefix: str) -> None:
+    """Copy the digest of another corpus, which may be in a store, to the corpus of this prefix.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    _write(prefix, read_small(_digest_name(source)))
+
+
+def _write(prefix: str, data: bytes) -> None:
+    path = digest_path(prefix)
+    try:
+        with replace_file(path) as stream:
+            stream.write(data)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_tokenizer_digest(prefix: str) -> str | None:
+    """Return the digest beside the corpus of this prefix; None if there is none: other programs write none.
+
+    Raises:
+        UserError: the file is there, and is not a digest.
+    """
+    path = _digest_name(prefix)
+    try:
+        record = parse_json(read_small(path))
+        digest = record["digest"]
+    except FileNotFoundError:
+        return None
+    except UserError:  # of a store
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"cannot read {path} ({type(error).__name__}): delete it, or preprocess the corpus again"
+        ) from None
+    return str(digest)
+
+
+def check_tokenizer(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Refuse corpora that were made with another tokenizer.
+
+    Raises:
+        UserError: the message names them, or a file beside one that cannot be read.
+    """
+    stored = {prefix: read_tokenizer_digest(prefix) for prefix in dict.fromkeys(prefixes)}
+    if not any(stored.values()):
+        return  # computing this tokenizer's digest takes a moment
+    digest = tokenizer_digest(tokenizer)
+    wrong = [prefix for prefix, found in stored.items() if found not in (None, digest)]
+    if wrong:
+        raise UserError(
+            f"{few(wrong, 5)}: made with another tokenizer than this run's, so its ids mean other text: give "
+            f"the same tokenizer, or delete {_digest_name(wrong[0])} if you know that they are equal"
+        )
+
+
+def digest_path(prefix: str) -> Path:
+    """Return the file beside a corpus that holds the digest of its tokenizer."""
+    return Path(_digest_name(prefix))
+
+
+def _digest_name(prefix: str) -> str:
+    return f"{prefix}.tokenizer.json"  # of a URL too, which a Path is not
+
+
+def _eod(tokenizer: Tokenizer) -> int | None:
+    try:
+        return tokenizer.eod
+    except UserError:
+        return None  # a vocabulary without an end-of-document token

@@ -1,0 +1,1 @@
+"""Device mesh and process groups, collectives, store barriers, network setup, and local ranks for tests."""

@@ -1,0 +1,197 @@
+"""Count what one rank holds and what an iteration does, while the real code runs on any device."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megalite.config import Config
+from megalite.data.build_datasets import DatasetSplits
+from megalite.dry_run.live_bytes import LiveBytes
+from megalite.dry_run.repetition import Repetition
+from megalite.dry_run.traffic import Call, Traffic
+from megalite.log import log
+from megalite.optim.optimizer import Optimizer
+from megalite.pipeline.schedules import Action
+from megalite.train.model_chunks import named_parameters
+from megalite.train.run_context import RunContext
+from megalite.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes that a rank holds from one iteration to the next, padding included.
+
+    Attributes:
+        weights: the model's weights.
+        gradients: the gradient buffers.
+        main_weights: fp32 copies of weights in lower precision.
+        moments: Adam's moments.
+    """
+
+    weights: int
+    gradients: int
+    main_weights: int
+    moments: int
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> Buffers:
+        """Return the sizes of an optimizer's buffers."""
+        states = optimizer.states
+        return Buffers(
+            weights=sum(state.bucket.weight.nbytes for state in states),
+            gradients=sum(each.owned_grad.untyped_storage().nbytes() for each in optimizer.buffers),
+            main_weights=sum(state.main.nbytes for state in states if state.has_own_main),
+            moments=sum(moment.nbytes for state in states for moment in state.moments.values()),
+        )
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.main_weights + self.moments
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of one rank.
+
+    Attributes:
+        num_parameters: of this rank.
+        calls: number of each collective and message in an iteration.
+        actions: the rank's pipeline schedule of an iteration.
+        peak_bytes: largest total size of tensors during the iteration, without the buffers.
+    """
+
+    num_parameters: int
+    buffers: Buffers
+    calls: Counter[Call]
+    actions: tuple[Action, ...]
+    peak_bytes: int
+
+
+PROGRESS_SECONDS = 5.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Counts when an action begins.
+
+    Attributes:
+        held: bytes of tensors at this time.
+        peak: largest number of bytes since the previous mark.
+        calls: since the start of the iteration.
+    """
+
+    held: int
+    peak: int
+    calls: Counter[Call]
+
+
+class _ActionObserver:
+    """Record a pipeline's actions, and the counts before some of them.
+
+    Args:
+        marked: indices of the actions to mark.
+        total: number of actions that will run, for the progress.
+    """
+
+    def __init__(self, live: LiveBytes, traffic: Traffic, marked: Sequence[int], total: int) -> None:
+        self.actions: list[Action] = []
+        self.marks: list[_Mark] = []
+        self._live, self._traffic, self._marked, self._total = live, traffic, marked, total
+        self._next_line = time.monotonic() + PROGRESS_SECONDS
+
+    def begins(self, what: Action) -> None:
+        if len(self.actions) in self._marked:
+            self.mark()
+        if time.monotonic() >= self._next_line:
+            log.info("dry run: %d of %d actions done", len(self.actions), self._total)
+            self._next_line = time.monotonic() + PROGRESS_SECONDS
+        self.actions.append(what)
+
+    def ends(self, what: Action) -> None:
+        pass
+
+    def mark(self) -> None:
+        """Record the counts, and start a new peak."""
+        live = self._live
+        self.marks.append(_Mark(live.now, live.peak, Counter(self._traffic.calls)))
+        live.peak = live.now
+
+
+def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repetition | None = None) -> Counts:
+    """Build this rank's part of a run, train the first iteration, and count.
+
+    Args:
+        run: without ZeRO stage 3; its topology may be a fake one.
+        datasets: the data to train on.
+        repetition: run its shorter iteration, and add the repeated parts. If the counts of the repeated part
+            differ from those of the part before it, the whole iteration runs instead.
+    """
+    marked: tuple[int, ...] = ()
+    topology, whole = run.topology, run
+    if repetition is not None:
+        marked = tuple(repetition.first + i * repetition.period for i in (-1, 0, 1))
+        run = replace(
+            run, config=_with_microbatches(run.config, repetition.num_microbatches * topology.dp.size)
+        )
+    traffic = Traffic(topology)
+    with LiveBytes() as live, Trainer(run, datasets) as trainer:
+        assert isinstance(trainer.optimizer, Optimizer), "ZeRO stage 3 has no Optimizer"
+        held = live.peak = live.now
+        observer = _ActionObserver(live, traffic, marked, _num_actions(trainer, repetition))
+        trainer.pipeline.observers.append(observer)
+        with traffic:
+            trainer.step()
+        observer.mark()
+    actions, calls, peak = tuple(observer.actions), traffic.calls, observer.marks[-1].peak
+    if repetition is not None:
+        extended = _extended(observer.marks, repetition.times)
+        if extended is None:
+            return count_iteration(whole, datasets)
+        actions, (calls, peak) = repetition.actions, extended
+    return Counts(
+        sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks)),
+        Buffers.of(trainer.optimizer),
+        calls,
+        actions,
+        peak - held,
+    )
+
+
+def _with_microbatches(config: Config, number: int) -> Config:
+    """Return the config with `number` microbatches in the first iteration, over all replicas."""
+    samples = number * config.training.micro_batch_size
+    training = replace(config.training, global_batch_size=samples, rampup_batch_size=None)
+    return replace(config, training=training)
+
+
+def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:
+    """Return how many actions the first iteration will run."""
+    if repetition is not None:
+        return len(repetition.actions) - repetition.times * repetition.period
+    return trainer.pipeline.num_actions(trainer.train_step.plan_iteration(trainer.progress).num_microbatches)
+
+
+def _extended(marks: Sequence[_Mark], times: int) -> tuple[Counter[Call], int] | None:
+    """Return the calls and the peak of an iteration in which the repeated part runs `times` more often.
+
+    Args:
+        marks: four marks: at the start of the part before the repeated one, of the repeated part and of the
+            rest, and at the end.
+
+    Returns:
+        None if the repeated part differs from the part before it, so that this is not the steady state.
+    """
+    before, start, end, last = marks
+    calls, growth = end.calls - start.calls, end.held - start.held
+    same = (start.calls - before.calls, start.held - before.held, start.peak - before.held)
+    if same != (calls, growth, end.peak - start.held) or growth < 0:
+        return None
+    total = Counter(last.calls)
+    for call, count in calls.items():
+        total[call] += times * count
+    # Each repetition leaves `growth` bytes in memory (the loss of its microbatch), which raise later peaks.
+    return total, max(before.peak, start.peak, end.peak + times * growth, last.peak + times * growth)

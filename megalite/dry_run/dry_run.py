@@ -1,0 +1,114 @@
+"""Dry run: run one rank's first training iteration without other ranks and without values, and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import CheckpointConfig, Config, LoggingConfig
+from megalite.config.data import TOKENIZER_FIELDS
+from megalite.distributed.topology import Launch, Topology
+from megalite.dry_run.corpus_estimate import corpora_of
+from megalite.dry_run.counts import count_iteration
+from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
+from megalite.dry_run.meta_tensors import meta_tensors
+from megalite.dry_run.repetition import Repetition, repetition_of
+from megalite.errors import UserError
+from megalite.log import log
+from megalite.plan.model_parameters import total_parameters
+from megalite.train.iteration_plan import IterationPlanner
+from megalite.train.run_context import resolve_run
+from megalite.train.run_datasets import build_data
+from megalite.train.setup import prepare_process
+
+
+def dry_run(config: Config, notices: Sequence[str]) -> None:
+    """Run the rank that the config names, and write the report to the log and to `dry_run_json`.
+
+    Raises:
+        UserError: the launcher started several ranks, or a file cannot be read or written.
+    """
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(
+            f"--dry-run is one process, but the launcher has started {started} (WORLD_SIZE): start it with "
+            "python, and pass --world-size and --rank"
+        )
+    parallel = config.parallel
+    smallest_world = parallel.tp * parallel.pp * (parallel.data_parallel_size or 1)
+    world_size = config.dry_run.world_size or smallest_world
+    prepare_process(config, notices, Launch(0, world_size, 0, world_size))
+    found = dry_run_of(config, world_size, config.dry_run.rank)
+    for line in report_lines(found):
+        log.info("%s", line)
+    if config.dry_run.dry_run_json is not None:
+        _write(Path(config.dry_run.dry_run_json), json.dumps(as_object(found), indent=1) + "\n")
+
+
+def dry_run_of(config: Config, world_size: int, rank: int) -> DryRun:
+    """Run one iteration of one rank on meta tensors, and count.
+
+    Args:
+        config: validated for `world_size` ranks.
+    """
+    start = time.monotonic()
+    with Topology.fake(config.parallel, world_size, rank) as topology:
+        if config.model.vocab_size is None or config.data.resolved_tokenizer_type == "NullTokenizer":
+            config = resolve_run(config, topology).config
+        corpora = corpora_of(config, topology.dp.size)
+        config_to_run = _without_files(config)
+        with meta_tensors():
+            run = resolve_run(config_to_run, topology)
+            counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
+        axes = (topology.pp, topology.dp, topology.tp)
+        return DryRun(
+            config,
+            world_size,
+            rank,
+            {axis.name: (axis.rank, axis.size) for axis in axes},
+            total_parameters(config.model, topology.tp.size),
+            counts,
+            corpora,
+            _learning_rates(config, topology.dp.size),
+            time.monotonic() - start,
+        )
+
+
+def _repetition(config: Config, topology: Topology) -> Repetition | None:
+    """Find microbatches of the first iteration that need not run."""
+    dp = topology.dp.size
+    number = config.batch_size(dp)(0) // (config.training.micro_batch_size * dp)
+    found = repetition_of(config, topology.pp, number)
+    if found is not None:
+        text = "running %d of %d microbatches: the others repeat the same work"
+        log.info(text, found.num_microbatches, number)
+    return found
+
+
+def _without_files(config: Config) -> Config:
+    """Return a config with random tokens and a GPU's attention, which reads and writes no files."""
+    nothing: dict[str, None] = dict.fromkeys(TOKENIZER_FIELDS)
+    data = replace(config.data, mock_data=True, **nothing)  # type: ignore[arg-type]
+    model = config.model
+    if model.attention_dropout == 0.0 and model.attention_backend in ("auto", "flex"):
+        model = replace(model, attention_backend="fused")  # auto finds no kernel for meta tensors
+    return replace(config, model=model, data=data, checkpoint=CheckpointConfig(), logging=LoggingConfig())
+
+
+def _learning_rates(config: Config, dp: int) -> tuple[float, float]:
+    planner, last = IterationPlanner(config, dp), config.num_iterations(dp)
+    before_last = TrainingProgress(last - 1, config.batch_size(dp).consumed_before(last))
+    return planner(TrainingProgress()).learning_rate, planner(before_last).learning_rate
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--dry-run-json {path} cannot be written ({error.strerror}): pass another file"
+        ) from None

@@ -1,0 +1,180 @@
+"""Report of a dry run, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from megalite.config import Config
+from megalite.dry_run.corpus_estimate import Corpora
+from megalite.dry_run.counts import Counts
+from megalite.dry_run.traffic import ring_bytes
+from megalite.pipeline.schedules import Action, peak_in_flight
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Result of a dry run.
+
+    Attributes:
+        config: with a vocabulary size.
+        axes: rank and size of each mesh axis, by name.
+        model_parameters: of the whole model, padding of the vocabulary included.
+        learning_rates: of the first and the last iteration.
+        seconds: duration of the dry run.
+    """
+
+    config: Config
+    world_size: int
+    rank: int
+    axes: dict[str, tuple[int, int]]
+    model_parameters: int
+    counts: Counts
+    corpora: Corpora
+    learning_rates: tuple[float, float]
+    seconds: float
+
+    @property
+    def dp(self) -> int:
+        return self.axes["dp"][1]
+
+
+def report_lines(found: DryRun) -> Iterator[str]:
+    """Yield the report as lines of text."""
+    axes = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in found.axes.items())
+    yield f"dry run of rank {found.rank} of {found.world_size}: {axes}"
+    yield from _memory_lines(found)
+    yield from _traffic_lines(found)
+    yield from _schedule_lines(found)
+    yield from _data_lines(found)
+    yield from _run_lines(found)
+    yield f"the dry run took {found.seconds:.1f} s: no values were computed, and no other rank was started"
+
+
+def _memory_lines(found: DryRun) -> Iterator[str]:
+    counts = found.counts
+    buffers = counts.buffers
+    yield f"parameters: {counts.num_parameters:,} on this rank, {found.model_parameters:,} in the whole model"
+    yield "memory of this rank:"
+    for name, size in asdict(buffers).items():
+        yield _row(name.replace("_", " "), size)
+    yield _row("all buffers", buffers.total)
+    yield _row("other tensors at the peak", counts.peak_bytes)
+    yield _row("total at the peak", buffers.total + counts.peak_bytes)
+
+
+def _row(name: str, size: int) -> str:
+    return f"  {name:<26}{size / 1e9:10.3f} GB {size:22,} bytes"
+
+
+def _traffic_lines(found: DryRun) -> Iterator[str]:
+    calls = found.counts.calls
+    if not calls:
+        yield "collectives: none, since there is one rank"
+        return
+    yield "collectives and messages of an iteration:"
+    yield f"  {'axis':<6}{'kind':<15}{'dtype':<10}{'number':>8}{'bytes of each':>20}{'total bytes':>22}"
+    for call, count in sorted(calls.items()):
+        yield (
+            f"  {call.axis:<6}{call.kind:<15}{call.dtype:<10}{count:>8,}{call.num_bytes:>20,}"
+            f"{call.num_bytes * count:>22,}"
+        )
+    sent = {name: ring_bytes(calls, name, size) for name, (_, size) in found.axes.items() if size > 1}
+    by_axis = ", ".join(f"{size / 1e9:.3f} GB on {name}" for name, size in sent.items())
+    yield f"  this rank sends, with ring collectives: {by_axis}"
+
+
+def _schedule_lines(found: DryRun) -> Iterator[str]:
+    actions = found.counts.actions
+    yield (
+        f"schedule {found.config.parallel.schedule}: {len(actions)} actions of "
+        f"{len({action.microbatch for action in actions})} microbatches, "
+        f"at most {peak_in_flight(actions)} in flight"
+    )
+    yield f"  {summarize_actions(actions)}"
+
+
+def summarize_actions(actions: Sequence[Action]) -> str:
+    """List the kinds of actions in order, with counts of repeated kinds and pairs of kinds."""
+    runs = [(name, len(list(group))) for name, group in groupby(map(_kind, actions))]
+    parts, i = [], 0
+    while i < len(runs):
+        pair, times = runs[i : i + 2], 1
+        while len(pair) == 2 and runs[i + 2 * times : i + 2 * times + 2] == pair:
+            times += 1
+        if times > 1:
+            parts.append(f"{times} x ({', '.join(map(_run, pair))})")
+            i += 2 * times
+        else:
+            parts.append(_run(runs[i]))
+            i += 1
+    return ", ".join(parts)
+
+
+def _kind(action: Action) -> str:
+    return f"{action.kind.value} of chunk {action.chunk}" if action.chunk else action.kind.value
+
+
+def _run(run: tuple[str, int]) -> str:
+    name, count = run
+    return name if count == 1 else f"{count} x {name}"
+
+
+def _data_lines(found: DryRun) -> Iterator[str]:
+    corpora = found.corpora
+    for part in corpora.parts:
+        coverage = part.coverage
+        yield (
+            f"{part.split}: {coverage.num_samples:,.0f} samples of {coverage.prefix}, "
+            f"{coverage.epochs_text} epochs of its {coverage.num_tokens:,} tokens; "
+            f"its index takes {part.index_bytes:,} bytes"
+        )
+    if corpora.parts:
+        yield f"all data indices: {corpora.index_bytes:,} bytes"
+    for reason in corpora.skipped:
+        yield f"data skipped: {reason}"
+
+
+def _run_lines(found: DryRun) -> Iterator[str]:
+    first, last = found.learning_rates
+    samples = found.config.num_samples(found.dp)
+    yield (
+        f"the run: {found.config.num_iterations(found.dp):,} iterations, {samples:,} samples, "
+        f"{samples * found.config.model.seq_length:,} tokens"
+    )
+    yield f"learning rate: {first:.6g} at the first iteration, {last:.6g} at the last"
+
+
+def as_object(found: DryRun) -> dict[str, Any]:
+    """Return the report as one JSON object."""
+    counts, corpora = found.counts, found.corpora
+    samples = found.config.num_samples(found.dp)
+    return {
+        "world_size": found.world_size,
+        "rank": found.rank,
+        "axes": {name: {"rank": rank, "size": size} for name, (rank, size) in found.axes.items()},
+        "parameters": {"rank": counts.num_parameters, "model": found.model_parameters},
+        "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},
+        "peak_bytes": counts.peak_bytes,
+        "collectives": [{**call._asdict(), "count": count} for call, count in sorted(counts.calls.items())],
+        "schedule": {
+            "name": found.config.parallel.schedule,
+            "actions": [str(action) for action in counts.actions],
+            "peak_in_flight": peak_in_flight(counts.actions),
+        },
+        "data": {
+            "parts": [
+                {"split": part.split, **asdict(part.coverage), "index_bytes": part.index_bytes}
+                for part in corpora.parts
+            ],
+            "index_bytes": corpora.index_bytes,
+            "skipped": list(corpora.skipped),
+        },
+        "iterations": found.config.num_iterations(found.dp),
+        "consumed_samples": samples,
+        "consumed_tokens": samples * found.config.model.seq_length,
+        "learning_rate": dict(zip(("first", "last"), found.learning_rates, strict=True)),
+        "seconds": found.seconds,
+    }

@@ -1,0 +1,113 @@
+"""Count collectives and messages as they reach the process groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from megalite.distributed.topology import AXES, Topology
+from megalite.dry_run.live_bytes import Mode
+
+
+class _Operator(NamedTuple):
+    """One of c10d's operators.
+
+    Attributes:
+        kind: its usual name.
+        whole: index of the argument that is the message, or the tensor with all ranks' elements.
+    """
+
+    kind: str
+    whole: int
+
+
+_OPERATORS = {
+    "allreduce_": _Operator("all-reduce", 0),
+    "_allgather_base_": _Operator("all-gather", 0),
+    "_reduce_scatter_base_": _Operator("reduce-scatter", 1),
+    "send": _Operator("send", 0),
+    "recv_": _Operator("receive", 0),
+}
+"""The operators that training uses; any other is a `KeyError`, so that none is missed."""
+
+
+class Call(NamedTuple):
+    """A collective over an axis, or a message along it.
+
+    Attributes:
+        axis: name of the axis, "world" for all ranks.
+        kind: all-reduce, all-gather, reduce-scatter, send or receive.
+        dtype: of the elements, such as "bfloat16".
+        num_bytes: size of the message, or of the tensor with all ranks' elements.
+    """
+
+    axis: str
+    kind: str
+    dtype: str
+    num_bytes: int
+
+
+class Traffic(Mode):
+    """Count all calls of torch.distributed on each axis.
+
+    Attributes:
+        calls: number of each call.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self._axes = {getattr(topology, name).group.group_name: name for name in AXES}
+        self.calls: Counter[Call] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._count(_OPERATORS[func._schema.name.removeprefix("c10d::")], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operator: _Operator, args: Sequence[Any]) -> None:
+        (group,) = (arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        tensors = [leaf for leaf in tree_leaves(args[operator.whole]) if isinstance(leaf, torch.Tensor)]
+        axis = self._axes.get(dist.ProcessGroup.unbox(group).group_name, "world")
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        self.calls[Call(axis, operator.kind, dtype, sum(tensor.nbytes for tensor in tensors))] += 1
+
+
+def _is_group(argument: torch.ScriptObject) -> bool:
+    try:
+        dist.ProcessGroup.unbox(argument)
+    except RuntimeError:
+        return False
+    return True
+
+
+_RING_FACTORS: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda size: 2 * (size - 1) / size,
+    "all-gather": lambda size: (size - 1) / size,
+    "reduce-scatter": lambda size: (size - 1) / size,
+    "send": lambda size: 1.0,
+    "receive": lambda size: 0.0,
+}
+
+
+def ring_bytes(calls: Mapping[Call, int], axis: str, size: int) -> float:
+    """Return the bytes that a rank sends on an axis of `size` ranks with ring collectives.
+
+    In an all-gather or reduce-scatter of n bytes every rank sends n (size - 1) / size; an all-reduce is one
+    of each (Narayanan et al. 2021, section 3.2).
+    """
+    return sum(
+        _RING_FACTORS[call.kind](size) * call.num_bytes * count
+        for call, count in calls.items()
+        if call.axis == axis
+    )

@@ -1,0 +1,170 @@
+"""Safe file access and JSON from outside.
+
+A run writes to folders that other users may write to as well. The functions below neither follow a symbolic
+link that another process put under a known name, nor block on a pipe, nor read a file of any size.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megalite.errors import UserError
+
+
+def make_writable(folder: Path, flag: str) -> None:
+    """Create a folder and a temporary file in it, so that a run fails at its start if it cannot write there.
+
+    Args:
+        flag: the option that names the folder.
+
+    Raises:
+        UserError: the folder cannot be created or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{flag} {folder} cannot be written ({error.strerror}): pass another folder"
+        ) from None
+
+
+def open_regular(file: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading, unbuffered; the call never blocks.
+
+    Args:
+        follow: follow a symbolic link.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe, a device, a socket, a folder, or, without `follow`, a
+            symbolic link.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(file, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(file)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_regular(file: Path, max_bytes: int, *, follow: bool = False) -> bytes:
+    """Read a whole regular file; see `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`; or the file has more than `max_bytes`.
+    """
+    with open_regular(file, follow=follow) as stream:
+        if os.fstat(stream.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(file))
+        parts = []
+        while part := stream.read(max_bytes + 1):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def no_follow(file: str, flags: int) -> int:
+    """Open a file, but neither follow a symbolic link nor wait for the reader of a pipe.
+
+    Pass it as the opener where a run writes to a name that others know: `open(path, "w", opener=no_follow)`.
+
+    Raises:
+        OSError: the file cannot be opened, or is a symbolic link.
+    """
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+
+
+def open_new(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """Open a new file for writing and replace any file of that name; `buffering` is that of `open`.
+
+    A symbolic link of that name is removed, not followed: another process may have put it there.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb", buffering)
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str], buffering: int = -1) -> Iterator[BinaryIO]:
+    """Open a new file as `open_new` does; its bytes are on disk when the block has ended.
+
+    Raises:
+        OSError: the file cannot be made or written.
+    """
+    with open_new(path, buffering) as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def partial_name(final: Path) -> Path:
+    """Return a hidden name beside a file or folder, for writing it before it is whole.
+
+    The name is new each time: no two processes write to the same one.
+    """
+    return final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
+
+
+@contextmanager
+def replace_file(
+    path: str | os.PathLike[str],
+    *,
+    partial: Path | None = None,
+    before_rename: Callable[[], None] = lambda: None,
+) -> Iterator[BinaryIO]:
+    """Open a new file that replaces `path` when the block ends: readers see the old content or the new.
+
+    What the block or `before_rename` raises deletes the new file and leaves the old one.
+
+    Args:
+        partial: the new file's name until then; by default `partial_name`.
+        before_rename: called once the new file is on disk.
+
+    Raises:
+        OSError: the file cannot be made, written or renamed.
+    """
+    partial = partial or partial_name(Path(path))
+    try:
+        with new_file(partial) as stream:  # on disk first: else it could be empty after a power cut
+            yield stream
+        before_rename()
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def url_problem(path: str) -> str:
+    """Return why a path that must be on this machine is refused: it is a URL. Empty if it is a path."""
+    if "://" not in path:
+        return ""
+    return f"{path} is a URL: pass a path on this machine or on a mounted file system"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deeply for Python.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -1,0 +1,135 @@
+"""Compute the loss of a model on text, in windows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megalite.data.document_ends import DocumentEnds
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
+from megalite.model.gpt_stage import GPTStage
+
+
+class Window(NamedTuple):
+    """Tokens that the model reads as one sequence.
+
+    Attributes:
+        text: int64 ``[s + 1]``: inputs are all but the last, labels all but the first; the end of a stream is
+            padded with zeros.
+        counted: labels whose loss counts; labels before them are context, and count in an earlier window.
+    """
+
+    text: npt.NDArray[np.int64]
+    counted: slice
+
+
+def windows(pieces: Iterable[npt.NDArray[Any]], seq_length: int, stride: int) -> Iterator[Window]:
+    """Yield windows over a stream of tokens, of which only a part is in memory.
+
+    Every token but the first, which has nothing before it, is counted once.
+
+    Args:
+        pieces: the stream, in pieces of any length.
+        seq_length: s.
+        stride: tokens from the start of one window to the next, at most s. A token has at least s - stride
+            tokens of context, if the stream has them.
+    """
+    assert 0 < stride <= seq_length
+    buffer = np.empty(0, np.int64)
+    num_counted = 0  # labels at the start of the buffer that are counted already
+    for piece in pieces:
+        buffer = np.concatenate((buffer, piece))
+        first = 0
+        while len(buffer) - first > seq_length:
+            yield Window(buffer[first : first + seq_length + 1], slice(num_counted, seq_length))
+            num_counted = seq_length - stride
+            first += stride
+        buffer = buffer[first:]
+    num_labels = len(buffer) - 1
+    if num_labels > num_counted:
+        text = np.zeros(seq_length + 1, np.int64)
+        text[: len(buffer)] = buffer
+        yield Window(text, slice(num_counted, num_labels))
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """Loss of a text.
+
+    Attributes:
+        total: sum of the tokens' losses, in nats.
+        num_tokens: number of predicted tokens.
+        num_bytes: size of the text in UTF-8; None if only its tokens are known.
+    """
+
+    total: float
+    num_tokens: int
+    num_bytes: int | None = None
+
+    @property
+    def mean(self) -> float:
+        """Loss per token."""
+        return self.total / self.num_tokens
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Loss in a unit that does not depend on the tokenizer, to compare models."""
+        return self.total / math.log(2.0) / self.num_bytes if self.num_bytes else None
+
+
+@dataclass(frozen=True)
+class LossMeter:
+    """Compute the loss of windows with one model; every rank passes the same windows.
+
+    Args:
+        stage: a whole model.
+        ends: treatment of the ends of documents, as in training; None to ignore them.
+        batch_size: windows per batch of a replica.
+    """
+
+    stage: GPTStage
+    topology: Topology
+    ends: DocumentEnds | None
+    batch_size: int
+
+    @torch.inference_mode()
+    def __call__(self, windows: Iterable[Window]) -> TextLoss:
+        """Sum the loss over the counted tokens; batches are distributed over data-parallel replicas."""
+        dp, device = self.topology.dp, self.topology.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
+        for number, batch in enumerate(_batches(windows, self.batch_size)):
+            if number % dp.size == dp.rank:
+                sums += self._sums(batch)
+        total, num_tokens = all_reduce(sums, dp).tolist()
+        return TextLoss(total, int(num_tokens))
+
+    def _sums(self, batch: list[Window]) -> torch.Tensor:
+        """Return the loss and the number of a batch's counted tokens, ``[2]``."""
+        text = torch.from_numpy(np.stack([window.text for window in batch]))
+        sample_numbers = torch.zeros(len(batch), dtype=torch.int64)
+        microbatch = Microbatch.of(text, sample_numbers).to(self.topology.device)
+        if self.ends is not None:
+            microbatch = self.ends.marked(microbatch)
+        counts = torch.zeros(microbatch.labels.shape, dtype=torch.bool)
+        for row, window in enumerate(batch):
+            counts[row, window.counted] = True
+        counts = counts.to(self.topology.device)
+        if microbatch.loss_mask is not None:
+            counts &= microbatch.loss_mask
+        loss = self.stage(replace(microbatch, loss_mask=counts), None)
+        return torch.stack((loss.double(), counts.sum().double()))
+
+
+def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
+    iterator = iter(windows)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

@@ -1,0 +1,253 @@
+"""Load a trained model for generation or evaluation: flags, checkpoint, weights and tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.full_tensors import check_weights
+from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
+from megalite.checkpoint.selection import choose_checkpoint
+from megalite.checkpoint.tensor_files import read_tensors
+from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
+from megalite.config.command_line import parse
+from megalite.config.flags import flag_of
+from megalite.config.tool_parser import ToolParser, local_path, positive_int
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, NullTokenizer, Tokenizer, configured_tokenizer
+from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
+from megalite.distributed.agreement import code_record
+from megalite.distributed.topology import Launch, Topology
+from megalite.errors import ConfigError, UserError
+from megalite.log import configure_logging, log
+from megalite.model.attention_backends import build_core
+from megalite.model.attention_core import Core
+from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_shard import LayerContext, new_parameter, spec_of
+
+_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags of the tools that load a model.
+
+    Attributes:
+        iteration: of the checkpoint; None for the latest.
+        dtype: of the weights after loading; None for the run's.
+        tokenizer: files to use instead of those that the run names.
+    """
+
+    load: Path
+    iteration: int | None
+    dtype: str | None
+    parallel: ParallelConfig
+    tokenizer: DataConfig | None
+
+    @staticmethod
+    def add_to(parser: ToolParser) -> None:
+        """Add the flags to a parser."""
+        model = parser.add_argument_group("the model")
+        model.add_argument(
+            "--load", required=True, type=local_path, help="folder with a run's checkpoints (its --save)"
+        )
+        model.add_argument(
+            "--load-iteration", type=positive_int, help="iteration of the checkpoint (default the latest)"
+        )
+        model.add_argument(
+            "--dtype", choices=sorted(DTYPES), help="data type of the weights (default the run's)"
+        )
+        model.add_argument(
+            "--tp", type=positive_int, default=1, help="tensor-parallel size, under torchrun (default 1)"
+        )
+        model.add_argument(
+            "--distributed-backend",
+            choices=("auto", "gloo", "nccl"),
+            default="auto",
+            help="gloo runs on the CPU (default auto: the GPU if there is one)",
+        )
+        files = parser.add_argument_group("the tokenizer, if it is not at the path that the run names")
+        files.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
+        for name in _TOKENIZER[1:]:
+            files.add_argument("--" + name.replace("_", "-"))
+
+    @staticmethod
+    def of(flags: argparse.Namespace) -> ModelFlags:
+        """Read the flags from a parsed command line."""
+        tokenizer = {name: getattr(flags, name) for name in _TOKENIZER}
+        return ModelFlags(
+            flags.load,
+            flags.load_iteration,
+            flags.dtype,
+            ParallelConfig(
+                tensor_model_parallel_size=flags.tp, distributed_backend=flags.distributed_backend
+            ),
+            DataConfig(**tokenizer) if any(tokenizer.values()) else None,
+        )
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint, and the config of the run that saved it.
+
+    Attributes:
+        config: with the model in the requested precision, and padded for the layout of this process.
+    """
+
+    manifest: Manifest
+    config: Config
+
+    @property
+    def iteration(self) -> int:
+        return int(self.manifest.description["progress"]["iteration"])
+
+    @property
+    def vocab_size(self) -> int:
+        assert self.config.model.vocab_size is not None
+        return self.config.model.vocab_size
+
+
+@contextmanager
+def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[Topology]:
+    """Start the ranks of a tool; its log goes to standard error, since standard output is for its result.
+
+    Args:
+        all_flags: all of the tool's flags by name, which must be equal on every rank.
+
+    Raises:
+        UserError: --tp does not divide the number of ranks, or ranks have different flags.
+    """
+    launch, tp = Launch.from_environment(), flags.parallel.tp
+    configure_logging(launch.rank, stream=sys.stderr)
+    if launch.world_size % tp:
+        raise UserError(
+            f"--tp {tp} does not divide the number of ranks, {launch.world_size}: start {tp} "
+            f"(torchrun --nproc-per-node {tp}), or change it"
+        )
+    must_agree = code_record() | {flag_of(name): str(value) for name, value in all_flags.items()}
+    with Topology.start(flags.parallel, launch, must_agree=must_agree) as topology:
+        yield topology
+
+
+def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
+    """Find the checkpoint and read its config; every rank calls it.
+
+    Raises:
+        UserError: no checkpoint is complete, or its model does not fit the layout. Every rank raises it.
+    """
+    manifest = choose_checkpoint(flags.load, topology, flags.iteration)
+    if manifest is None:
+        raise UserError(f"--load {flags.load} has no checkpoint: pass the folder of a run's --save")
+    with topology.agreed():
+        config = _config_of(manifest)
+        # Padding of the vocabulary and the attention backend need not be those of the run.
+        model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto")
+        if flags.dtype is not None:
+            model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
+        _check_layout(model, flags, topology)
+    return TrainedModel(manifest, replace(config, model=model))
+
+
+def _config_of(manifest: Manifest) -> Config:
+    try:
+        config, _ = parse(["--config", str(manifest.folder / CONFIG)])
+    except ConfigError as error:
+        raise DamagedCheckpoint(manifest.folder, error.problems) from None
+    if config.model.vocab_size is None:
+        raise DamagedCheckpoint(manifest.folder, [f"{CONFIG} has no vocabulary size"])
+    return config
+
+
+def _check_layout(model: ModelConfig, flags: ModelFlags, topology: Topology) -> None:
+    """Check that --tp divides the model, without the options that only training needs."""
+    config = Config(
+        model=model,
+        parallel=flags.parallel,
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=1),
+    )
+    check_config(config, topology.world_size)
+
+
+def load_model(
+    trained: TrainedModel,
+    topology: Topology,
+    attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
+) -> GPTStage:
+    """Build the whole model, sharded over tp, and load its weights, in no more memory than theirs.
+
+    Raises:
+        UserError: the weights are of another model, or cannot be read. Every rank raises it.
+    """
+    model = trained.config.model
+    context = LayerContext(topology, DTYPES[model.params_dtype], has_weights=False)
+    stage = GPTStage(model, context, range(model.num_layers), attention=attention)
+    _allocate(stage, topology)
+    parts = {
+        f"model.{name}": ParameterShard(
+            parameter.data.view(-1), 0, tuple(parameter.shape), spec_of(parameter), is_copied=True
+        )
+        for name, parameter in stage.named_parameters()
+    }
+    with topology.agreed():
+        check_weights(trained.manifest, {name.removeprefix("model.") for name in parts}, model.num_layers)
+        try:
+            read_tensors(trained.manifest, parts, topology)
+        except ValueError as error:
+            raise DamagedCheckpoint(trained.manifest.folder, [str(error)]) from error
+    return stage.eval()
+
+
+@torch.no_grad()
+def _allocate(stage: GPTStage, topology: Topology) -> None:
+    """Replace parameters that have only a shape by zeros."""
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            context = LayerContext(topology, parameter.dtype)
+            setattr(module, name, new_parameter(spec_of(parameter), context))
+            module.get_parameter(name).zero_()
+
+
+def tokenizer_of(trained: TrainedModel, flags: ModelFlags, topology: Topology) -> Tokenizer:
+    """Build the tokenizer of the flags, or else the one that the run names; every rank calls it.
+
+    Raises:
+        UserError: there is none, it cannot be read, or has more tokens than the model. Every rank raises it.
+    """
+    with topology.agreed():
+        data = flags.tokenizer or trained.config.data
+        if data.resolved_tokenizer_type is None:
+            raise UserError(
+                f"the run that saved {trained.manifest.folder} names no tokenizer: "
+                "pass --tokenizer-type and its files"
+            )
+        # A NullTokenizer has an end-of-document token on top of the size that is passed.
+        is_null = data.resolved_tokenizer_type == "NullTokenizer"
+        tokenizer = configured_tokenizer(data, trained.vocab_size - is_null)
+        if tokenizer.vocab_size > trained.vocab_size:
+            raise UserError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has {trained.vocab_size}: "
+                "pass the one that it was trained with"
+            )
+        saved = trained.manifest.description.get("tokenizer")
+        differs = saved is not None and not isinstance(tokenizer, NullTokenizer)
+        if differs and topology.rank == 0 and saved != tokenizer_digest(tokenizer):
+            log.warning(
+                "the tokenizer is not the one that the model was trained with: its ids mean other text"
+            )
+    return tokenizer
+
+
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """Return the end-of-document token; None, with a warning, if the vocabulary has none."""
+    try:
+        return tokenizer.eod
+    except UserError as error:
+        log.warning("no text will end before its maximum length: %s", error)
+        return None

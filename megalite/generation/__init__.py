@@ -1,1 +1,0 @@
-"""A trained model at work: text from prompts, and the loss of text."""

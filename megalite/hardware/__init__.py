@@ -1,0 +1,1 @@
+"""GPU data sheets, CUDA environment variables, CPU threads and allocator."""

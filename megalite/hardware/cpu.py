@@ -1,0 +1,37 @@
+"""CPU settings of a rank's process: threads and the allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+# Parameters of glibc's mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_LARGEST = 2**31 - 1
+
+
+def limit_threads(num_threads: int | None, local_world_size: int) -> None:
+    """Set torch's number of threads; by default one per rank where several ranks share a machine.
+
+    More threads than cores slow each other down. OMP_NUM_THREADS, if set, takes the place of the default.
+    """
+    if num_threads is None and local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        num_threads = 1
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next tensor; no effect with another C library.
+
+    By default glibc maps each large tensor anew and unmaps it when it is freed, so that a training step takes
+    page faults for all its memory again and again. Keeping the memory makes steps faster by up to a third and
+    the process larger by as much, because blocks of many sizes leave gaps. Figures are in
+    benchmarks/RESULTS.md.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST)

@@ -1,0 +1,76 @@
+"""Environment variables that a rank sets before CUDA starts in its process."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before the other
+
+
+class EnvironmentVariable(NamedTuple):
+    """An environment variable to set.
+
+    Attributes:
+        reason: for the log.
+        names: the user may have set the variable under any of them.
+    """
+
+    name: str
+    value: str
+    reason: str
+    names: tuple[str, ...]
+
+
+def settings_for(tp: int, zero_stage: int) -> list[EnvironmentVariable]:
+    """Return the variables that a run needs.
+
+    With one connection the GPU starts kernels in the order in which the host launches them. Tensor
+    parallelism needs that: in backward a collective is launched just before the GEMM that hides it, and would
+    otherwise wait until the GEMM leaves SMs free. ZeRO stage 3 needs the opposite: its all-gathers of weights
+    overtake the GEMMs launched before them.
+
+    Args:
+        tp: tensor-parallel size.
+        zero_stage: ZeRO stage of the data-parallel ranks.
+    """
+    settings = [
+        EnvironmentVariable(
+            ALLOCATOR,
+            "expandable_segments:True",
+            "memory that is freed serves tensors of any size",
+            (ALLOCATOR, _OLD_ALLOCATOR),
+        )
+    ]
+    if tp > 1 and zero_stage < 3:
+        reason = "tensor-parallel collectives start before the GEMMs that hide them"
+        settings.append(EnvironmentVariable(CONNECTIONS, "1", reason, (CONNECTIONS,)))
+    return settings
+
+
+def prepare_environment(settings: list[EnvironmentVariable]) -> None:
+    """Set the variables that the user has not set, if torch is built with CUDA.
+
+    Must run before torch first uses a GPU.
+    """
+    if torch.version.cuda is None:
+        return
+    for setting in settings:
+        if not any(name in os.environ for name in setting.names):
+            os.environ[setting.name] = setting.value
+
+
+def describe(settings: list[EnvironmentVariable]) -> str:
+    """Return the variables as set now, for the log: each with its reason, or that the user set it."""
+    descriptions = []
+    for setting in settings:
+        name = next((name for name in reversed(setting.names) if name in os.environ), None)
+        if name is None:
+            continue
+        is_ours = (name, os.environ[name]) == (setting.name, setting.value)
+        descriptions.append(f"{name}={os.environ[name]} ({setting.reason if is_ours else 'set by the user'})")
+    return ", ".join(descriptions)

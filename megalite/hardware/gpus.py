@@ -1,0 +1,144 @@
+"""GPU data sheets: rates for the planner, peaks for MFU.
+
+This module imports only `megalite.errors`, so that every level can read it; `peak_tflops` alone needs torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megalite.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU and the links of its usual server; rates per second.
+
+    The first seven figures are the vendor's, the others are what a good program reaches.
+
+    Attributes:
+        tflops: dense 16-bit TFLOP/s of the data sheet.
+        memory_gib: memory that the driver reports.
+        memory_gbps: memory bandwidth in GB/s.
+        num_sms: streaming multiprocessors, over which the tiles of a GEMM are distributed.
+        node_gbps: GB/s to the other GPUs of a node, one way.
+        network_gbps: GB/s to other nodes, one way: its share of the node's adapters.
+        gpus_per_node: of the usual server.
+        product_share: share of `tflops` that a large GEMM reaches once a run has warmed the GPU up.
+        attention_share: share of `tflops` that fused attention reaches.
+        memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
+        link_share: share of both links that a collective of long messages reaches: 235 of 300 GB/s between 8
+            A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md).
+        residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
+            communicators.
+    """
+
+    tflops: float
+    memory_gib: float
+    memory_gbps: float
+    num_sms: int
+    node_gbps: float
+    network_gbps: float
+    gpus_per_node: int
+    product_share: float
+    attention_share: float
+    memory_share: float = 0.80
+    link_share: float = 0.8
+    residual_gb: float = 2.2
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that a process can use: the driver keeps a part."""
+        return (self.memory_gib - 0.6) * _GIB
+
+
+_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.31)
+_A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, product_share=0.76, attention_share=0.56)
+_H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, product_share=0.74, attention_share=0.33)
+
+GPUS: Mapping[str, Gpu] = {
+    "v100-16": replace(_V100, memory_gib=16),
+    "v100-32": _V100,
+    "a100-40": replace(_A100, memory_gib=40, memory_gbps=1555),
+    "a100-80": _A100,
+    "a800-80": replace(_A100, node_gbps=200),
+    "h100-80": _H100,
+    "h800-80": replace(_H100, node_gbps=200),
+    "h100-96-500w": replace(_H100, memory_gib=96, memory_gbps=2400, product_share=0.50),
+    "h200": replace(_H100, memory_gib=141, memory_gbps=4800),
+    "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, product_share=0.70, attention_share=0.33),
+}
+"""By the name that ``--gpu`` accepts."""
+ALIASES: Mapping[str, str] = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU of that name, in any case.
+
+    Raises:
+        UserError: it is not in the table; the message lists the known names and says how to add one.
+    """
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in GPUS:
+        raise UserError(
+            f"--gpu {name} is not known: choose one of {', '.join(GPUS)}; or start from the nearest "
+            "of them and change its figures, as in --gpu a100-80 --gpu-set tflops=400 memory_gib=96; a row "
+            "of GPUS in megalite/hardware/gpus.py makes it known"
+        )
+    return GPUS[key]
+
+
+_HOPPER_PEAK = float(int(_H100.tflops))  # MFU by the product pages' 989, as other frameworks compute it
+
+_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("B200", GPUS["b200"].tflops),
+    ("GB200", 2500.0),
+    ("B100", 1750.0),
+    ("H200 NVL", 835.0),
+    ("H200", _HOPPER_PEAK),
+    ("GH200", _HOPPER_PEAK),
+    ("H100 PCIE", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", _HOPPER_PEAK),
+    ("H800", _HOPPER_PEAK),
+    ("H20", 148.0),
+    ("A100", _A100.tflops),
+    ("A800", _A100.tflops),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("MI300X", 1307.0),
+)
+"""Words of a device's name and its dense bf16 TFLOP/s by the data sheet; the first match counts.
+
+V100 is missing: it has no bf16.
+"""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Return the peak that MFU is a share of; None for a CPU, a MIG slice or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    import torch  # the planner reads this module without torch
+
+    return peak_tflops_of(torch.cuda.get_device_name(device))
+
+
+def peak_tflops_of(name: str) -> float | None:
+    """Return the dense bf16 TFLOP/s of a GPU by its name in CUDA, such as "NVIDIA A100-SXM4-80GB"."""
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    if "MIG" in words:
+        return None
+    return next((peak for key, peak in _PEAK_TFLOPS if words.issuperset(key.split())), None)

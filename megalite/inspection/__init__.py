@@ -1,1 +1,0 @@
-"""What is in a checkpoint, what is damaged, and how two of them differ."""

@@ -1,0 +1,187 @@
+"""Attention backends by the names of --attention-backend, the runs that each supports, and auto's choice.
+
+A backend states in text why it does not support a run, so that the error message names the reason and the
+alternatives. What PyTorch's own kernels support on a GPU depends on the GPU, the versions of CUDA and cuDNN
+and the head size. We query PyTorch instead of keeping a table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from megalite.config import ModelConfig
+from megalite.errors import UserError
+from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
+from megalite.model.flex_attention import FlexCore
+from megalite.tensor_parallel.parameter_shard import LayerContext
+
+_FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+_EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+_LONG_WITH_BIAS = 1024  # tokens from which the unfused core is faster in any dtype, if there is a bias
+_MIN_FLEX_HEAD, _MIN_FLEX_CAPABILITY = 16, (8, 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describe what a run needs of attention."""
+
+    config: ModelConfig
+    context: LayerContext
+
+    @property
+    def device(self) -> str:
+        """Return the device's type."""
+        return self.context.device.type
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether scores have a bias besides the causal mask."""
+        return self.config.position_embedding_type == "alibi" or self.context.has_documents
+
+
+class Backend(NamedTuple):
+    """Describe one way to compute attention.
+
+    Attributes:
+        build: builds the core of a stage.
+        refusal: returns why it does not support a run, in text; empty if it does.
+    """
+
+    build: Callable[[ModelConfig, LayerContext], AttentionCore]
+    refusal: Callable[[Case], str]
+
+
+def _sdpa(*kernels: SDPBackend) -> Backend:
+    """Return the backend that calls scaled_dot_product_attention on one of these kernels."""
+
+    def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
+        return SdpaCore(config, context, *kernels)
+
+    return Backend(build, partial(_sdpa_refusal, kernels))
+
+
+def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
+    if case.config.attention_dropout > 0.0:
+        return _DROPOUT
+    if case.device == "cpu":
+        return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
+    if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
+        return ""
+    if any(_PROBES[kernel](_parameters(case), False) for kernel in kernels):
+        return ""
+    gpu = torch.cuda.get_device_name(case.context.device)
+    bias = ", ALiBi or packed documents" if case.has_bias else ""
+    return (
+        f"PyTorch {torch.__version__} has no such kernel on {gpu} "
+        f"for head size {case.config.head_dim} in {case.config.params_dtype}{bias}"
+    )
+
+
+_PROBES = {
+    _FLASH: torch.backends.cuda.can_use_flash_attention,
+    _CUDNN: torch.backends.cuda.can_use_cudnn_attention,
+    _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
+}
+_DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
+
+
+def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
+    """Return one sample's arguments of SDPA; the tensors are expanded and need little memory."""
+    config, context = case.config, case.context
+    heads = config.num_attention_heads // context.tp.size
+    groups = max(1, config.num_kv_heads // context.tp.size)
+    s, d = config.seq_length, config.head_dim
+    one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
+    q, k = one.expand(1, heads, s, d), one.expand(1, groups, s, d)
+    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, s, s)
+    bias = mask if case.has_bias else None
+    return torch.backends.cuda.SDPAParams(q, k, k, bias, 0.0, not case.has_bias, heads != groups)
+
+
+def _flex_refusal(case: Case) -> str:
+    if case.config.attention_dropout > 0.0:
+        return _DROPOUT
+    if case.device == "cpu":
+        return "FlexAttention has no backward on a CPU"
+    if case.context.dtype == torch.float64:
+        return "FlexAttention has no fp64"
+    if case.config.head_dim < _MIN_FLEX_HEAD:
+        return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {case.config.head_dim}"
+    if case.device == "cuda" and torch.cuda.is_available():
+        if importlib.util.find_spec("triton") is None:
+            return "FlexAttention needs Triton, which is not installed"
+        if torch.cuda.get_device_capability(case.context.device) < _MIN_FLEX_CAPABILITY:
+            return "FlexAttention needs a GPU of compute capability 8.0 or later"
+    return ""
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "flash": _sdpa(_FLASH),
+    "cudnn": _sdpa(_CUDNN),
+    "efficient": _sdpa(_EFFICIENT),
+    "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
+    "flex": Backend(FlexCore, _flex_refusal),
+    "unfused": Backend(UnfusedCore, lambda case: ""),
+}
+"""Every backend by name."""
+_ALIASES = {"local": "unfused"}
+"""Megatron-core's names of backends that have another name here."""
+
+
+def preference(case: Case) -> tuple[str, ...]:
+    """Return the backends in the order in which auto tries them; the last supports every run.
+
+    The order on a CPU is what benchmarks/attention.py measured (docs/attention.md). On a GPU PyTorch chooses
+    among its kernels at each call. FlexAttention is not among them until it is measured. Device meta is
+    treated as a GPU.
+    """
+    if case.device == "cpu":
+        is_long = case.config.seq_length >= _LONG_WITH_BIAS
+        is_faster = case.context.dtype == torch.bfloat16 or (case.has_bias and is_long)
+        return ("unfused",) if is_faster else ("flash", "unfused")
+    return ("fused", "unfused")
+
+
+def choose(case: Case) -> tuple[str, str]:
+    """Return the backend's name, and a line for the log that says why it was chosen.
+
+    Raises:
+        UserError: the requested backend does not support the run.
+    """
+    requested = case.config.attention_backend
+    if requested != "auto":
+        name = _ALIASES.get(requested, requested)
+        if refusal := BACKENDS[name].refusal(case):
+            able = ", ".join(other for other, backend in BACKENDS.items() if not backend.refusal(case))
+            raise UserError(
+                f"--attention-backend {requested} does not support this run: {refusal}; use auto, or {able}"
+            )
+        return name, f"{name}, as requested" + (f" by the name {requested}" if requested != name else "")
+    refusals = []
+    for name in preference(case):
+        refusal = BACKENDS[name].refusal(case)
+        if not refusal:
+            break
+        refusals.append(f"not {name}: {refusal}")
+    return name, f"{name}, chosen for {case.device} in {case.config.params_dtype}" + "".join(
+        f"; {refusal}" for refusal in refusals
+    )
+
+
+def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
+    """Build the attention core of a stage.
+
+    Raises:
+        UserError: --attention-backend names one that does not support the run.
+    """
+    name, line = choose(Case(config, context))
+    core = BACKENDS[name].build(config, context)
+    core.choice = line
+    return core

@@ -1,0 +1,192 @@
+"""Attention computed block by block of queries: a GEMM, our causal softmax, a GEMM.
+
+Backward keeps queries, keys, values and one number a query. It computes scores and weights again block by
+block (Dao et al. 2022, section 3.1), and the dropout mask from its counter. Memory is linear in the sequence
+length, and keys after a block's queries are skipped.
+
+Shapes: s sequence, b microbatch, n query heads of this rank, g its key/value heads, r = n/g, d head size. A
+tile has c pairs of a sample and a key/value head. A block has m queries, and the e keys up to its last
+query.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.kernels import CausalSoftmax
+
+_MIN_QUERIES = 32  # a block; with fewer, the calls cost more than they save
+
+
+class Blocking(NamedTuple):
+    """Size the blocks and tiles of attention.
+
+    Attributes:
+        num_queries: at most, of a block; short sequences have two blocks, so that keys are skipped there too.
+        num_bytes: at most, of a tile's block of scores.
+    """
+
+    num_queries: int
+    num_bytes: int
+
+    @staticmethod
+    def for_device(device: torch.device, dtype: torch.dtype) -> Blocking:
+        """Return the sizes for a device. On a CPU, scores stay in its caches; a GPU was not measured."""
+        if device.type == "cpu":
+            return Blocking(512 // dtype.itemsize, 2 << 20)
+        return Blocking(1024, 1 << 28)
+
+    def blocks(self, seq_length: int) -> Iterator[tuple[int, int]]:
+        """Yield the range of queries of each block, ``first <= query < last``."""
+        step = self.step(seq_length)
+        for first in range(0, seq_length, step):
+            yield first, min(first + step, seq_length)
+
+    def step(self, seq_length: int) -> int:
+        """Return the number of queries of each block but the last, which may have fewer."""
+        return min(self.num_queries, max(_MIN_QUERIES, -(-seq_length // 2)))
+
+    def tiles(self, q: Tensor, num_groups: int) -> Iterator[Tile]:
+        """Yield the samples and heads to compute together: all of them, or some heads of one sample."""
+        num_samples, num_heads, seq_length, _ = q.shape
+        shared = num_heads // num_groups
+        of_one = shared * self.step(seq_length) * seq_length * q.element_size()
+        if num_samples * num_groups * of_one <= self.num_bytes:
+            yield Tile(slice(0, num_samples), slice(0, num_groups), shared)
+            return
+        step = max(1, self.num_bytes // of_one)
+        for sample in range(num_samples):
+            for group in range(0, num_groups, step):
+                yield Tile(slice(sample, sample + 1), slice(group, min(group + step, num_groups)), shared)
+
+
+class Tile(NamedTuple):
+    """Select samples and key/value heads, with the query heads that share them.
+
+    Attributes:
+        shared: query heads of a key/value head, r.
+    """
+
+    samples: slice
+    groups: slice
+    shared: int
+
+    @property
+    def heads(self) -> slice:
+        """Return the query heads."""
+        return slice(self.groups.start * self.shared, self.groups.stop * self.shared)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Copy ``[b, g, s, d]`` to ``[c, s, d]``, contiguous: GEMMs of strided tensors are slower."""
+        return x[self.samples, self.groups].flatten(0, 1).contiguous()
+
+    def queries(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Copy a block of ``[b, n, s, d]`` to ``[c, r m, d]``: heads that share keys form one matrix."""
+        rows = x[self.samples, self.heads, first:last].unflatten(1, (-1, self.shared))  # [b', g', r, m, d]
+        return rows.reshape(-1, self.shared * (last - first), x.shape[-1])
+
+    def put_queries(self, x: Tensor, first: int, last: int, rows: Tensor) -> None:
+        """Write a block's ``[c, r m, d]`` into ``[b, n, s, d]``."""
+        out = x[self.samples, self.heads, first:last]
+        out.copy_(rows.view(out.shape))
+
+    def put_keys(self, x: Tensor, columns: Tensor) -> None:
+        """Write a tile's ``[c, d, s]`` into ``[b, g, s, d]``."""
+        out = x[self.samples, self.groups]
+        out.copy_(columns.transpose(1, 2).view(out.shape))
+
+    def scores(self, x: Tensor, num_queries: int) -> Tensor:
+        """View ``[c, r m, e]`` as the tile's ``[b', n', m, e]``, the softmax's layout."""
+        num_samples = self.samples.stop - self.samples.start
+        return x.view(num_samples, -1, num_queries, x.shape[-1])
+
+
+def like_sequence(x: Tensor) -> Tensor:
+    """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``."""
+    b, n, s, d = x.shape
+    return x.new_empty((s, b, n, d)).permute(1, 2, 0, 3)
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the results of `attend` for queries ``[b, n, s, d]``."""
+    return like_sequence(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _query_scale(dtype: torch.dtype, scale: float) -> float:
+    """Return the part of the scale that queries are multiplied by before the GEMM.
+
+    In fp16 the unscaled scores would overflow. A power of two does not round.
+    """
+    return 2.0 ** math.floor(math.log2(scale)) if dtype == torch.float16 else 1.0
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking
+) -> tuple[Tensor, Tensor]:
+    """Compute attention.
+
+    Args:
+        q: ``[b, n, s, d]``.
+        k, v: ``[b, g, s, d]``.
+
+    Returns:
+        The output ``[b, n, s, d]``, and for backward the logarithm of each query's sum of exponentials,
+        ``[b, n, s]``.
+    """
+    out, sums = empty_results(q)
+    factor = _query_scale(q.dtype, softmax.scale)
+    softmax = softmax._replace(scale=softmax.scale / factor)
+    for tile in blocking.tiles(q, k.shape[1]):
+        keys, values = tile.keys(k).transpose(1, 2), tile.keys(v)
+        part = softmax.part(tile.samples, tile.heads)
+        for first, last in blocking.blocks(q.shape[2]):
+            queries = _times(tile.queries(q, first, last), factor)
+            scores = queries @ keys[:, :, :last]  # [c, r m, e]
+            log_sums = part.weights_(tile.scores(scores, last - first), first)
+            sums[tile.samples, tile.heads, first:last] = log_sums
+            tile.put_queries(out, first, last, scores @ values[:, :last])
+    return out, sums
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    softmax: CausalSoftmax,
+    blocking: Blocking,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of queries, keys and values from the output's gradient; `sums` is `attend`'s."""
+    grad_q, grad_k, grad_v = (like_sequence(x) for x in (q, k, v))
+    factor = _query_scale(q.dtype, softmax.scale)
+    softmax = softmax._replace(scale=softmax.scale / factor)
+    for tile in blocking.tiles(q, k.shape[1]):
+        part = softmax.part(tile.samples, tile.heads)
+        keys, values = tile.keys(k), tile.keys(v)
+        # Transposed, which makes the GEMMs faster. Sums over blocks of queries are at least in fp32.
+        sum_k, sum_v = keys.new_zeros((2, keys.shape[0], keys.shape[2], keys.shape[1]), dtype=sums.dtype)
+        for first, last in blocking.blocks(q.shape[2]):
+            queries = _times(tile.queries(q, first, last), factor)
+            row_grads = tile.queries(grad, first, last)
+            scores = queries @ keys.transpose(1, 2)[:, :, :last]  # [c, r m, e]
+            weight_grads = row_grads @ values.transpose(1, 2)[:, :, :last]
+            log_sums = sums[tile.samples, tile.heads, first:last].contiguous()
+            block = tile.scores(scores, last - first), tile.scores(weight_grads, last - first)
+            part.backward_(*block, log_sums, first)
+            weights, score_grads = scores, weight_grads  # overwritten in place
+            sum_v[:, :, :last] += row_grads.transpose(1, 2) @ weights
+            sum_k[:, :, :last] += queries.transpose(1, 2) @ score_grads
+            tile.put_queries(grad_q, first, last, _times(score_grads @ keys[:, :last], factor))
+        tile.put_keys(grad_k, sum_k)
+        tile.put_keys(grad_v, sum_v)
+    return grad_q, grad_k, grad_v

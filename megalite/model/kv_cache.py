@@ -1,0 +1,127 @@
+"""Attention with a cache of keys and values, for generation.
+
+Sequences of different lengths end at the same index: shorter ones have padding before them, which no token
+attends to. So all sequences advance together, and the cache is written and read in slices.
+
+Shapes: s new tokens, l tokens so far including the new ones, b sequences, n query heads, g' key/value heads
+of this rank, d head size, tp = tp.size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.kernels import Drop
+from megalite.microbatch import Microbatch
+from megalite.model.attention_core import SdpaCore
+from megalite.model.positions import Angles, PositionInfo, attention_bias
+from megalite.tensor_parallel.parameter_shard import LayerContext
+
+
+class CachedCore(SdpaCore):
+    """Compute attention for a model that reads a sequence in pieces: a prompt, then token after token.
+
+    Call `begin` before the first piece. The `position_ids` of each piece are those of `positions`. The stage
+    calls `position_info` once a piece, for all layers; it advances `length`.
+
+    Attributes:
+        length: tokens of a sequence so far, l, including padding.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.layers: dict[int, CachedLayer] = {}
+        self.begin(0)
+
+    def for_layer(self, layer: int) -> CachedLayer:
+        """Return the core of one layer, with its own keys and values."""
+        return self.layers.setdefault(layer, CachedLayer(self))
+
+    def begin(self, capacity: int, padding: Tensor | None = None) -> None:
+        """Empty the cache for new sequences.
+
+        Args:
+            capacity: largest number of tokens of a sequence, including padding.
+            padding: int64 ``[b]``, padding tokens before each sequence; None if there are none.
+        """
+        self.capacity, self.length = capacity, 0
+        self.padding = padding
+        for layer in self.layers.values():
+            layer.keys = layer.values = None
+
+    def select(self, rows: Tensor) -> None:
+        """Continue with these sequences, int64: omitted ones are dropped, repeated ones copied."""
+        if self.padding is not None:
+            self.padding = self.padding[rows]
+        for layer in self.layers.values():
+            assert layer.keys is not None and layer.values is not None
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+    def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
+        """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, which has 0 too."""
+        indices = torch.arange(self.length, self.length + num_tokens, device=self.context.device)
+        if self.padding is None:
+            return indices.expand(num_sequences, -1)
+        return (indices - self.padding[:, None]).clamp_min_(0)
+
+    def position_info(self, microbatch: Microbatch) -> PositionInfo:
+        """Append the new tokens, and return their angles and mask.
+
+        The mask is a bias ``[b or 1, n/tp or 1, s, l]``, or None if the causal order suffices.
+        """
+        assert microbatch.position_ids is not None
+        num_tokens = microbatch.position_ids.shape[1]
+        first, self.length = self.length, self.length + num_tokens
+        assert self.length <= self.capacity, (self.length, self.capacity)
+        is_plain = first == 0 or num_tokens == 1  # causal from the start, or one token that sees all others
+        bias: Tensor | None = None
+        if self.has_bias or self.padding is not None or not is_plain:
+            bias = attention_bias(self.config, self.context, self.length, first)
+        if self.padding is not None and bias is not None:
+            bias = bias.masked_fill(self._is_padding(first), -torch.inf)
+        return PositionInfo(bias, self.rotate.compute(microbatch.position_ids))
+
+    def _is_padding(self, first: int) -> Tensor:
+        """Return whether a key is padding to a query, ``[b, 1, s, l]``."""
+        assert self.padding is not None
+        indices = torch.arange(self.length, device=self.context.device)
+        is_padding = indices < self.padding[:, None]  # [b, l]
+        # A padding token attends to itself: some kernels return NaN for a row that is masked entirely.
+        is_other = indices != indices[first:, None]  # [s, l]
+        return (is_padding[:, None] & is_other)[:, None]
+
+
+class CachedLayer:
+    """Hold one layer's keys and values, ``[b, g', capacity, d]``, of which `CachedCore.length` are filled."""
+
+    def __init__(self, shared: CachedCore) -> None:
+        self.shared = shared
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def rotate(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """Rotate new queries and keys; the cache holds rotated keys."""
+        return self.shared.rotate(x, angles)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+        """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
+
+        Dropout is ignored: this is not training.
+        """
+        if self.keys is None or self.values is None:
+            shape = (*k.shape[:2], self.shared.capacity, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        length, num_tokens = self.shared.length, k.shape[2]
+        self.keys[:, :, length - num_tokens : length] = k
+        self.values[:, :, length - num_tokens : length] = v
+        return F.scaled_dot_product_attention(
+            q,
+            self.keys[:, :, :length],
+            self.values[:, :, :length],
+            attn_mask=mask,
+            is_causal=mask is None and num_tokens > 1,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )

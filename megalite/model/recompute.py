@@ -1,0 +1,298 @@
+"""Activation recomputation: drop activations after forward, and compute them again in backward.
+
+(Chen et al. 2016; Korthikanti et al. 2022, section 5.)
+
+`apply_recompute` wraps functions of a built stage. The modules themselves do not know of it.
+
+    granularity    module       recomputed                          kept for backward instead
+    full                        a group of whole layers             the group's input
+    selective      core_attn    rotary embedding and attention      queries, keys and values
+    selective      mlp          the MLP and its norm                the norm's input
+    selective      mlp_act      the activation                      its input
+    selective      layernorm    both norms                          their inputs
+
+A recomputed function runs under hooks that replace each tensor it saves for backward by a number. The first
+number that backward unpacks runs the function again, which collects all its saved tensors. So the gradients
+of parameters, their hooks and the weight-gradient store work as without recomputation. The gradients have the
+same bits: dropout is counter-based, and there is no generator state to restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from megalite.config import RecomputeConfig
+from megalite.distributed.collectives import start_all_gather
+from megalite.distributed.topology import Axis
+from megalite.model.gpt_stage import GPTStage
+from megalite.model.layer import TransformerLayer
+from megalite.model.positions import PositionInfo
+
+Keep = Callable[[Tensor], Callable[[], Tensor]]
+"""Keeps a tensor for backward: returns a function that returns the tensor."""
+
+
+def apply_recompute(stage: GPTStage, config: RecomputeConfig) -> None:
+    """Let backward recompute parts of a built stage; call it before `compile_layers`."""
+    for layer in stage.layers.values():
+        assert isinstance(layer, TransformerLayer)
+        _recompute_parts(layer, config)
+    if config.recompute_granularity == "full":
+        _recompute_groups(stage, config)
+    if config.cross_entropy_chunks > 1 and stage.is_last:
+        _compute_losses_in_chunks(stage, config.cross_entropy_chunks)
+
+
+def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
+    attention, mlp, attend = layer.attention, layer.mlp, layer.attention.attend
+
+    def recompute_attend(
+        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
+    ) -> Tensor:
+        return recompute(partial(attend, sample_numbers=sample_numbers, positions=positions), q, k, v)
+
+    if "core_attn" in config.modules:
+        attention.attend = recompute_attend  # type: ignore[method-assign]
+    if "layernorm" in config.modules:
+        recompute_output(layer.attention_norm, "forward", attention.qkv)
+    if "mlp" in config.modules:
+        recompute_output(layer.mlp_norm, "forward", mlp, recompute_consumer=True)
+        return
+    if "layernorm" in config.modules:
+        recompute_output(layer.mlp_norm, "forward", mlp.up)
+    if "mlp_act" in config.modules:
+        recompute_output(mlp, "activate", mlp.down)
+
+
+def _recompute_groups(stage: GPTStage, config: RecomputeConfig) -> None:
+    run_layers, groups = stage.run_layers, config.groups(len(stage.layers))
+    is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
+    keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
+
+    def run_groups(
+        layers: Sequence[nn.Module], x: Tensor, sample_numbers: Tensor, positions: PositionInfo
+    ) -> Tensor:
+        def run(group: range, x: Tensor) -> Tensor:
+            return run_layers([layers[i] for i in group], x, sample_numbers, positions)
+
+        for group, is_recomputed in groups:
+            x = recompute(partial(run, group), x, keep=keep) if is_recomputed else run(group, x)
+        return x
+
+    stage.run_layers = run_groups  # type: ignore[method-assign]
+
+
+def _compute_losses_in_chunks(stage: GPTStage, num_chunks: int) -> None:
+    # The output weight's gradient is the sum over the chunks, which autograd computes in the weight's dtype.
+    # It is neither added to main_grad nor stored for later.
+    stage.output_context = replace(stage.output_context, store=None, fuses_weight_gradient=False)
+    num_slices = stage.context.tp.size if stage.context.sequence_parallel else 1
+    stage.losses_of = partial(  # type: ignore[method-assign]
+        losses_in_chunks, stage.losses_of, num_chunks=num_chunks, num_slices=num_slices
+    )
+
+
+def losses_in_chunks(
+    losses_of: Callable[[Tensor, Tensor], Tensor],
+    normed: Tensor,
+    targets: Tensor,
+    num_chunks: int,
+    num_slices: int = 1,
+) -> Tensor:
+    """Compute the losses of all tokens so that only one chunk's logits exist at a time, in backward too.
+
+    Args:
+        losses_of: maps hidden states ``[n, b, h]`` and targets ``[num_slices n, b]`` to losses, in the shape
+            of the targets.
+        normed: ``[s / num_slices, b, h]``, hidden states after the final norm.
+        targets: ``[s, b]`` token ids.
+        num_chunks: of the first dim of `normed`; at most its size.
+        num_slices: ranks that hold slices of the sequence, which `losses_of` gathers.
+
+    Returns:
+        Loss of each token, ``[s, b]``.
+    """
+
+    def chunk_losses(normed: Tensor, targets: Tensor) -> Tensor:
+        losses = recompute(lambda x: losses_of(x, targets.flatten(0, 1)), normed)
+        return losses.unflatten(0, (num_slices, -1))
+
+    num_chunks = min(num_chunks, normed.shape[0])
+    by_slice = targets.unflatten(0, (num_slices, -1))  # [r, s/r, b], r = num_slices
+    chunks = zip(normed.tensor_split(num_chunks), by_slice.tensor_split(num_chunks, dim=1), strict=True)
+    return torch.cat([chunk_losses(x, y) for x, y in chunks], dim=1).flatten(0, 1)
+
+
+def keep_whole(x: Tensor) -> Callable[[], Tensor]:
+    """Keep the tensor itself."""
+    kept = x.detach()
+    return lambda: kept
+
+
+def keep_slice(tp: Axis) -> Keep:
+    """Keep this rank's slice of a tensor that all ranks of tp have, and all-gather the slices in backward.
+
+    The first dim, the sequence, is cut. Its size must be divisible by the axis' size.
+    """
+    if tp.size == 1:
+        return keep_whole
+
+    def keep(x: Tensor) -> Callable[[], Tensor]:
+        own_slice = x.detach().chunk(tp.size)[tp.rank].clone()
+        return lambda: start_all_gather(own_slice, tp).wait()
+
+    return keep
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = keep_whole) -> Tensor:
+    """Return ``function(*inputs)``, and keep only the inputs for backward.
+
+    Args:
+        function: any other tensors that it uses are parameters, or need no gradient.
+        keep: how each input is kept.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(function, *inputs)
+    return _Region(function, inputs, keep).run(*inputs)
+
+
+def _traced(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Mark a call whose results the graph of torch.compile computes again in its backward."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute_output(
+    producer: nn.Module, method: str, consumer: nn.Module, recompute_consumer: bool = False
+) -> None:
+    """Replace `producer.method` and `consumer.forward` so that what passes between them is not kept.
+
+    For cheap functions with large outputs, norms and activations, whose consumer saves its input. Backward
+    runs the producer once more, for the consumer's gradients and for its own. If the producer has several
+    outputs, the first is the consumer's input.
+
+    Args:
+        method: takes one tensor.
+        recompute_consumer: recompute the consumer too, from the output that was computed again.
+    """
+    produce, consume = getattr(producer, method), consumer.forward
+    current: list[_Region] = []  # the producer's, from its call to the consumer's
+
+    def produce_dropped(x: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return _traced(produce, x)
+        current[:] = [_Region(produce, (x,), keep_whole)]
+        return current[0].run(x)
+
+    def consume_dropped(y: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            # torch.compile keeps a tensor that passes from one marked call to the next, but not its view.
+            return _traced(consume, y.view_as(y)) if recompute_consumer else consume(y)
+        if not current:  # the producer ran in a graph, and the consumer is called between graphs
+            return recompute(consume, y) if recompute_consumer else consume(y)
+        dropped = _DroppedOutput(current.pop(), y)
+        if recompute_consumer:
+            return recompute(consume, y, keep=lambda y: partial(dropped.unpack, dropped.pack(y)))
+        with saved_tensors_hooks(dropped.pack, dropped.unpack):
+            return consume(y)
+
+    setattr(producer, method, produce_dropped)
+    consumer.forward = consume_dropped
+
+
+class _AllCollected(Exception):
+    """Stop the second run of a function: it has saved all that backward needs."""
+
+
+class _Region:
+    """Run a function without its saved tensors, and run it again when backward needs the first of them."""
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], keep: Keep) -> None:
+        self.function = function
+        self.inputs = [(keep(x), x.requires_grad) for x in inputs]
+        self.num_saved = 0
+        self.collected: list[Tensor | None] = []
+        self.second_output: Tensor | None = None
+
+    def run(self, *inputs: Tensor) -> Any:
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return self.function(*inputs)
+
+    def output(self) -> Tensor:
+        """Return the function's first output, from a second run."""
+        if self.second_output is None:
+            self._run_again(to_the_end=True)
+            assert self.second_output is not None
+        return self.second_output
+
+    def _pack(self, tensor: Tensor) -> int | Tensor:
+        if _is_input(tensor):
+            return tensor
+        self.num_saved += 1
+        return self.num_saved - 1
+
+    def _unpack(self, packed: int | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not self.collected:
+            self._run_again(to_the_end=False)
+        tensor, self.collected[packed] = self.collected[packed], None
+        assert tensor is not None, "a second backward through a recomputed region"
+        return tensor
+
+    def _run_again(self, to_the_end: bool) -> None:
+        """Run the function again, `to_the_end` or up to its last saved tensor."""
+
+        def collect(tensor: Tensor) -> None:
+            if _is_input(tensor):
+                return
+            self.collected.append(tensor.detach())
+            if len(self.collected) == self.num_saved and not to_the_end:
+                raise _AllCollected
+
+        inputs = [kept().detach().requires_grad_(requires_grad) for kept, requires_grad in self.inputs]
+        with torch.enable_grad(), saved_tensors_hooks(collect, _never), suppress(_AllCollected):
+            self.second_output = _first(self.function(*inputs)).detach()
+        assert len(self.collected) == self.num_saved, "the second run saved other tensors than the first"
+
+
+class _DroppedOutput:
+    """Replace a region's output among the tensors that its consumer saves, by its size and strides."""
+
+    def __init__(self, region: _Region, y: Tensor) -> None:
+        self.region = region
+        self.storage = y.untyped_storage()._cdata  # its identity; data_ptr() is 0 for all meta tensors
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata != self.storage:
+            return tensor.detach()
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return self.region.output().as_strided(*packed)
+
+
+def _first(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
+
+
+def _is_input(tensor: Tensor) -> bool:
+    """Return whether a saved tensor is the microbatch's own: sample numbers, which dropout saves.
+
+    They are kept. As the second run does not have to collect them, it ends before a layer's last collective.
+    """
+    return tensor.dtype == torch.int64
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("the second run has no backward of its own")

@@ -1,0 +1,141 @@
+"""Buckets: parameters as views of one flat tensor, which are reduced, updated and all-gathered as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.distributed.topology import Axis
+from megalite.tensor_parallel.parameter_shard import ParameterSpec, spec_of
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, or of its state.
+
+    Attributes:
+        tensor: those elements, ``[n]``; n may be 0.
+        start: position of the first of them in the slice.
+        shape: of the slice.
+        spec: of the parameter.
+        is_copied: whether every data-parallel rank has these elements; otherwise the others have the rest.
+    """
+
+    tensor: Tensor
+    start: int
+    shape: tuple[int, ...]
+    spec: ParameterSpec
+    is_copied: bool
+
+
+ALIGNMENT = 64
+"""Every parameter and every rank's shard starts at a multiple of this number of elements.
+
+That is at least 128 bytes, which GEMMs and NCCL are fastest on. And no shard ends within a vector register:
+an element is updated by the same instructions, to the same bits, wherever the shards are cut.
+"""
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """A parameter and its elements [start, end) in the flat tensors of its bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    end: int
+
+    @property
+    def spec(self) -> ParameterSpec:
+        return spec_of(self.parameter)
+
+
+class Bucket:
+    """Parameters whose weights are views of one flat tensor.
+
+    The bucket is padded with zeros to one shard of equal size per data-parallel rank. The padding does not
+    depend on the ZeRO stage, so that the stage changes no sum.
+
+    Attributes:
+        entries: the last parameter of the model first, in the order in which backward reaches them.
+        weight: flat weights, ``[size]``.
+        shard: range of the flat tensors that this data-parallel rank owns where ZeRO shards them.
+        decay: whether weight decay applies.
+        is_cut: whether the parameters are sharded over tp; otherwise every tp rank has all of them.
+    """
+
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], dp: Axis) -> None:
+        """Move parameters of equal dtype, decay and tp sharding into a new flat tensor."""
+        self.entries: list[BucketEntry] = []
+        start = 0
+        for name, parameter in named_parameters:
+            self.entries.append(BucketEntry(name, parameter, start, start + parameter.numel()))
+            start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        first = self.entries[0].parameter
+        self.decay, self.is_cut = _kind(first)
+        shard_size = -(-self.entries[-1].end // (dp.size * ALIGNMENT)) * ALIGNMENT
+        self.size = dp.size * shard_size
+        self.shard = slice(dp.rank * shard_size, (dp.rank + 1) * shard_size)
+        self.weight = torch.zeros(self.size, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for entry in self.entries:
+                weight = self.view(self.weight, entry)
+                weight.copy_(entry.parameter)
+                entry.parameter.data = weight
+
+    def view(self, flat: Tensor, entry: BucketEntry) -> Tensor:
+        """Return a parameter's part of a flat tensor of this bucket, in the parameter's shape."""
+        return flat[entry.start : entry.end].view(entry.parameter.shape)
+
+
+def make_buckets(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis, bucket_size: int | None
+) -> list[Bucket]:
+    """Put parameters into buckets, in the order in which backward fills the buckets.
+
+    Args:
+        named_parameters: in the order in which forward uses them.
+        bucket_size: a bucket with this many elements or more is full; `usual_bucket_size` by default.
+    """
+    backwards = list(named_parameters)[::-1]
+    size = bucket_size or usual_bucket_size(sum(parameter.numel() for _, parameter in backwards))
+    arrival = {name: number for number, (name, _) in enumerate(backwards)}
+    kinds = dict.fromkeys(_kind(parameter) for _, parameter in backwards)
+    buckets = [
+        Bucket(members, dp)
+        for kind in kinds
+        for members in _split([pair for pair in backwards if _kind(pair[1]) == kind], size)
+    ]
+    return sorted(buckets, key=lambda bucket: arrival[bucket.entries[-1].name])
+
+
+def usual_bucket_size(num_elements: int) -> int:
+    """Return the default size of a bucket on a rank with `num_elements` in total.
+
+    Every bucket but the last is reduced under backward, so there should be a handful of them. Messages below
+    a million elements cost more because of their number; above 40 million (Megatron-LM's size) nothing is
+    gained.
+    """
+    return min(max(num_elements // 6, 1_000_000), 40_000_000)
+
+
+def _kind(parameter: nn.Parameter) -> tuple[bool, bool]:
+    """Return (decay, is_cut), which all parameters of a bucket share."""
+    spec = spec_of(parameter)
+    return spec.decay, spec.shard is not None
+
+
+def _split(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], bucket_size: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    members: list[tuple[str, nn.Parameter]] = []
+    for pair in named_parameters:
+        members.append(pair)
+        if sum(parameter.numel() for _, parameter in members) >= bucket_size:
+            yield members
+            members = []
+    if members:
+        yield members

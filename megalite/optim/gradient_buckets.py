@@ -1,0 +1,295 @@
+"""Gradient buffers of the buckets, one class per ZeRO stage, and their reduction over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalite.distributed.collectives import Pending, flat_all_gather, flat_reduce_scatter, start_all_reduce
+from megalite.distributed.topology import Axis
+from megalite.optim.flat_buffers import Bucket, BucketEntry
+from megalite.tensor_parallel.weight_gradient_store import MainGrad
+
+MESSAGE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the config's grad_communication_dtype; None is the dtype in which gradients accumulate."""
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of accumulated gradients, main weights and moments for weights of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class ReduceHandle(NamedTuple):
+    """A reduction of a bucket in flight; `wait` also stores its result."""
+
+    pending: Pending
+    store_result: Callable[[], object]
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.store_result()
+
+
+class GradientBuffer:
+    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the whole sum.
+
+    Where weights have the gradients' dtype, every ``.grad`` is a view of the buffer and autograd accumulates
+    in place. Otherwise `accumulate` adds a parameter's gradient to the buffer and frees it.
+
+    Attributes:
+        owned: range of the bucket whose reduced gradient this rank gets, and which it updates.
+        num_ready: gradients that have been accumulated in this iteration.
+    """
+
+    reduces_each_microbatch = False
+
+    def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
+        """Allocate the buffer.
+
+        Args:
+            message_dtype: gradients are rounded to it for the reduction, which sums in it; None keeps theirs.
+        """
+        self.bucket = bucket
+        self.dp = dp
+        self.dtype = main_dtype(bucket.weight.dtype)
+        self.message_dtype = message_dtype or self.dtype
+        self.owned = slice(0, bucket.size)
+        self.num_ready = 0
+        self.buffer: Tensor | None = self._zeros()
+        self.grads_are_views = self.dtype == bucket.weight.dtype
+        if self.grads_are_views:
+            for entry in bucket.entries:
+                entry.parameter.grad = self.main_grad(entry)
+
+    @property
+    def full(self) -> Tensor:
+        """The buffer that backward accumulates into, ``[size]``."""
+        if self.buffer is None:
+            self.buffer = self._zeros()
+        return self.buffer
+
+    @property
+    def owned_grad(self) -> Tensor:
+        """The complete gradient of the owned elements, once it is reduced."""
+        return self.full[self.owned]
+
+    @property
+    def shard_grad(self) -> Tensor:
+        """The complete gradient of this rank's shard; the shards of all ranks make up the bucket."""
+        return self.full[self.bucket.shard]
+
+    def zero(self) -> None:
+        """Set the gradients to zero for a new iteration."""
+        self.num_ready = 0
+        self.full.zero_()
+
+    def accumulate(self, entry: BucketEntry) -> None:
+        """Count a parameter's new gradient; add it unless autograd or the GEMM that made it has."""
+        self.num_ready += 1
+        if self.grads_are_views or entry.parameter.grad is None:
+            return
+        self.main_grad(entry).add_(entry.parameter.grad)
+        entry.parameter.grad = None
+
+    def main_grad(self, entry: BucketEntry) -> Tensor:
+        """Return the view of the buffer in which a parameter's gradients accumulate, in its shape."""
+        return self.bucket.view(self.full, entry)
+
+    def start_reduce(self) -> ReduceHandle:
+        """Start the sum over the ranks."""
+        message = self.full.to(self.message_dtype)  # the buffer itself if it has that dtype
+        return ReduceHandle(start_all_reduce(message, self.dp), partial(_copy, message, self.full))
+
+    def all_gather(self) -> Tensor:
+        """Return the complete gradient of the whole bucket, ``[size]``; every rank of dp must call it."""
+        return self.full
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.bucket.size, dtype=self.dtype, device=self.bucket.weight.device)
+
+
+class ReduceScatterBuffer(GradientBuffer):
+    """Gradients at ZeRO stage 1: reduce-scattered in place, so that each rank has the sum of its shard."""
+
+    def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
+        super().__init__(bucket, dp, message_dtype)
+        self.owned = bucket.shard
+
+    def start_reduce(self) -> ReduceHandle:
+        message = self.full.to(self.message_dtype)
+        result = message[self.owned]  # NCCL and gloo both allow the output to be a part of the input
+        return ReduceHandle(
+            flat_reduce_scatter(result, message, self.dp), partial(_copy, result, self.owned_grad)
+        )
+
+    def all_gather(self) -> Tensor:
+        full = torch.empty_like(self.full)
+        flat_all_gather(full, self.owned_grad, self.dp).wait()
+        return full
+
+
+class ShardedGradientBuffer(GradientBuffer):
+    """Gradients at ZeRO stage 2: each rank accumulates its shard alone over the microbatches.
+
+    The full buffer exists from the first gradient of a microbatch until it is reduce-scattered.
+    """
+
+    reduces_each_microbatch = True
+
+    def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
+        super().__init__(bucket, dp, message_dtype)
+        self.owned = bucket.shard
+        self.grads_are_views = False
+        self.buffer = None
+        for entry in bucket.entries:
+            entry.parameter.grad = None
+        shard_size = bucket.shard.stop - bucket.shard.start
+        self.shard_sum = torch.zeros(shard_size, dtype=self.dtype, device=bucket.weight.device)
+
+    @property
+    def owned_grad(self) -> Tensor:
+        return self.shard_sum
+
+    @property
+    def shard_grad(self) -> Tensor:
+        return self.shard_sum
+
+    def zero(self) -> None:
+        self.num_ready = 0
+        self.shard_sum.zero_()
+
+    def start_reduce(self) -> ReduceHandle:
+        message = self.full.to(self.message_dtype)
+        self.buffer = None  # the message keeps the memory until it has been reduced
+        result = message[self.owned]
+        return ReduceHandle(
+            flat_reduce_scatter(result, message, self.dp), partial(self.shard_sum.add_, result)
+        )
+
+    def all_gather(self) -> Tensor:
+        full = self._zeros()
+        flat_all_gather(full, self.shard_sum, self.dp).wait()
+        return full
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy a reduced message into the buffer, unless it is the buffer's memory."""
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
+
+
+GRADIENT_BUFFERS: dict[int, type[GradientBuffer]] = {
+    0: GradientBuffer,
+    1: ReduceScatterBuffer,
+    2: ShardedGradientBuffer,
+}
+"""By ZeRO stage."""
+
+
+MAX_IN_FLIGHT = 2
+"""Reductions in flight at ZeRO stage 2, where each keeps a full buffer alive: a bound on memory."""
+
+
+class GradReducer:
+    """Starts the reduction of a bucket as soon as backward has filled it.
+
+    A hook on each parameter counts the gradients of its bucket. All ranks start buckets in the same order,
+    whatever the order in which backward fills them: collectives that ranks start in different orders would
+    sum different buckets. A bucket is reduced once per iteration, after the last microbatch, or once per
+    microbatch at ZeRO stage 2. There, a gradient that is early or late may be part of the neighbouring
+    reduction, which changes no sum.
+
+    Args:
+        buffers: in the order in which backward fills them.
+        overlap: reduce while backward runs; otherwise after it.
+        last: a buffer that is reduced after all others, however many gradients each of its parameters gets.
+        complete: called on the full buffer of `last`, ``[size]``, before it is reduced.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[GradientBuffer],
+        dp: Axis,
+        overlap: bool,
+        last: GradientBuffer | None = None,
+        complete: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.dp = dp
+        self.overlap = overlap
+        self.last = last
+        self.complete = complete
+        self.num_microbatches = 0
+        # Reductions to start: the buffer, and the number of gradients it must have.
+        self._waiting: deque[tuple[GradientBuffer, int]] = deque()
+        self._in_flight: deque[ReduceHandle] = deque()
+        for buffer, entry, hook in self._hooks():
+            if buffer is last or dp.size > 1 or not buffer.grads_are_views:
+                entry.parameter.register_post_accumulate_grad_hook(hook)
+
+    def main_grads(self) -> dict[nn.Parameter, MainGrad]:
+        """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""
+        return {
+            entry.parameter: MainGrad(partial(buffer.main_grad, entry), partial(hook, entry.parameter))
+            for buffer, entry, hook in self._hooks()
+        }
+
+    def begin(self, num_microbatches: int) -> None:
+        """Zero the gradients; expect one gradient per parameter and microbatch."""
+        self.num_microbatches = num_microbatches
+        for buffer in self._all_buffers():
+            buffer.zero()
+        self._waiting.clear()
+        if self.dp.size > 1:
+            for number in range(1, num_microbatches + 1):
+                self._waiting.extend(
+                    (buffer, number * len(buffer.bucket.entries))
+                    for buffer in self.buffers
+                    if buffer.reduces_each_microbatch or number == num_microbatches
+                )
+
+    def finish(self) -> None:
+        """Start what has not started, since parameters may have had no gradient, and wait for all of it."""
+        while self._waiting:
+            self._start_next()
+        if self.last is not None:
+            if self.complete is not None:
+                self.complete(self.last.full)
+            if self.dp.size > 1:
+                self._in_flight.append(self.last.start_reduce())
+        self._wait(0)
+
+    def _all_buffers(self) -> list[GradientBuffer]:
+        return [*self.buffers, *([] if self.last is None else [self.last])]
+
+    def _hooks(self) -> Iterator[tuple[GradientBuffer, BucketEntry, Callable[[Tensor], None]]]:
+        """Yield for each parameter what to call once it has a new gradient."""
+        for buffer in self._all_buffers():
+            for entry in buffer.bucket.entries:
+                yield buffer, entry, partial(self._on_gradient, buffer, entry)
+
+    def _on_gradient(self, buffer: GradientBuffer, entry: BucketEntry, _: Tensor) -> None:
+        buffer.accumulate(entry)
+        if buffer is self.last:
+            return  # reduced by `finish`
+        assert buffer.num_ready <= len(buffer.bucket.entries) * self.num_microbatches, (
+            "more backward passes than passed to begin(): the bucket has already been reduced"
+        )
+        if self.overlap or buffer.reduces_each_microbatch:
+            while self._waiting and self._waiting[0][0].num_ready >= self._waiting[0][1]:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        buffer, _ = self._waiting.popleft()
+        self._in_flight.append(buffer.start_reduce())
+        if buffer.reduces_each_microbatch:
+            self._wait(MAX_IN_FLIGHT if self.overlap else 0)
+
+    def _wait(self, num_left: int) -> None:
+        while len(self._in_flight) > num_left:
+            self._in_flight.popleft().wait()

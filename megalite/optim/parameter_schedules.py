@@ -1,0 +1,185 @@
+"""Learning rate and weight decay as functions of the training progress, with Megatron's formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megalite.config import Config, OptimizerConfig
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "constant": lambda progress: 1.0,
+}
+"""Position between the minimum (0) and the peak (1), by the progress through the decay in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Warm-up, then decay; a pure function of the position in the run, so a resumed run needs no state.
+
+    The update that brings the run to a position has the rate that Megatron logs for it. Megatron itself
+    updates with the previous one, so that its first update, at the start of warm-up, has rate 0.
+
+    Args:
+        run_length: iterations or samples of the run; the decay's length unless the config sets one.
+        unit: of the run's length, and of the config's fields that are used.
+    """
+
+    config: OptimizerConfig
+    run_length: int
+    unit: Literal["iters", "samples"] = "iters"
+
+    @property
+    def decay_length(self) -> int:
+        """Position at which the decay ends."""
+        return self._given("lr_decay") or self.run_length
+
+    @property
+    def warmup_length(self) -> float:
+        """Length of linear warm-up; not necessarily an integer if it is a fraction of the decay."""
+        fraction = self.config.lr_warmup_fraction
+        return self._given("lr_warmup") if fraction is None else fraction * self.decay_length
+
+    def __call__(self, position: int) -> float:
+        """Return the rate of the update that brings the run to `position`.
+
+        Args:
+            position: number of the iteration, from 1, or the samples consumed including the iteration's.
+        """
+        peak, least = self.config.lr, self.config.min_lr
+        if position <= self.warmup_length:
+            start = self.config.lr_warmup_init
+            return start + (peak - start) * position / self.warmup_length
+        if self.config.lr_decay_style == "constant":
+            return peak
+        if position > self.decay_length:
+            return least
+        if self.config.lr_decay_style == "inverse-square-root":
+            return max(least, peak * math.sqrt(max(self.warmup_length, 1.0) / position))
+        return least + self._decay(position) * (peak - least)
+
+    def _decay(self, position: int) -> float:
+        if self.config.lr_decay_style != "WSD":
+            progress = (position - self.warmup_length) / (self.decay_length - self.warmup_length)
+            return DECAYS[self.config.lr_decay_style](progress)
+        length = self._given("lr_wsd_decay")
+        since = position - (self.decay_length - length)
+        return 1.0 if since <= 0 else DECAYS[self.config.lr_wsd_decay_style](since / length)
+
+    def _given(self, name: str) -> int:
+        """Return the config's field of that name in the run's unit; 0 if it is not set."""
+        return getattr(self.config, f"{name}_{self.unit}") or 0
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """Weight decay, which may rise over the run; a pure function of the position in the run.
+
+    Args:
+        length: iterations or samples until it reaches its end.
+    """
+
+    config: OptimizerConfig
+    length: int
+
+    def __call__(self, position: int) -> float:
+        """Return the weight decay of the update that brings the run to `position`."""
+        if self.config.weight_decay_incr_style == "constant":
+            return self.config.weight_decay
+        start, end = self.config.start_weight_decay, self.config.end_weight_decay
+        assert start is not None and end is not None
+        share = min(position / self.length, 1.0)
+        if self.config.weight_decay_incr_style == "cosine":
+            share = 0.5 * (math.cos(math.pi * (1.0 - share)) + 1.0)
+        return start + share * (end - start)
+
+
+_STYLES = {
+    "lr_decay_style": {"linear", "cosine", "constant", "inverse-square-root", "WSD"},
+    "lr_wsd_decay_style": set(DECAYS),
+    "weight_decay_incr_style": {"constant", "linear", "cosine"},
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSchedules:
+    """Learning rate and weight decay of every position in a run.
+
+    Attributes:
+        config: the optimizer's.
+        run_length: iterations or samples of the run.
+        unit: of the run's length.
+    """
+
+    config: OptimizerConfig
+    run_length: int
+    unit: Literal["iters", "samples"]
+
+    @staticmethod
+    def of(config: Config) -> OptimizerSchedules:
+        """Return the schedules of a config."""
+        is_in_samples = config.training.is_counted_in_samples
+        return OptimizerSchedules(
+            config.optimizer, config.training.length, "samples" if is_in_samples else "iters"
+        )
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """The learning rate's schedule."""
+        return LearningRate(self.config, self.run_length, self.unit)
+
+    @property
+    def weight_decay(self) -> WeightDecay:
+        """The weight decay's schedule."""
+        given = getattr(self.config, f"weight_decay_incr_{self.unit}")
+        return WeightDecay(self.config, given or self.run_length)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the config's fields that have an effect, lengths resolved: equal for equal schedules."""
+        names, unit = ["lr", "lr_decay_style", "weight_decay_incr_style"], self.unit
+        lengths: dict[str, float] = {f"lr_warmup_{unit}": self.learning_rate.warmup_length}
+        if lengths[f"lr_warmup_{unit}"]:
+            names.append("lr_warmup_init")
+        if self.config.lr_decay_style != "constant":
+            names.append("min_lr")
+            lengths[f"lr_decay_{unit}"] = self.learning_rate.decay_length
+        if self.config.lr_decay_style == "WSD":
+            names += ["lr_wsd_decay_style", f"lr_wsd_decay_{unit}"]
+        if self.config.weight_decay_incr_style == "constant":
+            names.append("weight_decay")
+        else:
+            names += ["start_weight_decay", "end_weight_decay"]
+            lengths[f"weight_decay_incr_{unit}"] = self.weight_decay.length
+        return {name: getattr(self.config, name) for name in names} | lengths
+
+    def with_fields(self, fields: Mapping[str, Any]) -> OptimizerSchedules:
+        """Return the schedules that recorded `fields`, in the same unit.
+
+        Raises:
+            ValueError: `fields` does not return them for any schedules in that unit.
+        """
+        try:
+            config = replace(self.config, lr_warmup_fraction=None, **fields)
+            found = OptimizerSchedules(config, self.run_length, self.unit)
+            is_sound = _is_sound(fields) and found.fields() == fields
+        except TypeError as error:
+            raise ValueError("its schedule is damaged") from error
+        if not is_sound:
+            raise ValueError("its schedule is damaged")
+        return found
+
+
+def _is_sound(fields: Mapping[str, Any]) -> bool:
+    """Return whether every value has its field's type and range."""
+    return all(
+        isinstance(value, str) and value in _STYLES[name]
+        if name in _STYLES
+        else isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        for name, value in fields.items()
+    )

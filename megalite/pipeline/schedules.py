@@ -1,0 +1,353 @@
+"""Pipeline schedules as data: pure functions to the actions that each rank runs, in order.
+
+`SCHEDULES` at the end holds every fact about every schedule. Configuration, planner, simulator, executor and
+drawing read it, so this module imports nothing of megalite and is at the lowest level.
+
+p is the number of ranks along the pipeline axis, m the number of microbatches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
+
+
+class ActionKind(Enum):
+    """Kind of work that a rank does for one microbatch.
+
+    A schedule uses either whole backward passes, or splits every one in two (Qi et al. 2023): the gradient of
+    the input, which the previous stage waits for, and those of the weights, which can wait until the update.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward input"
+    BACKWARD_WEIGHT = "backward weight"
+
+    __hash__ = object.__hash__  # actions are looked up often, and Enum's own hash is slow
+
+    @property
+    def downstream(self) -> int:
+        """Stages by which the output moves: 1, -1, or 0 where there is no output to send."""
+        return _DOWNSTREAM[self]
+
+    @property
+    def units(self) -> int:
+        """Usual duration: a backward pass runs two GEMMs for each GEMM of the forward."""
+        return 2 if self is ActionKind.BACKWARD else 1
+
+
+_DOWNSTREAM = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: -1,
+    ActionKind.BACKWARD_INPUT: -1,
+    ActionKind.BACKWARD_WEIGHT: 0,
+}
+
+F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+
+
+class Action(NamedTuple):
+    """One item of a rank's work.
+
+    Attributes:
+        microbatch: its number within the step, in [0, m).
+        chunk: index among the rank's model chunks; `StageMap` maps it to a global stage.
+    """
+
+    kind: ActionKind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        chunk = f" of chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kind.value} {self.microbatch}{chunk}"
+
+
+def peak_in_flight(actions: Sequence[Action]) -> int:
+    """Return the largest number of microbatches whose activations a rank holds at once.
+
+    A microbatch is in flight from its forward to its backward, or to the weight part of a split backward,
+    which still needs the activations. Microbatches of different chunks count separately. The result has no
+    meaning for an evaluation, which keeps no activations.
+
+    Args:
+        actions: of one rank, in order.
+    """
+    peak = in_flight = 0
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            in_flight += 1
+            peak = max(peak, in_flight)
+        elif action.kind is not ActionKind.BACKWARD_INPUT:
+            in_flight -= 1
+    return peak
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """Map between global stages and the ranks' chunks. A microbatch passes each rank once per chunk.
+
+    Attributes:
+        v_shaped: odd chunks run over the ranks in reverse order (ZB-V, Qi et al. 2024), so that the last
+            rank holds two consecutive stages. Otherwise every chunk starts at rank 0 (interleaved stages,
+            Narayanan et al. 2021).
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+    v_shaped: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Global stages, over all ranks."""
+        return self.num_ranks * self.num_chunks
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """Return the global stage of a rank's chunk."""
+        return chunk * self.num_ranks + self._mirrored(rank, chunk)
+
+    def holder_of(self, stage: int) -> tuple[int, int]:
+        """Return the rank that holds a global stage, and the chunk there."""
+        chunk, position = divmod(stage, self.num_ranks)
+        return self._mirrored(position, chunk), chunk
+
+    def _mirrored(self, rank: int, chunk: int) -> int:
+        """Map a rank to its position along a chunk, or a position to its rank: the map is its own inverse."""
+        return self.num_ranks - 1 - rank if self.v_shaped and chunk % 2 else rank
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the global stages of a rank's chunks, in order."""
+        return [self.stage_of(rank, chunk) for chunk in range(self.num_chunks)]
+
+
+ScheduleFunction = Callable[[int, StageMap, int], list[Action]]
+"""Map (rank along the axis, stages, number of microbatches) to that rank's actions in order."""
+
+
+def actions_by_rank(order: ScheduleFunction, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
+    """Return the actions of every rank."""
+    return [order(rank, stages, num_microbatches) for rank in range(stages.num_ranks)]
+
+
+def forward_only(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Return the forwards of an evaluation with one chunk per rank, the same on every rank."""
+    return [Action(F, number) for number in range(num_microbatches)]
+
+
+def gpipe(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Run all forwards, then all backwards (Huang et al. 2019); m microbatches are in flight.
+
+    Backwards run in the order of the forwards, so that gradients are summed in the order of microbatches.
+    """
+    backwards = [Action(ActionKind.BACKWARD, number) for number in range(num_microbatches)]
+    return forward_only(rank, stages, num_microbatches) + backwards
+
+
+def one_f_one_b(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Alternate one forward and one backward after warm-up (PipeDream-Flush, Narayanan et al. 2021).
+
+    The bubble is GPipe's; at most ``p - rank`` microbatches are in flight, however large m is.
+    """
+    num_warmup = min(stages.num_ranks - rank - 1, num_microbatches)
+    forwards = forward_only(rank, stages, num_microbatches)
+    backwards = [Action(ActionKind.BACKWARD, number) for number in range(num_microbatches)]
+    return _alternate(forwards, backwards, num_warmup)
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
+    """Run `num_warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    actions = forwards[:num_warmup]
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - num_warmup :]
+
+
+def interleaved(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Run 1F1B over groups of microbatches; each group passes all chunks in turn (Narayanan et al. 2021).
+
+    With v chunks the bubble is (p - 1) / (v m) of the work where m is a multiple of p. With m < p, ranks wait
+    between two chunks of a group.
+
+    Args:
+        rank: along the axis.
+        stages: two or more chunks per rank.
+        num_microbatches: m; where p does not divide it, groups have p microbatches or a few more.
+    """
+    groups = _microbatch_groups(num_microbatches, stages.num_ranks)
+    backwards = [
+        Action(ActionKind.BACKWARD, number, chunk)
+        for group in groups
+        for chunk in reversed(range(stages.num_chunks))
+        for number in group
+    ]
+    forwards = interleaved_forward(rank, stages, num_microbatches)
+    # By then the first group has reached the last chunk, and its first microbatch's gradient is back here.
+    num_warmup = (stages.num_chunks - 1) * len(groups[0]) + 2 * (stages.num_ranks - rank - 1)
+    return _alternate(forwards, backwards, min(num_warmup, len(forwards)))
+
+
+def interleaved_forward(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Return the forwards of `interleaved`, the same on every rank."""
+    return [
+        Action(F, number, chunk)
+        for group in _microbatch_groups(num_microbatches, stages.num_ranks)
+        for chunk in range(stages.num_chunks)
+        for number in group
+    ]
+
+
+def _microbatch_groups(num_microbatches: int, num_ranks: int) -> list[range]:
+    """Split the microbatches into groups of p or a few more, the larger groups first.
+
+    The first microbatch of a group of p is back at rank 0 just when rank 0 has started the last one.
+    """
+    num_groups = max(num_microbatches // num_ranks, 1)
+    size, remainder = divmod(num_microbatches, num_groups)
+    starts = [group * size + min(group, remainder) for group in range(num_groups + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def zb_h1(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Run ZB-H1 (Qi et al. 2023, section 2.1): 1F1B with weight gradients deferred by `rank` microbatches.
+
+    Later ranks start their forwards later and finish their backwards sooner. Deferring `rank` weight
+    gradients lets the last input gradients reach rank 0 without a gap. The bubble is (p - 1)(F + B - W), a
+    third of 1F1B's where the three take equal time. Every rank holds p microbatches, as 1F1B's first does.
+    """
+    num_warmup = min(stages.num_ranks - rank - 1, num_microbatches)
+    actions = [Action(F, number) for number in range(num_warmup)]
+    for number in range(num_microbatches):
+        if number + num_warmup < num_microbatches:
+            actions.append(Action(F, number + num_warmup))
+        actions.append(Action(B, number))
+        if number >= rank:
+            actions.append(Action(W, number - rank))
+    first_deferred = max(num_microbatches - rank, 0)
+    return actions + [Action(W, number) for number in range(first_deferred, num_microbatches)]
+
+
+def zb_v(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Run ZB-V (V-ZB of Qi et al. 2024): two chunks per rank along a V, no bubble if F, B and W are equal.
+
+    The first and the last stage are both on rank 0, which so computes the loss of the microbatches that it
+    starts. Every rank holds the same: 2p microbatches of half its layers, no more than 1F1B's first rank.
+
+    Args:
+        rank: along the axis.
+        stages: two chunks per rank, V-shaped.
+        num_microbatches: m. The pipeline is full from m = 2p - 1 on; for fewer, the order is that of 2p - 1
+            with the missing microbatches removed.
+    """
+    full = max(num_microbatches, 2 * stages.num_ranks - 1)
+    actions = _zb_v_full(rank, stages.num_ranks, full)
+    return [action for action in actions if action.microbatch < num_microbatches]
+
+
+def _zb_v_full(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield ZB-V's order for m >= 2p - 1."""
+    next_of = {(kind, chunk): 0 for kind in (F, B, W) for chunk in (0, 1)}
+
+    def run(kind: ActionKind, chunk: int) -> Action:
+        number = next_of[kind, chunk]
+        next_of[kind, chunk] += 1
+        return Action(kind, number, chunk)
+
+    def remaining(kind: ActionKind, chunk: int) -> int:
+        return num_microbatches - next_of[kind, chunk]
+
+    # Warm-up: fill the pipeline down to the last rank and back up to this one.
+    for _ in range(2 * (num_ranks - rank) - 1):
+        yield run(F, 0)
+    for _ in range(rank):
+        yield run(F, 1)
+        yield run(F, 0)
+    for _ in range(num_ranks - rank):
+        yield from (run(F, 1), run(B, 1), run(W, 1))
+    # Steady state: one microbatch in, one out.
+    while remaining(F, 1):
+        if remaining(F, 0):
+            yield run(F, 0)
+        yield from (run(B, 0), run(W, 0), run(F, 1), run(B, 1), run(W, 1))
+    # Cool-down: first the input gradients that other ranks wait for.
+    for _ in range(rank):
+        yield from (run(B, 0), run(B, 1))
+    for _ in range(num_ranks - rank):
+        yield from (run(B, 0), run(W, 0))
+    for chunk in (1, 0):
+        for _ in range(remaining(W, chunk)):
+            yield run(W, chunk)
+
+
+def zb_v_forward(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Return the forwards of an evaluation along a V.
+
+    The first chunk is ahead of the second by the microbatches on their way to the last rank and back.
+    """
+    ahead = min(2 * (stages.num_ranks - rank) - 1, num_microbatches)
+    actions = [Action(F, number) for number in range(ahead)]
+    for number in range(num_microbatches):
+        actions.append(Action(F, number, chunk=1))
+        if number + ahead < num_microbatches:
+            actions.append(Action(F, number + ahead))
+    return actions
+
+
+DEFAULT_NUM_CHUNKS = 2
+"""Chunks per rank where the user may choose the number and has not."""
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """Every fact about one schedule.
+
+    Attributes:
+        train: actions of a training step. The gradients of a stage are summed in the order of microbatches,
+            whatever the schedule.
+        evaluate: forwards of an evaluation.
+        num_chunks: model chunks per rank; None where the user chooses, two or more.
+        v_shaped: the chunks of a rank lie along a V; see `StageMap`.
+        splits_backward: input gradients and weight gradients are separate actions.
+        keeps_all_microbatches: the number of microbatches in flight grows with m; otherwise p and the number
+            of chunks set a bound.
+        needs_microbatch_per_rank: m must be p or more.
+        layout_suffix: follows the pipeline size in a layout's name, as in ``pp4zb``; empty for 1f1b, and for
+            interleaved, which the number of chunks names, as in ``pp4v2``.
+    """
+
+    train: ScheduleFunction
+    evaluate: ScheduleFunction
+    num_chunks: int | None = 1
+    v_shaped: bool = False
+    splits_backward: bool = False
+    keeps_all_microbatches: bool = False
+    needs_microbatch_per_rank: bool = False
+    layout_suffix: str = ""
+
+    def stage_map(self, num_ranks: int, num_chunks: int | None = None) -> StageMap:
+        """Return the stages of `num_ranks` ranks.
+
+        Args:
+            num_chunks: used where the user chooses it; `DEFAULT_NUM_CHUNKS` by default.
+        """
+        return StageMap(num_ranks, self.num_chunks or num_chunks or DEFAULT_NUM_CHUNKS, self.v_shaped)
+
+
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
+"""Values of ``--pipeline-schedule``: the keys of `SCHEDULES`, written out for the type checker."""
+
+SCHEDULES: dict[ScheduleName, PipelineSchedule] = {
+    "1f1b": PipelineSchedule(one_f_one_b, forward_only),
+    "gpipe": PipelineSchedule(gpipe, forward_only, keeps_all_microbatches=True, layout_suffix="gpipe"),
+    "interleaved": PipelineSchedule(
+        interleaved, interleaved_forward, num_chunks=None, needs_microbatch_per_rank=True
+    ),
+    "zb-h1": PipelineSchedule(zb_h1, forward_only, splits_backward=True, layout_suffix="zb"),
+    "zb-v": PipelineSchedule(
+        zb_v, zb_v_forward, num_chunks=2, v_shaped=True, splits_backward=True, layout_suffix="zbv"
+    ),
+}
+assert tuple(SCHEDULES) == get_args(ScheduleName)

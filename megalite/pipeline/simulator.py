@@ -1,0 +1,235 @@
+"""Simulate a schedule on all ranks: prove that it cannot deadlock, and compute its times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.pipeline.messages import (
+    MAX_OPEN_BATCHES,
+    Batch,
+    Duration,
+    ScheduleError,
+    StageMessage,
+    Step,
+    plan_steps,
+)
+from megalite.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    ScheduleName,
+    StageMap,
+    actions_by_rank,
+    peak_in_flight,
+)
+
+_BEFORE = {
+    ActionKind.BACKWARD: ActionKind.FORWARD,
+    ActionKind.BACKWARD_INPUT: ActionKind.FORWARD,
+    ActionKind.BACKWARD_WEIGHT: ActionKind.BACKWARD_INPUT,
+}
+"""Kind of action that must have run on the same microbatch and chunk."""
+
+
+@dataclass(frozen=True)
+class TimelineSlot:
+    """An action with its start and end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Times of every rank's actions.
+
+    Attributes:
+        slots: by rank, in order of time.
+        peaks_in_flight: by rank, see `peak_in_flight`.
+    """
+
+    slots: tuple[tuple[TimelineSlot, ...], ...]
+    peaks_in_flight: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the start of the first action to the end of the last."""
+        return max(slot.end for row in self.slots for slot in row)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time that is idle; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+        busy = sum(slot.end - slot.start for row in self.slots for slot in row)
+        return 1 - busy / (len(self.slots) * self.makespan)
+
+
+def simulate_schedule(
+    schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chunks: int | None, duration: Duration
+) -> Timeline:
+    """Simulate a training step of a schedule; `num_chunks` as in `PipelineSchedule.stage_map`."""
+    stages = SCHEDULES[schedule].stage_map(num_ranks, num_chunks)
+    return simulate(actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches), stages, duration)
+
+
+def simulate(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Timeline:
+    """Plan the messages between every rank's actions and simulate both.
+
+    Raises:
+        ScheduleError: a rank's own order is wrong, an input is never produced, or see `run_steps`.
+    """
+    for rank, own in enumerate(actions):
+        _check_order(rank, own)
+    slots = run_steps(plan_steps(actions, stages), duration)
+    return Timeline(slots, tuple(map(peak_in_flight, actions)))
+
+
+def _check_order(rank: int, actions: Sequence[Action]) -> None:
+    """Check that no action repeats and that each forward has its backward, or both parts of it, after it.
+
+    Raises:
+        ScheduleError: otherwise.
+    """
+    seen: set[Action] = set()
+    for action in actions:
+        if action in seen:
+            raise ScheduleError(f"rank {rank} runs {action} twice")
+        if action.kind in _BEFORE and action._replace(kind=_BEFORE[action.kind]) not in seen:
+            raise ScheduleError(
+                f"rank {rank} runs {action} before {action._replace(kind=_BEFORE[action.kind])}"
+            )
+        seen.add(action)
+    backward_kinds = {action.kind for action in seen} - {ActionKind.FORWARD}  # empty in an evaluation
+    for action in actions:
+        if backward_kinds and not any(action._replace(kind=kind) in seen for kind in backward_kinds):
+            raise ScheduleError(f"rank {rank} never runs the backward of {action}")
+        weight_part = action._replace(kind=ActionKind.BACKWARD_WEIGHT)
+        if action.kind is ActionKind.BACKWARD_INPUT and weight_part not in seen:
+            raise ScheduleError(f"rank {rank} never runs {weight_part}")
+
+
+def run_steps(steps: Sequence[Sequence[Step]], duration: Duration) -> tuple[tuple[TimelineSlot, ...], ...]:
+    """Simulate the steps of all ranks and return when each of their actions ran.
+
+    A send and its receive must meet, as under NCCL, and each rank runs its batches one after the other.
+
+    Raises:
+        ScheduleError: two ranks' messages cross, or no rank can continue.
+    """
+    ranks = [_SimulatedRank(number, own, duration) for number, own in enumerate(steps)]
+    while not all(rank.is_done for rank in ranks):
+        moved = False
+        for rank in ranks:
+            moved |= rank.advance()
+        for rank in ranks:
+            moved |= _deliver(rank, ranks)
+        if not moved:
+            raise ScheduleError("deadlock: " + "; ".join(rank.status() for rank in ranks))
+    return tuple(tuple(rank.slots) for rank in ranks)
+
+
+class _OpenBatch:
+    """A batch in flight.
+
+    Attributes:
+        send: None once it has been delivered; `receives` likewise.
+        started: when it became the rank's current batch.
+        end: earliest time at which all of it can have been delivered.
+    """
+
+    def __init__(self, batch: Batch, time: float) -> None:
+        self.send = batch.send
+        self.receives = list(batch.receives)
+        self.readers = [message.reader for message in batch.receives]
+        self.started = self.end = time
+
+    def next_from(self, sender: int) -> StageMessage | None:
+        """Return the next message that has to come from this sender."""
+        return next((message for message in self.receives if message.sender == sender), None)
+
+
+class _SimulatedRank:
+    """One rank's next step, its batches in flight and its clock."""
+
+    def __init__(self, rank: int, steps: Sequence[Step], duration: Duration) -> None:
+        self.rank = rank
+        self.slots: list[TimelineSlot] = []
+        self.open: deque[_OpenBatch] = deque()  # the first one is the current batch
+        self._steps = steps
+        self._next = 0
+        self._duration = duration
+        self._clock = 0.0
+        self._last_ends = [0.0] * MAX_OPEN_BATCHES  # of the last batches that were delivered
+        self._readers = {m.reader for step in steps if isinstance(step, Batch) for m in step.receives}
+        self._arrived: dict[Action, float] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return self._next == len(self._steps) and not self.open
+
+    def advance(self) -> bool:
+        """Compute and start batches as far as possible; return whether any step ran."""
+        first = self._next
+        while self._next < len(self._steps) and self._run(self._steps[self._next]):
+            self._next += 1
+        return self._next > first
+
+    def _run(self, step: Step) -> bool:
+        if isinstance(step, Batch):
+            if len(self.open) == MAX_OPEN_BATCHES:
+                return False
+            self._clock = max(self._clock, self._last_ends[len(self.open)])
+            self.open.append(_OpenBatch(step, max(self._clock, self._last_ends[-1])))
+            return True
+        if step in self._readers and step not in self._arrived:
+            return False
+        start = max(self._clock, self._arrived.get(step, 0.0))
+        self._clock = start + self._duration(self.rank, step)
+        self.slots.append(TimelineSlot(step, start, self._clock))
+        return True
+
+    def close_batch(self) -> None:
+        """End the current batch if all of it has been delivered."""
+        batch = self.open[0]
+        if batch.send is None and not batch.receives:
+            self.open.popleft()
+            self._last_ends = [*self._last_ends[1:], batch.end]
+            self._arrived.update(dict.fromkeys(batch.readers, batch.end))
+            if self.open:
+                following = self.open[0]
+                following.started = following.end = max(following.started, batch.end)
+
+    def status(self) -> str:
+        if self.is_done:
+            return f"rank {self.rank} is done"
+        if not self.open:
+            return f"rank {self.rank} waits to run {self._steps[self._next]}"
+        send = self.open[0].send
+        waits = [f"rank {send.receiver} to receive the input of {send.reader}"] if send else []
+        waits += [f"rank {m.sender} to send the input of {m.reader}" for m in self.open[0].receives]
+        return f"rank {self.rank} waits for " + " and ".join(waits)
+
+
+def _deliver(sender: _SimulatedRank, ranks: Sequence[_SimulatedRank]) -> bool:
+    """Deliver the send of the sender's current batch if the receiver's current batch expects it."""
+    message = sender.open[0].send if sender.open else None
+    if message is None:
+        return False
+    receiver = ranks[message.receiver]
+    expected = receiver.open[0].next_from(sender.rank) if receiver.open else None
+    if expected is None:
+        return False
+    if expected != message:
+        raise ScheduleError(
+            f"messages cross: rank {sender.rank} sends rank {receiver.rank} the input of {message.reader}, "
+            f"which expects that of {expected.reader}"
+        )
+    sender.open[0].send = None
+    receiver.open[0].receives.remove(message)
+    time = max(rank.open[0].started for rank in (sender, receiver))
+    for rank in (sender, receiver):
+        rank.open[0].end = max(rank.open[0].end, time)
+        rank.close_batch()
+    return True

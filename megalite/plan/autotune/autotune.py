@@ -1,0 +1,209 @@
+"""The command line of autotune: plan all layouts, run the fastest ones, and print a table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import megalite
+from megalite.config.command_line import parse
+from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
+from megalite.errors import UserError
+from megalite.plan.autotune.trial import DONE, PROGRAM, Length, Results, Trial, run_trial
+from megalite.plan.estimate import RunPlan
+from megalite.plan.layout_fields import layout_flags
+from megalite.plan.layout_search import fastest, search
+from megalite.plan.plan_report import nothing_fits
+from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
+
+_GB = 1e9
+_MAX_RANKS_PER_CORE = 8
+"""A rank uses a third of a gigabyte without a model."""
+
+
+def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM) -> Iterator[str]:
+    """Yield the progress of the trials, then the table and the fastest layout's command.
+
+    Raises:
+        UserError: the command line is invalid, or this machine cannot run the trials.
+    """
+    own, rest = _parser(description).parse_known_args(arguments)
+    request = read_request(["--search", *rest])
+    length = _length(own)
+    if request.is_json:
+        raise UserError("--json is an option of tools/plan.py: remove it")
+    _check_costs(request)
+    if request.config.dry_run.dry_run:
+        raise UserError("--dry-run computes nothing that could be timed: remove it")
+    _check_machine(request)
+    _check_length(request, length)
+    plans = _candidates(request, own.top)
+    if not torch.cuda.is_available():
+        _check_host_memory(plans)
+    results = Results(own.folder, _about(request, length))
+    yield f"{len(plans)} layouts of {request.cluster.world_size} ranks, {length.iterations} iterations each"
+    if not torch.cuda.is_available() and "--calibrate" not in rest:
+        yield "warning: the plan is for GPUs, but this machine has none: pass --calibrate to plan for it"
+    trials: list[tuple[RunPlan, Trial]] = []
+    for number, plan in enumerate(plans, 1):
+        layout = " ".join(layout_flags(plan.run.config))
+        trial = results.get(layout)
+        if trial is None or (own.retry and trial.status != DONE):
+            yield f"[{number}/{len(plans)}] {layout}"
+            config, _ = parse(training_tokens(request, plan.run.config))
+            folder = own.folder / f"trial_{len(results) + 1:03}"
+            trial = run_trial(config, request.cluster.world_size, folder, length, program)
+            results.add(layout, trial)
+        else:
+            yield f"[{number}/{len(plans)}] {layout}: already in {own.folder}"
+        trials.append((plan, trial))
+    yield ""
+    yield from _table(trials)
+    yield ""
+    yield _best(request, trials)
+
+
+def _candidates(request: Request, count: int) -> list[RunPlan]:
+    found = search(request)
+    if not found.fitting:
+        raise UserError(nothing_fits(request, found))
+    return fastest(found.fitting, count)
+
+
+def _length(own: argparse.Namespace) -> Length:
+    if own.warmup_iterations >= own.iterations:
+        raise UserError(
+            f"--warmup-iterations {own.warmup_iterations} leaves none of --iterations {own.iterations} to "
+            f"measure: pass at most --warmup-iterations {own.iterations - 1}"
+        )
+    return Length(own.iterations, own.warmup_iterations, own.timeout)
+
+
+def _check_costs(request: Request) -> None:
+    """Reject flags of the costs of the whole run: the table does not show them."""
+    costs = {
+        "--train-tokens": request.costs.train_tokens,
+        "--watts": request.costs.watts,
+        "--price-per-gpu-hour": request.costs.price,
+    }
+    if flags := [flag for flag, value in costs.items() if value is not None]:
+        raise UserError(f"{', '.join(flags)}: only tools/plan.py shows the costs of a run; remove this")
+
+
+def _check_machine(request: Request) -> None:
+    """Check that all ranks of a trial can run on this machine."""
+    ranks = request.cluster.world_size
+    if not torch.cuda.is_available():
+        cores = os.cpu_count() or 1
+        if ranks > _MAX_RANKS_PER_CORE * cores:
+            raise UserError(
+                f"--world-size {ranks} is too large for the {cores} cores of this machine, which has no GPU: "
+                f"pass at most {_MAX_RANKS_PER_CORE * cores}"
+            )
+        return
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
+        raise UserError(
+            f"--world-size {ranks} is more than the {gpus} GPUs of this machine, on which the trials run: "
+            f"pass at most --world-size {gpus}, and the --global-batch-size of that part of the run"
+        )
+
+
+def _check_host_memory(plans: Sequence[RunPlan]) -> None:
+    """Check that the memory of this machine, which all ranks share, can hold at least one trial."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # The residual memory of a process is planned for a GPU, and smaller here.
+    ranks = [plan.run.cluster.world_size / len(plan.memories) for plan in plans]
+    needed = min(
+        count * sum(memory.total - memory.residual for memory in plan.memories)
+        for plan, count in zip(plans, ranks, strict=True)
+    )
+    if needed > available:
+        raise UserError(
+            f"the {len(plans)} layouts need at least {needed / _GB:.1f} GB over all ranks, but this machine "
+            f"has no GPU and {available / _GB:.1f} GB: run autotune on a machine with GPUs, or pass "
+            "--calibrate to plan for this one"
+        )
+
+
+def _check_length(request: Request, length: Length) -> None:
+    """Check that the run is not shorter than a trial."""
+    config, _ = parse(request.training_tokens)
+    train_iters = config.training.train_iters
+    if train_iters is not None and train_iters < length.iterations:
+        raise UserError(
+            f"--train-iters {train_iters} is less than --iterations {length.iterations} of a trial: pass "
+            f"--iterations {train_iters}, or a larger --train-iters"
+        )
+
+
+def _about(request: Request, length: Length) -> dict[str, object]:
+    """Return what all trials of a table have in common."""
+    return {
+        "version": megalite.__version__,
+        "flags": list(request.training_tokens),
+        "world size": request.cluster.world_size,
+        "length": asdict(length),
+    }
+
+
+def _table(trials: Sequence[tuple[RunPlan, Trial]]) -> Iterator[str]:
+    yield (
+        f"{'':14}{'s/iteration':>22}{'tokens/s':>11}{'GB':>16}\n"
+        f"{'':14}{'planned':>11}{'measured':>11}{'measured':>11}{'planned':>8}{'measured':>9}  layout"
+    )
+    # The fastest first; those without a time last, in the planner's order.
+    for plan, trial in sorted(trials, key=lambda each: each[1].seconds or float("inf")):
+        planned = f"{trial.status:14}{plan.time.seconds:11.3f}"
+        memory = f"{plan.memory_bytes / _GB:8.2f}"
+        layout = " ".join(layout_flags(plan.run.config))
+        if trial.seconds is None or trial.tokens_per_second is None or trial.memory_bytes is None:
+            yield f"{planned}{'':22}{memory}{'':9}  {layout}\n{'':14}{trial.reason}"
+        else:
+            measured = f"{trial.seconds:11.3f}{trial.tokens_per_second:11,.0f}"
+            yield f"{planned}{measured}{memory}{trial.memory_bytes / _GB:9.2f}  {layout}"
+    yield "GB (10^9 bytes): planned for the largest rank, measured on the reporting rank"
+
+
+def _best(request: Request, trials: Sequence[tuple[RunPlan, Trial]]) -> str:
+    done = [(trial.seconds, number) for number, (_, trial) in enumerate(trials) if trial.seconds is not None]
+    if not done:
+        raise UserError("no layout finished: the table says why; pass a larger --top to try more")
+    return start_command(request, trials[min(done)[1]][0].run.config)
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = ToolParser(planning_flags(), description=description)
+    add = parser.add_argument
+    add(
+        "--top",
+        type=positive_int,
+        default=5,
+        help="how many of the planner's fastest layouts to run (default: 5)",
+    )
+    add("--iterations", type=positive_int, default=10, help="iterations of each trial (default: 10)")
+    add(
+        "--warmup-iterations",
+        type=whole_number,
+        default=3,
+        help="how many of these are not measured (default: 3)",
+    )
+    add(
+        "--timeout",
+        type=positive_number,
+        default=900.0,
+        help="seconds for one trial, including its start (default: 900)",
+    )
+    add(
+        "--folder",
+        type=local_path,
+        default=Path("runs/autotune"),
+        help="folder of results and logs, from which a tuning resumes (default: runs/autotune)",
+    )
+    add("--retry", action="store_true", help="run failed layouts again")
+    return parser

@@ -1,0 +1,202 @@
+"""A trial of one layout for some iterations, and the results file, with which a tuning can resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import megalite
+from megalite.config import CheckpointConfig, Config, LoggingConfig
+from megalite.config.yaml_writer import to_yaml
+from megalite.errors import UserError
+from megalite.files import parse_json, replace_file
+from megalite.plan.autotune.local_run import Outcome, run_program
+
+FILE = "results.json"
+
+
+class Results:
+    """Hold the trials by layout, in a file that is written after each trial.
+
+    Args:
+        folder: folder of the tuning.
+        about: what all trials have in common; the results of another tuning are rejected.
+
+    Raises:
+        UserError: the folder holds the results of another tuning, or cannot be read or written.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self._file = folder / FILE
+        self._about = json.loads(json.dumps(about))
+        self._trials: dict[str, Trial] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._file.exists():
+                self._read()
+        except OSError as error:
+            raise UserError(f"--folder {folder} cannot be used ({error.strerror}): pass another") from None
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def get(self, layout: str) -> Trial | None:
+        """Return the trial of a layout; None if there is none yet."""
+        return self._trials.get(layout)
+
+    def add(self, layout: str, trial: Trial) -> None:
+        """Add a trial; the file is replaced atomically."""
+        self._trials[layout] = trial
+        record = {
+            "about": self._about,
+            "trials": [{"layout": name, **asdict(each)} for name, each in self._trials.items()],
+        }
+        with replace_file(self._file) as stream:
+            stream.write(json.dumps(record, indent=1).encode())
+
+    def _read(self) -> None:
+        try:
+            record = parse_json(self._file.read_text(encoding="utf-8"))
+            about, trials = dict(record["about"]), record["trials"]
+            found = {each.pop("layout"): Trial(**each) for each in trials}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"{self._file} is not a results file: pass another --folder, or delete it"
+            ) from None
+        if about != self._about:
+            changed = ", ".join(name for name in self._about if about.get(name) != self._about[name])
+            raise UserError(
+                f"{self._file} holds the results of another tuning ({changed} changed): pass another "
+                "--folder, or delete it"
+            )
+        self._trials = found
+
+
+PROGRAM = Path(megalite.__file__).parents[1] / "pretrain_gpt.py"
+DONE, OUT_OF_MEMORY, TIMED_OUT, FAILED = "done", "out of memory", "timed out", "failed"
+_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|bad_alloc|MemoryError", re.IGNORECASE
+)
+_ERROR = re.compile(r"^(error: |\w*(\.\w+)*(Error|Exception|Interrupt)\b)")
+_KILLED = -9
+_MIB = 2.0**20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Hold the result of a trial.
+
+    Attributes:
+        status: DONE, OUT_OF_MEMORY, TIMED_OUT or FAILED.
+        reason: why the trial failed; empty if it is done.
+        seconds: median seconds of an iteration after the warm-up.
+        memory_bytes: maximum of the memory that the reporting rank reserved.
+    """
+
+    status: str
+    reason: str = ""
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Length:
+    """Hold the length of a trial.
+
+    Attributes:
+        warmup: how many of the `iterations` are not measured.
+        timeout: seconds for the whole trial, from the start of the processes.
+    """
+
+    iterations: int
+    warmup: int
+    timeout: float
+
+
+def run_trial(
+    config: Config, world_size: int, folder: Path, length: Length, program: Path = PROGRAM
+) -> Trial:
+    """Train a layout on this machine; config, metrics and logs stay in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(to_yaml(trial_config(config, metrics, length)), encoding="utf-8")
+    outcome = run_program([str(program), "--config", str(file)], world_size, folder, length.timeout)
+    measured = _measured(metrics, length)
+    if outcome.is_good and measured is not None:
+        return measured
+    return _failure(outcome, folder, length)
+
+
+def trial_config(config: Config, metrics: Path, length: Length) -> Config:
+    """Return the config of a trial: without checkpoints and evaluation, and only for its iterations.
+
+    The run keeps its length, and with it its schedules, but exits early. A ramp-up is removed: the full batch
+    is tuned.
+    """
+    training = replace(
+        config.training,
+        exit_interval=length.iterations,
+        eval_iters=0,
+        rampup_batch_size=None,
+        exit_duration_in_mins=None,
+    )
+    if training.train_iters is None and training.train_samples is None:
+        training = replace(training, train_iters=length.iterations)
+    return replace(
+        config,
+        training=training,
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(log_interval=1, metrics_file=str(metrics)),
+    )
+
+
+def _measured(metrics: Path, length: Length) -> Trial | None:
+    """Return the measurements; None if the run did not finish its iterations."""
+    rows = [row for row in _rows(metrics) if row["iteration"] > length.warmup]
+    if not rows or rows[-1]["iteration"] < length.iterations:
+        return None
+    seconds = statistics.median(row["iteration_time_ms"] for row in rows) / 1e3
+    tokens = statistics.median(row["tokens_per_second"] for row in rows)
+    memory = max(row["memory_reserved_mb"] for row in rows) * _MIB
+    return Trial(DONE, "", seconds, tokens, memory)
+
+
+def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
+    if not metrics.exists():
+        return
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "iteration" in record:
+            yield record
+
+
+def _failure(outcome: Outcome, folder: Path, length: Length) -> Trial:
+    lines = [line for log in sorted(folder.glob("rank_*.log")) for line in _lines(log)]
+    if memory := [line for line in lines if _MEMORY.search(line)]:
+        # Prefer the line of the error to lines of code in its traceback.
+        return Trial(OUT_OF_MEMORY, next(filter(_ERROR.match, memory), memory[-1]))
+    if outcome.timed_out:
+        return Trial(TIMED_OUT, f"not done after {length.timeout:g} s")
+    if _KILLED in outcome.statuses:
+        rank = outcome.statuses.index(_KILLED)
+        return Trial(OUT_OF_MEMORY, f"rank {rank} was killed, as by the system when memory runs out")
+    first = next((line for line in lines if line.startswith("error: ")), None)
+    last = next((line for line in reversed(lines) if _ERROR.match(line)), None)
+    statuses = ", ".join(str(status) for status in outcome.statuses)
+    return Trial(FAILED, first or last or f"exit statuses {statuses}: see {folder}")
+
+
+def _lines(log: Path) -> list[str]:
+    return [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]

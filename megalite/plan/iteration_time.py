@@ -1,0 +1,299 @@
+"""The time of an iteration: the pipeline's actions with the time of each, gradient reduction, and update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.pipeline.messages import compute_times
+from megalite.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    ScheduleName,
+    StageMap,
+    actions_by_rank,
+    peak_in_flight,
+)
+from megalite.plan.communication import Group
+from megalite.plan.layer_time import (
+    LAUNCH_SECONDS,
+    MicrobatchWork,
+    WorkSeconds,
+    embedding_work,
+    head_work,
+    layer_work,
+    memory_seconds,
+    recomputation,
+    total_work,
+)
+from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters, table_parameters
+from megalite.plan.planned_run import PlannedRun
+
+MAX_ROUNDS = 3
+"""Microbatches per stage that are simulated; each further one takes as long as the last ones did."""
+
+Stage = Mapping[ActionKind, WorkSeconds]
+"""A stage's work on one microbatch, for each kind of action of its schedule."""
+
+
+@dataclass(frozen=True)
+class IterationTime:
+    """Hold the time of one optimizer step.
+
+    Attributes:
+        seconds: time of the step.
+        work: work of the busiest rank; the rest of `seconds` it waits for other stages.
+        bubble: seconds that the average rank waits for other stages.
+    """
+
+    seconds: float
+    work: WorkSeconds
+    bubble: float
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Return the share of the time that the average rank waits for other stages."""
+        return self.bubble / self.seconds
+
+    @property
+    def waiting(self) -> float:
+        """Return the seconds that the busiest rank waits for other stages."""
+        return max(0.0, self.seconds - self.work.seconds)
+
+
+def time_iteration(run: PlannedRun) -> IterationTime:
+    """Return the time of all microbatches, then of the exchange between replicas, then of the update."""
+    step = time_step(run)
+    rest = exchange_seconds(run, step.last_backward.seconds) + update_seconds(run)
+    return IterationTime(step.seconds + rest.seconds, step.work + rest, step.bubble)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the time of the forward and backward of all microbatches.
+
+    Attributes:
+        seconds: from the start of the first action to the end of the last one.
+        work: work of the busiest rank on all its microbatches.
+        last_backward: backward of the busiest rank for one microbatch.
+        bubble: seconds that the average rank waits for other stages.
+    """
+
+    seconds: float
+    work: WorkSeconds
+    last_backward: WorkSeconds
+    bubble: float
+
+
+def time_step(run: PlannedRun) -> Step:
+    """Simulate the schedule of one step."""
+    stages = _stages(run)
+    by_rank = [[stages[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp)]
+    works = [total_work(work for chunk in chunks for work in chunk.values()) for chunks in by_rank]
+    busiest = max(range(run.pp), key=lambda rank: works[rank].seconds)
+    forward = total_work(chunk[ActionKind.FORWARD] for chunk in by_rank[busiest])
+    seconds = makespan(run, stages)
+    average = sum(work.seconds for work in works) / run.pp * run.num_microbatches
+    return Step(
+        seconds,
+        works[busiest] * run.num_microbatches,
+        works[busiest] + forward * -1.0,
+        max(0.0, seconds - average),
+    )
+
+
+def least_seconds(run: PlannedRun) -> float:
+    """Return a lower bound of a step's time, the work of the busiest rank."""
+    stages = _stages(run)
+    ranks = ([stages[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp))
+    busiest = max(sum(work.seconds for chunk in chunks for work in chunk.values()) for chunks in ranks)
+    return busiest * run.num_microbatches
+
+
+def _stages(run: PlannedRun) -> list[Stage]:
+    """Return the work of every global stage; inner stages with the same number of layers are equal."""
+    layer, last = layer_work(run), run.stages.num_stages - 1
+    known: dict[tuple[int, bool, bool], Stage] = {}
+    for stage, num_layers in enumerate(run.layers):
+        key = num_layers, stage == 0, stage == last
+        if key not in known:
+            known[key] = _stage(run, layer, *key)
+    return [known[num_layers, stage == 0, stage == last] for stage, num_layers in enumerate(run.layers)]
+
+
+def _stage(run: PlannedRun, layer: MicrobatchWork, num_layers: int, is_first: bool, is_last: bool) -> Stage:
+    work = layer * num_layers
+    if is_first:
+        work += embedding_work(run)
+    if is_last:
+        work += head_work(run)
+    message = _message(run)
+    again = recomputation(run, layer, num_layers)
+    gather_forward, gather_backward = zero3_work(run, num_layers, work.forward, work.backward + again)
+    forward = work.forward + message + gather_forward
+    backward_input = work.backward_input + again + message + gather_backward
+    if SCHEDULES[run.config.parallel.schedule].splits_backward:
+        return {
+            ActionKind.FORWARD: forward,
+            ActionKind.BACKWARD_INPUT: backward_input,
+            ActionKind.BACKWARD_WEIGHT: work.backward_weight,
+        }
+    return {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward_input + work.backward_weight}
+
+
+def _message(run: PlannedRun) -> WorkSeconds:
+    """Return the time to send the hidden states, or their gradient, to the next stage."""
+    group = Group(run.cluster, run.pp, run.tp * run.num_sharing)
+    if run.pp > 1 and run.program.splits_messages and run.num_sequence_shards == 1:
+        gathered = Group(run.cluster, run.tp, 1).gather_seconds(run.hidden_bytes)
+        return WorkSeconds(tp=gathered, pp=group.message_seconds(run.hidden_bytes / run.tp))
+    return WorkSeconds(pp=group.message_seconds(run.hidden_bytes / run.num_sequence_shards))
+
+
+def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:
+    """Return the seconds of all microbatches; for many, extrapolate from the steady state of a few."""
+    seconds = [{kind: work.seconds for kind, work in stage.items()} for stage in stages]
+    if run.pp == 1:
+        return sum(seconds[0].values()) * run.num_microbatches
+    few, many = (max_rounds - 1) * run.pp, max_rounds * run.pp
+    if run.num_microbatches <= many:
+        return _simulate(run, seconds, run.num_microbatches)
+    short, long = _simulate(run, seconds, few), _simulate(run, seconds, many)
+    return long + (long - short) / (many - few) * (run.num_microbatches - many)
+
+
+def _simulate(run: PlannedRun, seconds: Sequence[Mapping[ActionKind, float]], num_microbatches: int) -> float:
+    by_rank = [[seconds[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp)]
+
+    def duration(rank: int, action: Action) -> float:
+        return by_rank[rank][action.chunk][action.kind]
+
+    actions = _actions(run.config.parallel.schedule, run.stages, num_microbatches)
+    return max(span.end for span in compute_times(actions, run.stages, duration).values())
+
+
+@lru_cache(maxsize=64)
+def _actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
+    return actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches)
+
+
+@lru_cache(maxsize=256)
+def _peaks(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> tuple[int, ...]:
+    return tuple(peak_in_flight(own) for own in _actions(schedule, stages, num_microbatches))
+
+
+def peaks_in_flight(run: PlannedRun) -> tuple[int, ...]:
+    """Return, per pipeline rank, the most microbatches whose activations it holds; each chunk counts."""
+    schedule, rounds = run.config.parallel.schedule, MAX_ROUNDS * run.pp
+    num_microbatches = run.num_microbatches
+    if not SCHEDULES[schedule].keeps_all_microbatches:
+        num_microbatches = min(num_microbatches, rounds)
+    return _peaks(schedule, run.stages, num_microbatches)
+
+
+USUAL_BUCKET = 40_000_000
+"""Elements of a gradient bucket of a large model."""
+CONTENTION = 0.25
+"""Seconds of computation that a second of overlapped communication costs: they share the GPU."""
+TENSORS = 6
+"""Parameters of a Llama's layer: four matrices and two norms."""
+UPDATE_BYTES = 36
+"""Bytes per parameter that an update reads and writes: gradient, main weight, moments, weight, norm."""
+
+
+def replicas_of(run: PlannedRun) -> Group:
+    """Return the group of ranks that hold the same weights."""
+    return Group(run.cluster, run.num_sharing, run.tp, run.program.one_adapter)
+
+
+def gradient_bytes(run: PlannedRun) -> int:
+    """Return the bytes of a gradient's element when it is communicated."""
+    dtype = run.config.parallel.grad_communication_dtype
+    if run.program.gradient_bytes == 2:
+        return 2
+    return 2 if dtype in ("bf16", "fp16") else 8 if run.config.model.params_dtype == "fp64" else 4
+
+
+def exposed_seconds(compute: float, communication: float) -> float:
+    """Return what communication costs that overlaps with computation."""
+    return CONTENTION * min(compute, communication) + max(0.0, communication - compute)
+
+
+def zero3_work(
+    run: PlannedRun, num_layers: int, forward: WorkSeconds, backward: WorkSeconds
+) -> tuple[WorkSeconds, WorkSeconds]:
+    """Return what a forward and a backward wait for weights and gradients with ZeRO stage 3.
+
+    Args:
+        num_layers: number of layers of the stage.
+        forward: the work that overlaps with the forward's communication.
+        backward: the same, including the recomputed forward.
+    """
+    if run.zero_stage != 3:
+        return WorkSeconds(), WorkSeconds()
+    group, layer = replicas_of(run), layer_parameters_of_rank(run)
+    rest = rank_parameters(run, 0) - num_layers * layer  # there is one stage
+
+    def seconds(element: int) -> float:
+        return num_layers * group.gather_seconds(layer * element)
+
+    # Nothing overlaps with the first all-gather of a forward, and with the last reduce-scatter of a backward.
+    first = group.gather_seconds(rest * run.element_bytes)
+    last = group.gather_seconds(rest * gradient_bytes(run))
+    weights, gradients = seconds(run.element_bytes), seconds(gradient_bytes(run))
+    return (
+        WorkSeconds(dp=first + exposed_seconds(forward.seconds, weights)),
+        WorkSeconds(dp=last + exposed_seconds(backward.seconds, first + weights + gradients)),
+    )
+
+
+def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
+    """Return the time to reduce gradients and gather weights, as far as backward passes do not hide it."""
+    count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
+    group, zero = replicas_of(run), run.zero_stage
+    buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
+    gradients, weights = count * gradient_bytes(run), count * run.element_bytes
+    tied, rounds = _tied_seconds(run), run.num_microbatches if zero == 2 else 1
+    if zero == 3 or run.num_sharing == 1:
+        return WorkSeconds(dp=tied)
+    if zero == 0:
+        reduced, gathered = group.reduce_seconds(gradients, buckets), 0.0
+    else:
+        reduced = rounds * group.gather_seconds(gradients, buckets)
+        gathered = group.gather_seconds(weights, buckets)
+        backward_seconds *= rounds
+    if run.config.parallel.overlap_grad_reduce:
+        last = reduced / rounds / buckets  # nothing overlaps with the last bucket
+        reduced = last + exposed_seconds(backward_seconds, reduced - last)
+    if run.config.parallel.overlap_param_gather:
+        gathered = exposed_seconds(backward_seconds / 2, gathered)
+    return WorkSeconds(dp=reduced + gathered + tied, launch=_slicing_seconds(run))
+
+
+def _slicing_seconds(run: PlannedRun) -> float:
+    """Return the host's seconds to copy gathered weights into parameters, one slice per replica.
+
+    A slice takes a view and a copy of the host's time. The GPU is idle meanwhile.
+    """
+    if not run.program.copies_slices or run.zero_stage != 1 or run.num_sharing == 1:
+        return 0.0
+    layers = sum(run.layers[stage] for stage in run.stages.stages_of(0))
+    return TENSORS * layers * run.num_sharing * 2 * LAUNCH_SECONDS
+
+
+def _tied_seconds(run: PlannedRun) -> float:
+    """Return the seconds to reduce the gradient of a tied embedding over the first and the last stage."""
+    model = run.config.model
+    if model.untie_embeddings_and_output_weights or run.pp == 1 or run.stages.v_shaped:
+        return 0.0
+    ends = Group(run.cluster, 2, run.cluster.world_size // run.pp * (run.pp - 1))
+    return ends.reduce_seconds(table_parameters(model, run.tp) / run.tp * gradient_bytes(run))
+
+
+def update_seconds(run: PlannedRun) -> WorkSeconds:
+    """Return the time of the optimizer's update."""
+    count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
+    shards = run.num_sharing if run.zero_stage else 1
+    return WorkSeconds(memory_bound=memory_seconds(run, count * UPDATE_BYTES / shards))

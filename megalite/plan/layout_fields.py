@@ -1,0 +1,76 @@
+"""The layout of a config: its fields and flags, and pipeline stages for layers that they do not divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megalite.config import Config
+from megalite.config.flags import flag_tokens
+from megalite.config.stage_layers import SPLITS, even_partition, num_stages
+
+LAYOUT_FIELDS = {
+    "tensor_model_parallel_size": "parallel",
+    "pipeline_model_parallel_size": "parallel",
+    "pipeline_schedule": "parallel",
+    "num_virtual_stages_per_pipeline_rank": "parallel",
+    "micro_batch_size": "training",
+    "recompute_granularity": "recompute",
+    "recompute_modules": "recompute",
+    "zero_stage": "parallel",
+    "sequence_parallel": "parallel",
+    "pipeline_layers": "parallel",
+}
+"""The fields that a search varies, each with its group in the config."""
+_SHORT = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp"}
+
+
+def with_layout(config: Config, **values: Any) -> Config:
+    """Return the config with some of `LAYOUT_FIELDS` changed."""
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        changes.setdefault(LAYOUT_FIELDS[name], {})[name] = value
+    return replace(
+        config, **{group: replace(getattr(config, group), **own) for group, own in changes.items()}
+    )
+
+
+def changed_fields(config: Config) -> frozenset[str]:
+    """Return the fields of the layout that are not at their defaults."""
+    parts = {name: getattr(config, group) for name, group in LAYOUT_FIELDS.items()}
+    return frozenset(name for name, part in parts.items() if getattr(part, name) != getattr(type(part), name))
+
+
+def with_even_stages(config: Config) -> Config:
+    """Return the config with --pipeline-layers as even as possible, if the stages do not divide the layers.
+
+    The last stage, or the first and the last, which also have the embedding and the loss, get a layer less;
+    if that does not fit, some of the first stages get a layer more. A config with its own split is unchanged.
+    """
+    parallel, layers = config.parallel, config.model.num_layers
+    stages = num_stages(config)
+    is_split = parallel.pipeline_layers or any(getattr(parallel, name) for name in SPLITS)
+    if is_split or stages == 1 or not 0 < stages <= layers or layers % stages == 0:
+        return config
+    counts = list(even_partition(layers, stages))
+    if (layers + 2) % stages == 0:
+        counts = [(layers + 2) // stages] * stages
+        counts[0] -= 1
+        counts[-1] -= 1
+    elif (layers + 1) % stages == 0:
+        counts = [(layers + 1) // stages] * stages
+        counts[-1] -= 1
+    return with_layout(config, pipeline_layers=tuple(counts)) if min(counts) > 0 else config
+
+
+def layout_flags(config: Config) -> list[str]:
+    """Return the layout as tokens of a command line: the sizes, and what is not at its default."""
+    flags: list[str] = []
+    for name, group in LAYOUT_FIELDS.items():
+        part = getattr(config, group)
+        value, default = getattr(part, name), getattr(type(part), name)
+        always = name in _SHORT or name == "micro_batch_size"
+        if value != default or always:
+            flag, *values = flag_tokens(name, value)
+            flags += [_SHORT.get(name, flag), *values]
+    return flags

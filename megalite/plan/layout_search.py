@@ -1,0 +1,158 @@
+"""Search of all layouts of a model on a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any
+
+from megalite.config import Config
+from megalite.errors import UserError
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.plan.estimate import RunPlan
+from megalite.plan.iteration_time import least_seconds
+from megalite.plan.layout_fields import with_even_stages, with_layout
+from megalite.plan.plan_request import Request
+from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
+
+MAX_MICRO_BATCH = 16
+MAX_CHUNKS = 8
+PIPELINE_FIELDS = {
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_layers",
+}
+"""Fields of which any determines the pipeline."""
+CHEAP_MODULES = ("layernorm", "mlp_act")
+"""Modules that are cheap to recompute; core attention too, if its scores are saved."""
+
+
+@dataclass
+class SearchResult:
+    """Hold the result of a search.
+
+    Attributes:
+        fitting: plans that fit in memory.
+        rejected: numbers of layouts that training would reject, by the problem of the first of each kind.
+        too_large: numbers of layouts that do not fit, by the largest kind of memory.
+        smallest: the plan that needs least memory of those that do not fit.
+    """
+
+    fitting: list[RunPlan] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    too_large: Counter[str] = field(default_factory=Counter)
+    smallest: RunPlan | None = None
+
+
+def search(request: Request, cluster: Cluster | None = None) -> SearchResult:
+    """Plan every layout; `fitting` is not sorted."""
+    cluster, found, reasons = cluster or request.cluster, SearchResult(), dict[tuple[str, ...], str]()
+    for config in _configs(request, cluster):
+        problem = first_problem(config, cluster, request.cp)
+        if problem is not None:
+            found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
+            continue
+        plan = RunPlan(request.planned_run(config, cluster))
+        if plan.fits:
+            found.fitting.append(plan)
+            continue
+        found.too_large[_largest_kind(plan)] += 1
+        if found.smallest is None or plan.memory_bytes < found.smallest.memory_bytes:
+            found.smallest = plan
+    return found
+
+
+def _largest_kind(plan: RunPlan) -> str:
+    memory = max(plan.memories, key=lambda each: each.total)
+    return max((each.name for each in fields(memory)), key=lambda name: getattr(memory, name))
+
+
+def fastest(plans: list[RunPlan], count: int) -> list[RunPlan]:
+    """Return the `count` fastest plans; a lower bound without the bubble limits how many are simulated."""
+    best: list[RunPlan] = []
+    for bound, _, plan in sorted((least_seconds(p.run), i, p) for i, p in enumerate(plans)):
+        if len(best) == count and bound >= best[-1].time.seconds:
+            break
+        best = sorted([*best, plan], key=lambda each: each.time.seconds)[:count]
+    return best
+
+
+def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
+    """Yield every layout whose sizes divide the cluster, with the options that have an effect in it."""
+    base, ranks = request.config, cluster.world_size // request.cp
+    if base.training.global_batch_size is None:
+        raise UserError(
+            "--search needs --global-batch-size: layouts are compared by the time of an optimizer step"
+        )
+    for tp, pp in product(_divisors(cluster.gpus_per_node), _divisors(ranks)):
+        if ranks % (tp * pp) or pp > base.model.num_layers:
+            continue
+        sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        if any(
+            getattr(base.parallel, name) != value
+            for name, value in sizes.items()
+            if name in request.fixed_fields
+        ):
+            continue
+        for values in _choices(request, tp, pp, ranks // (tp * pp)):
+            yield with_even_stages(with_layout(base, **sizes, **values))
+
+
+def _choices(request: Request, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
+    """Yield the values of the other fields for one choice of sizes; fixed fields keep their values."""
+    base, fixed = request.config, request.fixed_fields
+    ways: dict[str, list[Any]] = {
+        "micro_batch_size": _micro_batches(base, dp),
+        "zero_stage": [0] if dp == 1 else [0, 1, 2, 3],
+        "sequence_parallel": [False, True] if tp > 1 else [False],
+    }
+    free = {name: values for name, values in ways.items() if name not in fixed}
+    pipelines: list[dict[str, Any]] = [{}]
+    if not fixed & PIPELINE_FIELDS:
+        pipelines = _pipelines(base, pp)
+    recomputes: list[dict[str, Any]] = [{}]
+    if not fixed & {"recompute_granularity", "recompute_modules"}:
+        recomputes = _recomputes(request.planned_run())
+    for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
+        yield {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
+
+
+def _micro_batches(base: Config, dp: int) -> list[int]:
+    samples = base.training.global_batch_size or 1
+    sizes = [2**power for power in range(MAX_MICRO_BATCH.bit_length())]
+    return [size for size in sizes if samples % (size * dp) == 0] or [1]
+
+
+def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
+    if pp == 1:
+        return [{"pipeline_schedule": "1f1b"}]
+    own = base.model.num_layers // pp
+    chunks = [
+        count for count in range(2, min(own, MAX_CHUNKS) + 1) if base.model.num_layers % (pp * count) == 0
+    ]
+    fixed: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
+    for name, schedule in SCHEDULES.items():
+        if schedule.num_chunks is None:
+            chosen += [
+                {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": count} for count in chunks
+            ]
+        elif schedule.num_chunks <= max(own, 1) and not schedule.keeps_all_microbatches:
+            fixed.append({"pipeline_schedule": name})  # GPipe takes 1F1B's time and more memory
+    return fixed + chosen
+
+
+def _recomputes(run: PlannedRun) -> list[dict[str, Any]]:
+    modules = (*CHEAP_MODULES, "core_attn") if run.program.keeps_scores else CHEAP_MODULES
+    return [
+        {"recompute_granularity": None},
+        {"recompute_granularity": "selective", "recompute_modules": modules},
+        {"recompute_granularity": "full"},
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

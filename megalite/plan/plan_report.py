@@ -1,0 +1,273 @@
+"""The output of the planner: a plan or a search, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from megalite.errors import ConfigError, UserError
+from megalite.hardware.gpus import GPUS
+from megalite.plan.estimate import TIGHT_SHARE, RunPlan, as_object, run_costs
+from megalite.plan.layout_fields import layout_flags
+from megalite.plan.layout_search import SearchResult, fastest, search
+from megalite.plan.model_flops import CONVENTION
+from megalite.plan.plan_request import Request, read_request, start_command
+from megalite.plan.planned_run import OWN, run_problems
+from megalite.plan.rank_memory import RankMemory
+
+_GB = 1e9
+_KINDS = {
+    "gemms": "GEMMs",
+    "attention": "attention",
+    "memory_bound": "memory-bound kernels",
+    "tp": "tp communication",
+    "dp": "dp communication",
+    "pp": "pp communication",
+    "launch": "kernel launches",
+}
+"""Names of the fields of `WorkSeconds`."""
+_COST_COLUMNS = {"days": "days", "GPU hours": "gpu_hours", "MWh": "energy_mwh", "price": "price"}
+"""Columns of a search's table for a run with a length, with their keys in `run_costs`."""
+NO_COMMAND = (
+    "this layout cannot be started: --search tries all other layouts on these GPUs, and if none fits, says "
+    "which cluster would be large enough"
+)
+_THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
+"""Options that need the least memory: enough to see whether any layout fits."""
+_MAX_GROWTH = 1024
+"""Largest cluster to try if no layout fits, as a multiple of the requested one."""
+
+
+def answer(arguments: Sequence[str]) -> Iterable[str]:
+    """Return the lines of a plan or of a search.
+
+    Raises:
+        UserError: the command line is invalid, or no layout fits the cluster.
+    """
+    request = read_request(arguments)
+    return _one(request) if request.top is None else _all(request, request.top)
+
+
+def _one(request: Request) -> Iterable[str]:
+    if problems := run_problems(request.config, request.cluster, request.cp):
+        raise ConfigError(problems)
+    plan = RunPlan(request.planned_run())
+    if not request.is_json:
+        return plan_lines(request, plan)
+    return [json.dumps(_object(request, plan))]
+
+
+def _all(request: Request, top: int) -> Iterable[str]:
+    found = search(request)
+    if not found.fitting:
+        raise UserError(nothing_fits(request, found))
+    best = fastest(found.fitting, top)
+    if not request.is_json:
+        return search_lines(request, best, found)
+    return [
+        json.dumps(
+            {
+                "layouts": [_object(request, plan) for plan in best],
+                "fitting": len(found.fitting),
+                "too_large": found.too_large,
+                "refused": found.rejected,
+            }
+        )
+    ]
+
+
+def _object(request: Request, plan: RunPlan) -> dict[str, Any]:
+    return {
+        **as_object(plan, request.costs),
+        "assumed": list(request.assumed),
+        "notices": list(request.notices),
+        "command": start_command(request, plan.run.config),
+    }
+
+
+def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
+    """Yield the plan of one layout."""
+    run, time = plan.run, plan.time
+    yield from _assumptions(request)
+    yield (
+        f"{_large(plan.parameters)} parameters on {_counted(run.cluster.world_size, 'GPU')}: tp {run.tp} x "
+        f"pp {run.pp} x dp {run.dp}, {_counted(run.num_microbatches, 'microbatch', 'es')} of "
+        f"{_counted(run.config.training.micro_batch_size, 'sample')} per replica"
+    )
+    yield ""
+    yield from _memory_table(plan)
+    yield ""
+    works = {name: getattr(time.work, kind) for kind, name in _KINDS.items()}
+    works["waiting for stages"] = time.waiting
+    shares = {name: 100 * seconds / time.seconds for name, seconds in works.items()}
+    parts = ", ".join(f"{name} {share:.0f}%" for name, share in shares.items() if share >= 0.5)
+    yield f"iteration      {time.seconds:.3f} s, on the busiest rank: {parts}"
+    yield f"tokens/s       {plan.tokens_per_second:,.0f}"
+    yield f"TFLOP/s        {_plain(plan.tflops_per_gpu)} per GPU, MFU {plan.mfu:.1%} ({CONVENTION})"
+    yield f"bubble         {time.bubble_fraction:.1%} of the time, for the average rank"
+    yield from _cost_lines(request, plan)
+    yield ""
+    yield start_command(request, run.config) if plan.fits else NO_COMMAND
+
+
+def _assumptions(request: Request) -> Iterator[str]:
+    for text in request.notices:
+        yield f"note: {text}"
+    for text in request.assumed:
+        yield f"assumed: {text}"
+    if request.program != OWN:
+        yield f"note: --program {request.program} is planned; the command below starts megalite"
+    if request.cp > 1:
+        yield f"note: --context-parallel-size {request.cp} is planned; megalite has no context parallelism"
+
+
+def _memory_table(plan: RunPlan) -> Iterator[str]:
+    names = [field.name for field in fields(RankMemory)]
+    yield "GB per rank " + "".join(f"{name:>13}" for name in (*names, "total"))
+    memories = plan.memories
+    largest = max(range(len(memories)), key=lambda rank: memories[rank].total)
+    rows = {0: "first stage", len(memories) - 1: "last stage"}
+    if len(memories) == 1:
+        rows = {0: "every rank"}
+    rows.setdefault(largest, f"stage {largest}")
+    for rank, name in sorted(rows.items()):
+        values = [getattr(memories[rank], each) for each in (*names, "total")]
+        yield f"{name:12}" + "".join(f"{value / _GB:13.2f}" for value in values)
+    available = plan.run.cluster.gpu.memory_bytes
+    left = (available - plan.memory_bytes) / _GB
+    result = f"fits, {left:.1f} GB are left" if plan.fits else f"does not fit: {-left:.1f} GB too much"
+    yield f"of {available / _GB:.1f} GB (10^9 bytes) per GPU: {result}"
+    if plan.is_tight:
+        yield f"warning: {_tight(plan)}"
+
+
+def _tight(plan: RunPlan) -> str:
+    share = plan.memory_bytes / plan.run.cluster.gpu.memory_bytes
+    return (
+        f"this layout takes {share:.0%} of a GPU's memory, and plans are typically off by 4 to 8%: it may "
+        "run out of memory"
+    )
+
+
+def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:
+    costs = run_costs(plan, request.costs)
+    if not costs:
+        return
+    yield (
+        f"whole run      {_large(costs['train_tokens'])} tokens: {_duration(costs['days'])}, "
+        f"{_plain(costs['gpu_hours'])} GPU hours"
+    )
+    if "energy_mwh" in costs:
+        energy = costs["energy_mwh"]
+        yield f"energy         {f'{_plain(energy)} MWh' if energy >= 1 else f'{_plain(1e3 * energy)} kWh'}"
+    if "price" in costs:
+        price = f"{_plain(costs['price'])} in the currency of --price-per-gpu-hour {request.costs.price:g}"
+        yield f"price          {price}"
+
+
+def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult) -> Iterator[str]:
+    """Yield the table of a search, what does not fit or is rejected, and the fastest layout's command."""
+    yield from _assumptions(request)
+    costs = [run_costs(plan, request.costs) for plan in best]
+    columns = [(name, key) for name, key in _COST_COLUMNS.items() if key in costs[0]]
+    yield (
+        f"{'s/iteration':>12}{'TFLOP/s':>9}{'MFU':>7}{'GB':>7} {'bubble':>8}"
+        f"{''.join(f'{name:>12}' for name, _ in columns)}  layout"
+    )
+    for plan, cost in zip(best, costs, strict=True):
+        yield (
+            f"{plan.time.seconds:12.3f}{_plain(plan.tflops_per_gpu):>9}{plan.mfu:7.1%}"
+            f"{plan.memory_bytes / _GB:7.1f}{'!' if plan.is_tight else ' '}{plan.time.bubble_fraction:8.1%}"
+            f"{''.join(f'{_plain(cost[key]):>12}' for _, key in columns)}"
+            f"  --dp {plan.run.dp} {' '.join(layout_flags(plan.run.config))}"
+        )
+    yield ""
+    yield "TFLOP/s: per GPU; GB (10^9 bytes): memory of the largest rank; bubble: of the average rank"
+    if columns:
+        yield _cost_legend(request, costs[0])
+    yield f"{_counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
+    available = request.cluster.gpu.memory_bytes / _GB
+    if any(plan.is_tight for plan in best):
+        yield (
+            f"! takes more than {TIGHT_SHARE:.0%} of a GPU's {available:.1f} GB: plans are typically off by "
+            "4 to 8%, so it may run out of memory"
+        )
+    if found.too_large:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in found.too_large.most_common())
+        number = sum(found.too_large.values())
+        yield f"{number} more do not fit in {available:.1f} GB; largest part of their memory: {kinds}"
+    for text, count in found.rejected.most_common():
+        yield f"{count} more are rejected, for example: {text}"
+    yield ""
+    if best[0].is_tight:
+        yield f"warning: {_tight(best[0])}"
+    yield start_command(request, best[0].run.config)
+
+
+def _cost_legend(request: Request, costs: Mapping[str, float]) -> str:
+    currency = ""
+    if "price" in costs:
+        currency = f"; price in the currency of --price-per-gpu-hour {request.costs.price:g}"
+    return f"days and costs: for {_large(costs['train_tokens'])} tokens{currency}"
+
+
+def nothing_fits(request: Request, found: SearchResult) -> str:
+    """Return by how much the smallest layout is too large, and which cluster would be large enough."""
+    cluster, plan = request.cluster, found.smallest
+    if plan is None:
+        reasons = "; ".join(text for text, _ in found.rejected.most_common(3)) or "no tp x pp divides it"
+        return f"--world-size {cluster.world_size}: training rejects every layout: {reasons}"
+    needed, available = plan.memory_bytes / _GB, cluster.gpu.memory_bytes / _GB
+    return (
+        f"no layout fits {_counted(cluster.world_size, 'GPU')} of {available:.1f} GB: the smallest of "
+        f"{sum(found.too_large.values())} layouts needs {needed:.1f} GB per GPU, {needed - available:.1f} GB "
+        f"too much (tp {plan.run.tp}, pp {plan.run.pp}, dp {plan.run.dp}); {_remedy(request, plan)}"
+    )
+
+
+def _remedy(request: Request, smallest: RunPlan) -> str:
+    cluster, thrifty = request.cluster, request.with_fixed(_THRIFTY)
+    remedies, growth = list[str](), 2
+    while growth <= _MAX_GROWTH and not remedies:
+        larger = replace(cluster, world_size=cluster.world_size * growth)
+        if search(thrifty, larger).fitting:
+            remedies.append(f"--world-size {larger.world_size}")
+        growth *= 2
+    kinds = [name for name, gpu in GPUS.items() if gpu.memory_bytes >= smallest.memory_bytes]
+    if kinds:
+        remedies.append(f"--gpu {' or '.join(kinds)}")
+    if not remedies:
+        return "use a smaller model, shorter samples or more GPUs"
+    return f"pass {', or '.join(remedies)}"
+
+
+def _large(number: float) -> str:
+    """Return a count in trillions, billions or millions, or in full below a million."""
+    for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{_plain(number / unit)} {name}"
+    return f"{number:,.0f}"
+
+
+def _plain(number: float) -> str:
+    """Return a number with at least four significant digits and never with an exponent."""
+    if number == 0:
+        return "0"
+    decimals = max(0, 3 - math.floor(math.log10(number)))
+    text = f"{number:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def _duration(days: float) -> str:
+    """Return a length of time in the largest unit of which there is at least one."""
+    for name, unit in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
+        if days * unit >= 1:
+            return f"{_plain(days * unit)} {name}"
+    return f"{_plain(days * 86400)} seconds"
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,306 @@
+"""The command line of the planner: its own flags, and those of training."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
+
+from megalite.config import Config, DataConfig
+from megalite.config.arguments import split_tokens
+from megalite.config.command_line import NEEDED_TO_TRAIN, parse
+from megalite.config.fields import fields_by_flag
+from megalite.config.flags import flag_with_value
+from megalite.config.stage_layers import num_stages
+from megalite.config.tool_parser import ToolParser, positive_int, positive_number
+from megalite.errors import UserError
+from megalite.hardware.gpus import GPUS, Gpu, find_gpu
+from megalite.plan.estimate import Costs
+from megalite.plan.layout_fields import (
+    LAYOUT_FIELDS,
+    changed_fields,
+    layout_flags,
+    with_even_stages,
+    with_layout,
+)
+from megalite.plan.planned_run import OWN, PROGRAMS, Cluster, PlannedRun, program_named
+
+DESCRIPTION = """Plan a run before there is a cluster for it: memory per rank, time per iteration, price.
+
+python tools/plan.py --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536
+python tools/plan.py --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
+
+Accepts all flags of training (pretrain_gpt.py --help lists them), and these:"""
+
+DEFAULT_TOP = 10
+"""Rows of a search's table."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Hold what the command line requests.
+
+    Attributes:
+        config: the config, with the assumptions of the plan, and without the length and data that it ignores.
+        training_tokens: the flags of training, as tokens.
+        assumed_tokens: flags of training that the plan assumes, and that the command to start must have.
+        fixed_fields: fields that a flag or a file sets: a search does not change them.
+        assumed: the assumptions, one line each.
+        top: number of layouts that a search prints; None to plan one layout.
+        cp: context-parallel size.
+        program: the training program, OWN or one of PROGRAMS.
+    """
+
+    config: Config
+    cluster: Cluster
+    costs: Costs
+    training_tokens: tuple[str, ...]
+    assumed_tokens: tuple[str, ...]
+    fixed_fields: frozenset[str]
+    assumed: tuple[str, ...]
+    notices: tuple[str, ...]
+    top: int | None
+    is_json: bool
+    cp: int
+    program: str
+
+    def planned_run(self, config: Config | None = None, cluster: Cluster | None = None) -> PlannedRun:
+        """Return the requested run, or the run with another config and cluster."""
+        config = config or self.config
+        return PlannedRun(config, cluster or self.cluster, program_named(self.program, config.model), self.cp)
+
+    def with_fixed(self, values: Mapping[str, Any]) -> Request:
+        """Return the request with these fields of the layout fixed too, unless they already are."""
+        new = {name: value for name, value in values.items() if name not in self.fixed_fields}
+        return replace(
+            self, config=with_layout(self.config, **new), fixed_fields=self.fixed_fields | new.keys()
+        )
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """Parse the command line of a plan.
+
+    Raises:
+        UserError: the command line, or the config that it describes, is invalid.
+    """
+    own, rest = _parser().parse_known_args(arguments)
+    config, notices = parse(rest, NEEDED_TO_TRAIN)
+    if config.training.fp8_format is not None:
+        raise UserError(
+            f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
+            "was not measured: remove it to plan the run in bf16"
+        )
+    notices += _unused_options(own, config)
+    table, (flags, _) = fields_by_flag(), split_tokens(rest)
+    set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
+    has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
+    config, assumed, assumed_tokens = _complete(config, own, set_fields, has_model)
+    return Request(
+        config=config,
+        cluster=_cluster(own, config),
+        costs=Costs(own.train_tokens, own.watts, own.price_per_gpu_hour),
+        training_tokens=tuple(rest),
+        assumed_tokens=assumed_tokens,
+        fixed_fields=frozenset(set_fields) | changed_fields(config),
+        assumed=assumed,
+        notices=tuple(notices),
+        top=(own.top or DEFAULT_TOP) if own.search else None,
+        is_json=own.json,
+        cp=own.context_parallel_size,
+        program=own.program,
+    )
+
+
+def planning_flags() -> frozenset[str]:
+    """Return the flags of a plan besides those of training."""
+    return _parser().flags
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(description=DESCRIPTION)
+    add = parser.add_argument
+    add("--gpu", help=f"type of GPU: {', '.join(GPUS)}")
+    add(
+        "--gpu-set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change figures of the GPU, for example tflops=400 memory_gib=96",
+    )
+    add("--calibrate", action="store_true", help="measure this machine, and plan for it")
+    add("--world-size", type=positive_int, help="number of GPUs (default: tp x pp x dp)")
+    add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
+    add(
+        "--node-gbps",
+        type=positive_number,
+        help="gigabytes/s of a GPU to the others in its node, one way (default: as in usual servers)",
+    )
+    add(
+        "--network-gbps",
+        type=positive_number,
+        help="gigabytes/s of a GPU to other nodes, one way (default: as in usual servers)",
+    )
+    add(
+        "--padded-vocab-size",
+        type=positive_int,
+        help="vocabulary size including padding, if there is no tokenizer",
+    )
+    add(
+        "--context-parallel-size",
+        type=positive_int,
+        default=1,
+        help="context-parallel size of another program's run: megalite has none",
+    )
+    add(
+        "--program",
+        choices=(OWN, *PROGRAMS),
+        default=OWN,
+        help=f"plan the run of another program with these flags (default: {OWN})",
+    )
+    add("--train-tokens", type=positive_number, help="tokens of the whole run, for example 300e9: adds days")
+    add("--watts", type=positive_number, help="power of a GPU with its part of the node: adds the energy")
+    add("--price-per-gpu-hour", type=positive_number, help="price of a GPU for an hour: adds the price")
+    add("--search", action="store_true", help="try every layout; what the flags set stays fixed")
+    add("--top", type=positive_int, help=f"layouts that --search prints (default: {DEFAULT_TOP})")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _unused_options(own: argparse.Namespace, config: Config) -> list[str]:
+    """Return a line for each option of the plan that has no effect with the others."""
+    training, lines = config.training, list[str]()
+    lengths = {"--train-iters": training.train_iters, "--train-samples": training.train_samples}
+    other = [f"{flag} {value}" for flag, value in lengths.items() if value is not None]
+    if own.train_tokens is not None and other:
+        lines.append(f"{other[0]} has no effect on the plan: --train-tokens is the length of the run")
+    elif own.train_tokens is None and not other:
+        costs = {"--watts": own.watts, "--price-per-gpu-hour": own.price_per_gpu_hour}
+        lines += [
+            f"{flag} {value:g} has no effect: the run has no length, pass --train-tokens or --train-iters"
+            for flag, value in costs.items()
+            if value is not None
+        ]
+    if own.top is not None and not own.search:
+        lines.append(f"--top {own.top} has no effect without --search")
+    return lines
+
+
+def _complete(
+    config: Config, own: argparse.Namespace, set_fields: Collection[str], has_model: bool
+) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
+    """Complete a config with what a plan needs and the flags do not set.
+
+    Args:
+        set_fields: fields that flags set.
+        has_model: a preset or a file sets the fields that flags do not.
+
+    Returns:
+        The config, the assumptions, and the flags that a command to start needs for them.
+    """
+    assumed, tokens = list[str](), list[str]()
+    model = config.model
+    vocabulary = own.padded_vocab_size or (model.pad_vocab_size_to if model.vocab_size is None else None)
+    if vocabulary is not None:
+        model = replace(model, vocab_size=min(model.vocab_size or vocabulary, vocabulary))
+        model = replace(model, pad_vocab_size_to=vocabulary)
+    elif model.vocab_size is None:
+        raise UserError("the vocabulary size is unknown: pass --padded-vocab-size or --vocab-size")
+    if own.padded_vocab_size is not None:
+        tokens += ["--pad-vocab-size-to", str(own.padded_vocab_size)]
+    if own.program == OWN and "attention_dropout" not in set_fields and not has_model:
+        why = _why_no_dropout(config)
+        if why is not None:
+            model = replace(model, attention_dropout=0.0)
+            tokens += ["--attention-dropout", "0"]
+            assumed.append(
+                f"--attention-dropout 0, {why}: the default of training, 0.1, needs slower attention; pass "
+                "--attention-dropout 0.1 to plan it"
+            )
+    before = replace(config, model=model, data=DataConfig(mock_data=True))
+    config = before if own.search else with_even_stages(before)
+    if config is not before:
+        layers = flag_with_value("pipeline_layers", config.parallel.pipeline_layers)
+        assumed.append(
+            f"{layers}, since {num_stages(config)} stages do not divide --num-layers {model.num_layers}"
+        )
+    return config, tuple(assumed), tuple(tokens)
+
+
+def _why_no_dropout(config: Config) -> str | None:
+    """Return why attention is planned without training's default dropout; None if it is planned with it."""
+    if config.model.position_embedding_type == "rope":
+        return "as is usual with rotary positions"
+    recompute = config.recompute
+    if recompute.recompute_granularity == "full" or "core_attn" in recompute.modules:
+        return None  # recomputed attention saves memory with dropout too
+    return "for fused attention"
+
+
+def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
+    if own.calibrate:
+        if own.gpu is not None:
+            raise UserError(
+                f"--calibrate plans for this machine, and --gpu {own.gpu} for another one: remove one"
+            )
+        from megalite.plan.calibrate import measured_gpu  # imports torch
+
+        gpu = measured_gpu(config.model.params_dtype)
+    elif own.gpu is None:
+        raise UserError(
+            f"--gpu is missing: pass one of {', '.join(GPUS)}, or --calibrate to measure this machine"
+        )
+    else:
+        gpu = find_gpu(own.gpu)
+    gpu = _changed(gpu, own.gpu_set)
+    parallel, cp = config.parallel, own.context_parallel_size
+    if own.world_size is not None and own.world_size % cp:
+        raise UserError(
+            f"--world-size {own.world_size} is not divisible by --context-parallel-size {cp}: "
+            f"pass --world-size {-(-own.world_size // cp) * cp}"
+        )
+    smallest = parallel.tp * parallel.pp * cp
+    return Cluster(
+        gpu,
+        own.world_size or smallest * (parallel.data_parallel_size or 1),
+        own.gpus_per_node or gpu.gpus_per_node,
+        own.node_gbps or gpu.node_gbps,
+        own.network_gbps or gpu.network_gbps,
+    )
+
+
+def _changed(gpu: Gpu, changes: Sequence[str]) -> Gpu:
+    """Return the GPU with the changes of --gpu-set, each NAME=VALUE."""
+    kinds = {name: kind for name, kind in get_type_hints(Gpu).items() if kind in (int, float)}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in kinds:
+            raise UserError(
+                f"--gpu-set {change}: {name!r} is not a figure of a GPU; choose one of {', '.join(kinds)}"
+            )
+        try:
+            value = positive_number(text)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"--gpu-set {change}: {error}") from None
+        gpu = replace(gpu, **{name: kinds[name](value)})
+    return gpu
+
+
+def training_tokens(request: Request, config: Config) -> list[str]:
+    """Return the requested flags of training, with the layout of `config` and the assumptions of the plan."""
+    table, (flags, _) = fields_by_flag(), split_tokens(request.training_tokens)
+    kept: list[str] = []
+    for flag in flags:
+        if flag.flag not in table or table[flag.flag].name not in LAYOUT_FIELDS:
+            kept += [flag.name, *flag.values]
+    return [*kept, *layout_flags(config), *request.assumed_tokens]
+
+
+def start_command(request: Request, config: Config) -> str:
+    """Return the command that starts the run on the request's cluster."""
+    cluster = request.cluster
+    nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
+    ranks = min(cluster.world_size, cluster.gpus_per_node)
+    flags = shlex.join(training_tokens(request, config))
+    return f"torchrun {nodes}--nproc-per-node {ranks} pretrain_gpt.py {flags}"

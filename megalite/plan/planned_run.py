@@ -1,0 +1,229 @@
+"""A planned run: config, cluster and program, the sizes from which everything else is estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megalite.config import Config, ModelConfig
+from megalite.config.stage_layers import layers_per_stage, num_chunks
+from megalite.config.validate import RULES, problems_of
+from megalite.errors import Problem
+from megalite.hardware.gpus import Gpu
+from megalite.pipeline.schedules import SCHEDULES, StageMap
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Describe equal nodes of equal GPUs; ranks fill one node after the other.
+
+    Attributes:
+        node_gbps: gigabytes per second of a GPU to the others in its node, one way.
+        network_gbps: gigabytes per second of a GPU to other nodes, one way, while all GPUs of its node send.
+    """
+
+    gpu: Gpu
+    world_size: int
+    gpus_per_node: int
+    node_gbps: float
+    network_gbps: float
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes; the last one may be used in part."""
+        return -(-self.world_size // self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Describe a training program, as far as a plan depends on it. The defaults describe megalite.
+
+    Attributes:
+        fused_attention: attention scores are never in GPU memory.
+        cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
+        keeps_scores: the outputs of softmax and of its dropout are saved for backward.
+        fused_elementwise: norms, activations and additions of a layer run as few kernels.
+        tp_share: share of the tensor-parallel communication that is not hidden under split GEMMs.
+        tp_hidden_share: share of the tensor-parallel communication in backward that runs under the GEMM of
+            the weight gradient. Megatron-LM overlaps them since the end of 2021.
+        fused_accumulation: the GEMM of a weight gradient adds it to its fp32 sum, and hides the memory
+            accesses. It has no effect with ZeRO 3, where each gradient is reduced at once.
+        gradient_bytes: bytes of a gradient that is kept between microbatches, with 16-bit weights.
+        shared_copy_bytes: bytes of a copy of it that is sharded with the optimizer's state.
+        keeps_gathered: with sequence parallelism, a GEMM's gathered input is saved for backward.
+        keeps_gate: SwiGLU saves the output of its gate besides both of its halves.
+        logit_copy_bytes: bytes per logit that the loss holds besides the 16-bit logits at its peak: 4 for a
+            copy in fp32, 8 for a copy and its softmax.
+        buffer_bytes: maximum of the communication buffers, three buckets of gradients. A bucket is never
+            larger than the rank's gradients. DeepSpeed's have 5e8 elements.
+        sum_buffer_bytes: maximum of a bucket of fp32 sums, which is flattened while it is reduced.
+        splits_messages: each tensor-parallel rank sends its part of the hidden states to the next stage,
+            which gathers them inside its node (Narayanan et al. 2021, section 4.1).
+        one_adapter: collectives over nodes have the bandwidth of one network adapter per node.
+        copies_slices: with ZeRO 1, the host copies gathered weights into the parameters in slices, one per
+            parameter and replica (nanotron, distributed.py, all_gather_coalesced).
+    """
+
+    fused_attention: bool
+    cudnn_attention: bool = False
+    keeps_scores: bool = False
+    fused_elementwise: bool = False
+    tp_share: float = 1.0
+    tp_hidden_share: float = 0.5
+    fused_accumulation: bool = False
+    gradient_bytes: int = 4
+    shared_copy_bytes: int = 0
+    keeps_gathered: bool = False
+    keeps_gate: bool = False
+    logit_copy_bytes: int = 0
+    buffer_bytes: float = 0.0
+    sum_buffer_bytes: float = 0.0
+    splits_messages: bool = False
+    one_adapter: bool = False
+    copies_slices: bool = False
+
+
+def own_program(model: ModelConfig) -> Program:
+    """Return megalite: attention dropout needs unfused attention, block by block."""
+    return Program(fused_attention=model.attention_dropout == 0.0, fused_accumulation=True)
+
+
+OWN = "megalite"
+_MEGATRON = Program(
+    fused_attention=False,
+    keeps_scores=True,
+    fused_elementwise=True,
+    tp_hidden_share=0.0,
+    logit_copy_bytes=8,
+    splits_messages=True,
+)
+PROGRAMS: Mapping[str, Program] = {
+    "megatron-2021": _MEGATRON,
+    "megatron-deepspeed": replace(_MEGATRON, gradient_bytes=2, shared_copy_bytes=4, buffer_bytes=3e9),
+    "megatron-core": Program(
+        fused_attention=True,
+        cudnn_attention=True,
+        fused_elementwise=True,
+        tp_share=0.4,
+        fused_accumulation=True,
+        gradient_bytes=2,
+        logit_copy_bytes=4,
+    ),
+    "deepspeed-2021": replace(_MEGATRON, gradient_bytes=2, one_adapter=True),
+    "plain-torch": Program(fused_attention=True, keeps_gate=True, logit_copy_bytes=4),
+}
+"""Other programs: Megatron-LM before fused attention, BLOOM's fork of it on DeepSpeed, NVIDIA's of 2024,
+DeepSpeed of early 2021, and programs on torch's own attention and sharding."""
+
+
+def program_named(name: str, model: ModelConfig) -> Program:
+    """Return the program of a name, `OWN` or one of `PROGRAMS`, as it trains a model."""
+    return own_program(model) if name == OWN else in_dtype(PROGRAMS[name], model.params_dtype)
+
+
+def in_dtype(program: Program, params_dtype: str) -> Program:
+    """Return a program as it trains in a precision: DeepSpeed has fp32 sums besides bf16 gradients only."""
+    if program.shared_copy_bytes and params_dtype == "bf16":
+        return replace(program, gradient_bytes=6, shared_copy_bytes=0, sum_buffer_bytes=2e9)
+    return program
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Hold a run as it is planned: what runs, and on which cluster.
+
+    Attributes:
+        program: the training program.
+        cp: context-parallel size: ranks that share a sample's positions. megalite does not have it, but the
+            plan of another program's run may.
+    """
+
+    config: Config
+    cluster: Cluster
+    program: Program
+    cp: int = 1
+
+    @property
+    def tp(self) -> int:
+        return self.config.parallel.tp
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallel.pp
+
+    @cached_property
+    def dp(self) -> int:
+        """Return the number of replicas of the model."""
+        return self.cluster.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def num_sharing(self) -> int:
+        """Return the number of ranks with the same weights, which reduce gradients or shard their state."""
+        return self.dp * self.cp
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return max(1, self.config.num_microbatches(self.dp))
+
+    @cached_property
+    def global_batch(self) -> int:
+        return self.config.global_batch(self.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a microbatch on one rank."""
+        return self.config.training.micro_batch_size * self.config.model.seq_length // self.cp
+
+    @property
+    def zero_stage(self) -> int:
+        return self.config.parallel.zero_stage_among(self.num_sharing)
+
+    @property
+    def num_sequence_shards(self) -> int:
+        """Return how many tensor-parallel ranks norms and the residual stream are sharded over."""
+        return self.tp if self.config.parallel.sequence_parallel else 1
+
+    @cached_property
+    def stages(self) -> StageMap:
+        return SCHEDULES[self.config.parallel.schedule].stage_map(self.pp, num_chunks(self.config))
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Return the layers of each global stage."""
+        return layers_per_stage(self.config)
+
+    @property
+    def element_bytes(self) -> int:
+        """Return the bytes of a weight, and of an activation's element."""
+        return {"fp64": 8, "fp32": 4}.get(self.config.model.params_dtype, 2)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes of a microbatch's hidden states, before sequence parallelism."""
+        return self.tokens * self.config.model.hidden_size * self.element_bytes
+
+
+_ANY_LENGTH = 1
+"""Iterations of a run without a length: a plan does not need one, and no rule of a layout depends on it."""
+
+
+def run_problems(config: Config, cluster: Cluster, cp: int = 1) -> list[str]:
+    """Return the problems for which training would reject the run."""
+    return problems_of(_with_length(config), cluster.world_size // cp)
+
+
+def first_problem(config: Config, cluster: Cluster, cp: int = 1) -> Problem | None:
+    """Return the first rule between fields that the layout of a valid config breaks."""
+    config = _with_length(config)
+    for rule in RULES:
+        for problem in rule(config, cluster.world_size // cp):
+            return problem
+    return None
+
+
+def _with_length(config: Config) -> Config:
+    training = config.training
+    if training.train_iters is not None or training.train_samples is not None:
+        return config
+    return replace(config, training=replace(training, train_iters=_ANY_LENGTH))

@@ -1,0 +1,158 @@
+"""The command line of make_sbatch: plan the run, and write the batch script."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.config import Config
+from megalite.config.command_line import parse
+from megalite.config.tool_parser import ToolParser, local_path, positive_int
+from megalite.errors import UserError
+from megalite.hardware.gpus import find_gpu
+from megalite.plan.plan_report import plan_lines
+from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
+from megalite.plan.slurm.sbatch_script import (
+    Slurm,
+    batch_script,
+    chosen_plan,
+    plan_notes,
+    shortest_limit,
+    warning_seconds,
+    warnings,
+)
+
+CPUS_PER_GPU = 4
+"""Default of --cpus-per-task, per GPU."""
+
+
+def write_job(arguments: Sequence[str], description: str) -> list[str]:
+    """Write the batch script of a command line, and return the lines to print.
+
+    Raises:
+        UserError: the command line is invalid, or training would reject the run, or it does not fit.
+    """
+    own, rest = _parser(description).parse_known_args(arguments)
+    request, config = _request(own, rest)
+    slurm = _slurm(own, request.cluster.gpus_per_node)
+    plan = chosen_plan(request)
+    warn_seconds = warning_seconds(plan)
+    if slurm.seconds <= warn_seconds:
+        raise UserError(
+            f"--time {own.time} is not longer than the {warn_seconds} s before the limit in which the job is "
+            f"warned and saves: pass --time {shortest_limit(plan)} or longer"
+        )
+    output = own.output or Path(f"{own.job_name}.sbatch")
+    run = plan.run
+    text = batch_script(
+        slurm,
+        training_tokens(request, run.config),
+        title=(
+            f"Train on {request.cluster.world_size} GPUs: tensor-parallel {run.tp} x pipeline-parallel "
+            f"{run.pp} x data-parallel {run.dp}."
+        ),
+        file=str(output),
+        save=config.checkpoint.save,
+        has_load=config.checkpoint.load is not None,
+        warn_seconds=warn_seconds,
+        setup=own.setup,
+    )
+    _write(output, text, own.force)
+    return [
+        *plan_notes(list(plan_lines(request, plan))),
+        "",
+        *(f"warning: {warning}" for warning in warnings(request, plan, slurm, config)),
+        f"wrote {output}; submit it with: sbatch {output}",
+    ]
+
+
+def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Config]:
+    """Return the plan's request, and the run's own config, with the options that a plan ignores."""
+    gpus = own.gpus_per_node or (find_gpu(own.gpu).gpus_per_node if own.gpu else 1)
+    tokens = [*(["--gpu", own.gpu] if own.gpu else []), "--gpus-per-node", str(gpus)]
+    tokens += ["--world-size", str(own.nodes * gpus), *rest]
+    request = read_request(tokens)
+    if request.is_json:
+        raise UserError("--json is an option of tools/plan.py: remove it")
+    if any(token.partition("=")[0] == "--top" for token in rest):
+        raise UserError("--top is an option of tools/plan.py: remove it, the job uses the fastest layout")
+    config, _ = parse(request.training_tokens)
+    if config.dry_run.dry_run:
+        raise UserError("--dry-run is one process, not a job: remove it, or run pretrain_gpt.py instead")
+    if config.checkpoint.save is None:
+        # The script sets a folder with the job's number; the plan only needs to know that there is one.
+        request = read_request([*tokens, "--save", f"runs/{own.job_name}"])
+    return request, config
+
+
+def _slurm(own: argparse.Namespace, gpus_per_node: int) -> Slurm:
+    slurm = Slurm(
+        own.nodes,
+        gpus_per_node,
+        own.cpus_per_task or CPUS_PER_GPU * gpus_per_node,
+        own.time,
+        own.job_name,
+        own.partition,
+        own.account,
+        own.exclude,
+        tuple(own.sbatch),
+    )
+    slurm.check()
+    return slurm
+
+
+def _write(output: Path, text: str, force: bool) -> None:
+    try:
+        with output.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(
+            f"--output {output} exists already: pass another file, or --force to replace it"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror}): pass another file"
+        ) from None
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = ToolParser(planning_flags(), description=description)
+    add = parser.add_argument
+    add("--nodes", type=positive_int, required=True, help="number of nodes of the job")
+    add("--gpu", help="type of GPU, as for tools/plan.py")
+    add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
+    add(
+        "--time",
+        required=True,
+        metavar="LIMIT",
+        help="Slurm's time limit of one start of the job, for example 20:00:00 or 2-00:00:00",
+    )
+    add("--job-name", default="megalite", help="name of the job (default: megalite)")
+    add("--partition", help="partition of the cluster")
+    add("--account", help="account to charge")
+    add("--exclude", metavar="NODES", help="nodes not to use, for example n3,n[7-9]")
+    add("--cpus-per-task", type=positive_int, help=f"CPU cores per node (default: {CPUS_PER_GPU} per GPU)")
+    add(
+        "--sbatch",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further options of sbatch, for example qos=high",
+    )
+    add(
+        "--setup",
+        nargs="+",
+        default=[],
+        metavar="LINE",
+        help="shell commands to run first, for example to load modules",
+    )
+    add(
+        "--output",
+        "-o",
+        type=local_path,
+        metavar="FILE",
+        help="file to write (default: the job's name with .sbatch)",
+    )
+    add("--force", action="store_true", help="replace the file if it exists")
+    return parser

@@ -1,0 +1,330 @@
+"""The text of a Slurm batch script, and warnings about the job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+
+from megalite.config import Config
+from megalite.config.arguments import FlagTokens, split_tokens
+from megalite.config.fields import field_docs, fields_by_flag
+from megalite.errors import ConfigError, UserError
+from megalite.plan.estimate import RunPlan, run_costs
+from megalite.plan.layout_fields import LAYOUT_FIELDS, layout_flags
+from megalite.plan.layout_search import fastest, search
+from megalite.plan.plan_report import nothing_fits
+from megalite.plan.plan_request import Request
+from megalite.plan.planned_run import run_problems
+
+_FORMS = (
+    r"(?P<m>\d+)",
+    r"(?P<m>\d+):(?P<s>\d+)",
+    r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+    r"(?P<d>\d+)-(?P<h>\d+)",
+    r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)",
+    r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+)
+"""Formats of --time, from `man sbatch`."""
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def seconds_of(text: str) -> int:
+    """Return the seconds of a time limit in Slurm's format; a plain number is minutes.
+
+    Raises:
+        UserError: the text is not a time limit, or the limit is 0.
+    """
+    for form in _FORMS:
+        if match := re.fullmatch(form, text):
+            seconds = sum(_SECONDS[unit] * int(number) for unit, number in match.groupdict().items())
+            if seconds:
+                return seconds
+    raise UserError(
+        f"--time {text} is not a time limit: pass minutes, hours:minutes:seconds or "
+        "days-hours:minutes:seconds, for example 90, 20:00:00 or 2-00:00:00"
+    )
+
+
+def slurm_limit(seconds: float) -> str:
+    """Return a length of time in the format of --time, rounded up to minutes: 20:00:00 or 2-00:00:00."""
+    minutes = -int(-seconds // 60)
+    hours, days = minutes // 60 % 24, minutes // (60 * 24)
+    clock = f"{hours:02d}:{minutes % 60:02d}:00"
+    return f"{days}-{clock}" if days else clock
+
+
+def duration_text(seconds: float) -> str:
+    """Return a length of time as text."""
+    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.0f} seconds"
+
+
+_GB = 1e9
+MIN_WARNING = 300
+"""Seconds before the time limit at which Slurm warns the job, at least: to finish an iteration and save."""
+SAVE_SECONDS = 180
+"""Seconds that a save may take: the file system is unknown."""
+_MIN_ITERATIONS = 10
+"""Iterations that a start of the job should train, at least."""
+_SBATCH_VALUE = re.compile(r"[^\s\"'`$\\]+")
+_OWN_FLAGS = (
+    "job-name",
+    "nodes",
+    "gpus-per-node",
+    "cpus-per-task",
+    "time",
+    "partition",
+    "account",
+    "exclude",
+)
+"""Options of sbatch that are flags of make_sbatch: plan and script depend on them."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Hold what a job requests from Slurm.
+
+    Attributes:
+        limit: time limit, in Slurm's format.
+        options: further options of sbatch, NAME=VALUE each.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    cpus_per_task: int
+    limit: str
+    name: str
+    partition: str | None = None
+    account: str | None = None
+    exclude: str | None = None
+    options: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> int:
+        return seconds_of(self.limit)
+
+    def check(self) -> None:
+        """Check that every value fits in a #SBATCH line.
+
+        Raises:
+            UserError: a value does not, or an option is unknown or a flag of make_sbatch.
+        """
+        values = [
+            ("--job-name", self.name),
+            ("--partition", self.partition),
+            ("--account", self.account),
+            ("--exclude", self.exclude),
+            *(("--sbatch", option) for option in self.options),
+        ]
+        for flag, value in values:
+            if value is not None and not _SBATCH_VALUE.fullmatch(value):
+                raise UserError(
+                    f"{flag} {value!r} has a space, a quote, a backslash or a dollar sign, which #SBATCH "
+                    "lines cannot have: pass another value"
+                )
+        if re.search(r"[/{}]", self.name):
+            raise UserError(
+                f"--job-name {self.name} has a slash or a brace, but is used in the names of files and "
+                "folders: pass another name"
+            )
+        for option in self.options:
+            if not re.fullmatch(r"[a-z-]+(=.*)?", option):
+                raise UserError(
+                    f"--sbatch {option} is not an option of sbatch: pass NAME=VALUE, for example qos=high"
+                )
+            name = option.partition("=")[0]
+            if name in _OWN_FLAGS:
+                raise UserError(f"--sbatch {option}: the script depends on it; pass --{name} instead")
+
+
+def chosen_plan(request: Request) -> RunPlan:
+    """Return the plan of the requested layout, or of the fastest one with --search.
+
+    Raises:
+        UserError: training would reject the layout, or it does not fit; the message says which one does.
+    """
+    if request.top is not None:
+        found = search(request)
+        if not found.fitting:
+            raise UserError(nothing_fits(request, found))
+        return fastest(found.fitting, 1)[0]
+    if problems := run_problems(request.config, request.cluster, request.cp):
+        raise ConfigError(problems)
+    plan = RunPlan(request.planned_run())
+    if not plan.fits:
+        raise UserError(_too_large(request, plan))
+    return plan
+
+
+def _too_large(request: Request, plan: RunPlan) -> str:
+    """Return by how much the layout is too large, what takes most memory, and a layout that fits."""
+    available = plan.run.cluster.gpu.memory_bytes
+    memory = max(plan.memories, key=lambda each: each.total)
+    kind, size = max(vars(memory).items(), key=lambda item: item[1])
+    text = (
+        f"the job does not fit: it needs {memory.total / _GB:.1f} GB per GPU of {available / _GB:.1f} GB, "
+        f"{(memory.total - available) / _GB:.1f} GB too much; {size / _GB:.1f} GB are {kind}; "
+    )
+    if request.config.training.global_batch_size is None:
+        return text + "pass --global-batch-size to see a layout that fits"
+    free = replace(request, fixed_fields=request.fixed_fields - set(LAYOUT_FIELDS))
+    found = search(free)
+    if not found.fitting:
+        return text + nothing_fits(free, found)
+    flags = " ".join(layout_flags(fastest(found.fitting, 1)[0].run.config))
+    return f"{text}pass --search without a layout, or the layout {flags}"
+
+
+def warning_seconds(plan: RunPlan) -> int:
+    """Return how many seconds before the limit Slurm warns the job, in whole minutes."""
+    needed = max(MIN_WARNING, 2 * plan.time.seconds + SAVE_SECONDS)
+    return 60 * -int(-needed // 60)
+
+
+def shortest_limit(plan: RunPlan) -> str:
+    """Return the shortest useful --time: a few iterations before Slurm's warning."""
+    return slurm_limit(warning_seconds(plan) + _MIN_ITERATIONS * plan.time.seconds)
+
+
+def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> Iterator[str]:
+    """Yield warnings about the job.
+
+    Args:
+        config: the run's own config, with the options that a plan ignores.
+    """
+    seconds, limit = plan.time.seconds, slurm.seconds
+    usable = limit - warning_seconds(plan)
+    interval = config.checkpoint.save_interval
+    if usable < _MIN_ITERATIONS * seconds:
+        yield (
+            f"--time {slurm.limit} leaves {duration_text(max(usable, 0))} to train before the job is warned, "
+            f"and an iteration takes {duration_text(seconds)}: pass --time {shortest_limit(plan)} or longer"
+        )
+    if interval is None:
+        yield "--save-interval is not set: a rank or a node that fails loses all work since the job started"
+    elif interval * seconds > usable:
+        yield (
+            f"--time {slurm.limit} is shorter than --save-interval {interval}, which takes "
+            f"{duration_text(interval * seconds)}: a job saves only at its end, and a lost node loses it all"
+        )
+    minutes = config.training.exit_duration_in_mins
+    if minutes is not None and minutes * 60 > usable:
+        yield (
+            f"--exit-duration-in-mins {minutes:g} is later than the warning, {usable / 60:.0f} minutes after "
+            "the start: it has no effect"
+        )
+    load = config.checkpoint.load
+    if load is not None and not config.checkpoint.loads_own:
+        yield f"--load {load} is not --save: every restart would begin from {load} again; remove it"
+    if plan.run.tp > slurm.gpus_per_node:
+        yield f"--tp {plan.run.tp} is larger than the {slurm.gpus_per_node} GPUs of a node, which is slow"
+    if not config.data.mock_data and not config.data.data_path:
+        yield "--data-path is not set: pass it after the script's name when you submit the script"
+    days = run_costs(plan, request.costs).get("days")
+    if days is not None and usable > 0 and days * 86400 > usable:
+        yield (
+            f"the run takes {days:.1f} days, so about {-int(-days * 86400 // usable)} starts of "
+            f"{slurm.limit}: the job is requeued until it is done"
+        )
+    if days is None:
+        yield "the run has no length: pass --train-iters or --train-samples"
+
+
+def plan_notes(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a plan without the command, which the script replaces."""
+    kept = list(lines)
+    if kept and kept[-1].startswith("torchrun"):
+        kept.pop()
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept
+
+
+_COMMENT_COLUMN = 48
+_LINE = 130
+_PROGRAM_FLAGS = {"--preset": "The model", "--config": "Settings, which the flags here override"}
+"""Comments on flags that are not fields'."""
+
+
+def batch_script(
+    slurm: Slurm,
+    tokens: Sequence[str],
+    *,
+    title: str,
+    file: str,
+    save: str | None,
+    has_load: bool,
+    warn_seconds: int,
+    setup: Sequence[str] = (),
+) -> str:
+    """Return the text of a batch script for bash.
+
+    Args:
+        tokens: flags of training; --save is replaced by `save`.
+        title: the first comment.
+        file: name of the script.
+        save: folder of checkpoints; None for a folder of the job.
+        has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
+        warn_seconds: how long before the time limit Slurm signals the job.
+        setup: shell commands to run first.
+    """
+    values = {
+        "title": title,
+        "file": file,
+        "options": "\n".join(_options(slurm, warn_seconds)),
+        "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
+        "save": shlex.quote(save) if save else f"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}",
+        "gpus_per_node": str(slurm.gpus_per_node),
+        "shutdown_seconds": str(warn_seconds - 60),
+        "flags": "\n".join(_sbatch_flags(tokens, has_load)),
+    }
+    template = resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _options(slurm: Slurm, warn_seconds: int) -> Iterator[str]:
+    given = {"partition": slurm.partition, "account": slurm.account, "exclude": slurm.exclude}
+    lines = [
+        (f"--job-name={slurm.name}", ""),
+        (f"--nodes={slurm.nodes}", f"world size: {slurm.nodes * slurm.gpus_per_node}"),
+        ("--ntasks-per-node=1", "one launcher per node: torchrun starts a process per GPU"),
+        (f"--gpus-per-node={slurm.gpus_per_node}", ""),
+        (f"--cpus-per-task={slurm.cpus_per_task}", "for launcher, ranks, data and checkpoints of a node"),
+        *((f"--{name}={value}", "") for name, value in given.items() if value),
+        (f"--time={slurm.limit}", "a limit, not the run's length: the job is requeued until the run is done"),
+        (f"--signal=B:USR1@{warn_seconds}", f"this script is warned {warn_seconds} s before the limit"),
+        ("--requeue", "Slurm itself starts the job again after a node is lost or the job is preempted"),
+        ("--open-mode=append", "a restart adds to the log"),
+        ("--output=%x-%j.log", ""),
+        *((f"--{option}", "") for option in slurm.options),  # last, so that they override
+    ]
+    for option, comment in lines:
+        line = f"#SBATCH {option}"
+        yield f"{line:<38} # {comment}" if comment else line
+
+
+def _sbatch_flags(tokens: Sequence[str], has_load: bool) -> Iterator[str]:
+    """Yield one line per flag, with the first sentence of its help."""
+    for flag in split_tokens(tokens)[0]:
+        if flag.flag != "--save":
+            yield _commented(f"  {shlex.join([flag.name, *flag.values])}", _comment(flag))
+    yield '  --save "$save"'
+    if not has_load:
+        yield _commented('  --load "$save"', "a restart resumes from its own last checkpoint")
+
+
+def _commented(text: str, comment: str) -> str:
+    line = f"{text:<{_COMMENT_COLUMN}}  # {comment}"
+    return line if comment and len(line) <= _LINE else text
+
+
+def _comment(flag: FlagTokens) -> str:
+    field = fields_by_flag().get(flag.flag)
+    if field is None:
+        return _PROGRAM_FLAGS.get(flag.flag, "")
+    return re.split(r"(?<!\.)\.(?: |$)|; ", field_docs(field.group)[field.name], maxsplit=1)[0]

@@ -1,0 +1,246 @@
+"""Write the report of runs as one HTML page that opens without a network."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from megalite.errors import UserError
+from megalite.report.chart import COLOURS, figure_of, short_number
+from megalite.report.panels import SMOOTHED_SHARE, charts_of
+from megalite.report.run_folder import Run
+from megalite.report.run_history import HistoryRow
+from megalite.report.time_report import (
+    SPENT_ON,
+    Table,
+    duration,
+    format_time,
+    tables,
+    time_spent,
+    time_summary,
+)
+from megalite.report.trace_picture import read_trace, trace_figure
+
+MAX_RUNS = 8
+"""Number of runs that have a colour of their own."""
+RECENT_SHARE = 0.02
+"""Share of a run's last lines that "last training loss" averages."""
+
+
+def page(runs: Sequence[Run], x: str = "iteration") -> str:
+    """Return the whole page; `x` is a key of `panels.X_NAMES`.
+
+    Raises:
+        UserError: plotly is not installed, or a run has no metric `x`.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("the report needs plotly: pip install megalite[report]") from None
+    title = escape(", ".join(run.name for run in runs))
+    style = resources.files(__package__).joinpath("page.css").read_text()
+    parts = [
+        f"<h1>{title}</h1>",
+        _summary(runs),
+        "<h2>Curves</h2>",
+        *_curves(runs, x),
+        "<h2>Where the time went</h2>",
+        *map(_time, runs),
+        *_traces(runs),
+        "<h2>What was slow</h2>",
+        *(part for run in runs for part in _slow(run, len(runs) > 1)),
+        "<h2>Config</h2>",
+        *map(_config, runs),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style><script>{get_plotlyjs()}</script></head>"
+        f'<body><button id="theme" type="button" onclick="{_SWITCH_THEME}">light / dark</button>'
+        f"<main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+_SWITCH_THEME = (
+    "const style = document.documentElement.style, dark = matchMedia('(prefers-color-scheme: dark)').matches;"
+    "style.colorScheme = (style.colorScheme || (dark ? 'dark' : 'light')) === 'dark' ? 'light' : 'dark'"
+)
+
+
+def _plotly(figure: Mapping[str, Any], name: str) -> str:
+    """Return a figure as HTML without Plotly's library, which is in the page's head."""
+    from plotly.io import to_html
+
+    config = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+    config["showSendToCloud"] = False  # plotly's default is a button that uploads the figure
+    html: str = to_html(figure, config=config, include_plotlyjs=False, full_html=False, div_id=name)
+    return f"<figure>{html}</figure>"
+
+
+def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
+    charts, constants = charts_of(runs, x)
+    if charts:
+        yield (
+            f'<p class="note">thin: every value; thick: mean over {SMOOTHED_SHARE:.0%} of the run around it; '
+            "dashed grey: repeated after a restart; dotted vertical: a restart. "
+            "Drag to zoom, double-click to zoom out.</p>"
+        )
+        yield _plotly(figure_of(charts, [run.name for run in runs], x), "charts")
+    notes = [f"{chart.title}: {note}" for chart in charts if (note := chart.note())]
+    yield "".join(f'<p class="note">{escape(line)}</p>' for line in (*notes, "; ".join(constants)) if line)
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    """Return a table of `_FACTS` with one column for each run; a row that is empty for all is omitted."""
+    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    rows = "".join(
+        f"<tr><th>{name}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for name, fact in _FACTS.items()
+        if any(values := [fact(run) for run in runs])
+    )
+    return f'<table class="summary"><tr><th></th>{heads}</tr>{rows}</table>'
+
+
+def _logged(run: Run, name: str) -> list[float]:
+    return [row.values[name] for row in run.history.iterations if name in row.values]
+
+
+def _median(name: str, unit: str, factor: float = 1.0) -> Callable[[Run], str]:
+    def fact(run: Run) -> str:
+        values = _logged(run, name)
+        return f"{short_number(statistics.median(values) * factor)}{unit}" if values else ""
+
+    return fact
+
+
+def _last(run: Run) -> HistoryRow:
+    return run.history.iterations[-1]
+
+
+def _iterations(run: Run) -> str:
+    row = _last(run)
+    of = f" of {row.values['train_iters']:,.0f}" if "train_iters" in row.values else ""
+    return f"{row.iteration:,}{of}"
+
+
+def _tokens(run: Run) -> str:
+    counts = _logged(run, "consumed_tokens")
+    return short_number(counts[-1]) if counts else ""
+
+
+def _loss(run: Run) -> str:
+    losses = _logged(run, "lm_loss")
+    recent = losses[-max(1, round(len(losses) * RECENT_SHARE)) :]
+    return f"{statistics.fmean(recent):.4f}" if recent else ""
+
+
+def _evaluation(run: Run) -> str:
+    """Return the last loss of each dataset, and the best one if that is another."""
+    parts = []
+    all_rows = [row for row in run.history.evaluations if "lm_loss" in row.values]
+    for name in dict.fromkeys(row.name for row in all_rows):
+        rows = [row for row in all_rows if row.name == name]
+        finite = [row for row in rows if math.isfinite(row.values["lm_loss"])]
+        best = min(finite, key=lambda row: row.values["lm_loss"], default=rows[-1])
+        note = "" if best is rows[-1] else f" (best {best.values['lm_loss']:.4f} at {best.iteration})"
+        parts.append(f"{name} {rows[-1].values['lm_loss']:.4f}{note}")
+    return "; ".join(parts)
+
+
+def _memory(run: Run) -> str:
+    megabytes = [*_logged(run, "memory_reserved_mb"), *_logged(run, "memory_allocated_mb")]
+    return f"{max(megabytes) / 1024:.2f} GiB" if megabytes else ""
+
+
+def _faults(run: Run) -> str:
+    values = _last(run).values
+    parts = [(values.get("total_skipped"), "skipped"), (values.get("total_nan"), "NaN")]
+    return ", ".join(f"{count:.0f} {name}" for count, name in parts if count is not None)
+
+
+def _restarts(run: Run) -> str:
+    again = sum(row.iteration - row.first + 1 for segment in run.history.segments for row in segment.lost)
+    return f"{len(run.history.segments) - 1}" + (f", {again} iterations repeated" if again else "")
+
+
+_FACTS: dict[str, Callable[[Run], str]] = {
+    "iterations": _iterations,
+    "tokens": _tokens,
+    "last training loss": _loss,
+    "evaluations": _evaluation,
+    "iteration time": _median("iteration_time_ms", " ms"),
+    "tokens/s": _median("tokens_per_second", ""),
+    "TFLOP/s per GPU": _median("tflops_per_gpu", ""),
+    "MFU": _median("mfu", "%", 100.0),
+    "memory": _memory,
+    "iterations without an update": _faults,
+    "restarts": _restarts,
+    "last line (UTC)": lambda run: format_time(_last(run).wall_time),
+    "metrics from": lambda run: str(run.source),
+}
+
+
+def _time(run: Run) -> str:
+    """Return a bar of the run's wall-clock time by kind of use."""
+    spent = time_spent(run.history)
+    whole = sum(spent.values())
+    colours = {name: COLOURS[SPENT_ON.index(name)] for name in spent}
+    bar = "".join(
+        f'<span style="background:{colours[name]};width:{seconds / whole:.4%}" title="{name}"></span>'
+        for name, seconds in spent.items()
+    )
+    legend = [(colours[name], f"{name} {duration(seconds)}") for name, seconds in spent.items()]
+    bar = f'<div class="bar">{bar}</div>{_legend(legend)}' if spent else ""
+    return f"<p><b>{escape(run.name)}</b> {escape(time_summary(spent))}</p>{bar}"
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    keys = (f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in entries)
+    return f'<p class="legend">{"".join(keys)}</p>'
+
+
+def _traces(runs: Sequence[Run]) -> Iterator[str]:
+    for index, run in enumerate(runs):
+        if run.trace is None:
+            continue
+        yield f"<h2>Pipeline of {escape(run.name)}</h2>"
+        try:
+            trace = read_trace(run.trace)
+        except UserError as error:
+            if run.is_trace_requested:
+                raise
+            # Found by its name alone, so that it need not be a trace at all.
+            yield f'<p class="note">{escape(f"not drawn: {error}")}</p>'
+            continue
+        figure, legend, note = trace_figure(trace)
+        yield f"<p><b>{escape(trace.verdict)}</b></p>{_legend(legend)}"
+        yield _plotly(figure, f"trace{index}")
+        yield f'<p class="note">{escape(", ".join(filter(None, (note, str(run.trace)))))}</p>'
+
+
+def _slow(run: Run, is_one_of_many: bool) -> Iterator[str]:
+    if is_one_of_many:
+        yield f"<h3>{escape(run.name)}</h3>"
+    for table in tables(run):
+        yield f"<h4>{escape(table.title)}</h4>{_table(table)}"
+    if broken := run.history.num_broken:
+        yield f'<p class="note">{broken} broken lines of {escape(str(run.source))} were skipped</p>'
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f"<th>{escape(head)}</th>" for head in table.heads)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<table><tr>{heads}</tr>{rows}</table>"
+
+
+def _config(run: Run) -> str:
+    if not run.config:
+        return f'<p class="note">{escape(run.name)}: no checkpoint or TensorBoard folder with a config</p>'
+    return (
+        f"<details><summary>{escape(run.name)} <span class=note>{escape(run.config_source)}</span></summary>"
+        f"<pre>{escape(run.config)}</pre></details>"
+    )

@@ -1,0 +1,156 @@
+"""Choose the charts of a report page and the curves of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.errors import UserError
+from megalite.report.chart import DASHES, Chart, Curve, short_number
+from megalite.report.run_folder import Run
+from megalite.report.run_history import HistoryRow
+from megalite.report.series import Floats, Series
+
+SMOOTHED_SHARE = 0.04
+"""Share of a curve's points that each point of the smoothed line averages."""
+X_NAMES = {"iteration": "iteration", "samples": "consumed_samples", "tokens": "consumed_tokens"}
+"""Choices of --x, and the metric of each."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart and its metrics, each a line of its own.
+
+    Attributes:
+        metrics: name of each in the metrics file, and its name in the legend (empty if it is the only one).
+        factor: from the metrics file's unit to `unit`.
+    """
+
+    title: str
+    metrics: tuple[tuple[str, str], ...]
+    unit: str = ""
+    factor: float = 1.0
+    is_smoothed: bool = False
+    from_zero: bool = False
+
+
+LOSS = Panel("Training loss", (("lm_loss", ""),), is_smoothed=True)
+PANELS = (
+    Panel("Gradient norm", (("grad_norm", ""),), is_smoothed=True),
+    Panel("Learning rate", (("learning_rate", ""),), from_zero=True),
+    Panel("Throughput", (("tokens_per_second", ""),), "tokens/s", is_smoothed=True, from_zero=True),
+    Panel("Rate of a GPU", (("tflops_per_gpu", ""),), "TFLOP/s", is_smoothed=True, from_zero=True),
+    Panel("MFU", (("mfu", ""),), "%", 100.0, is_smoothed=True, from_zero=True),
+    Panel("Iteration time", (("iteration_time_ms", ""),), "ms", is_smoothed=True, from_zero=True),
+    Panel(
+        "Memory of the reporting rank",
+        (("memory_allocated_mb", "allocated"), ("memory_reserved_mb", "reserved")),
+        "GiB",
+        2.0**-10,
+        from_zero=True,
+    ),
+    Panel(
+        "Skipped and NaN iterations so far",
+        (("total_skipped", "skipped"), ("total_nan", "NaN")),
+        from_zero=True,
+    ),
+    Panel("Loss scale", (("loss_scale", ""),)),
+    Panel("Global batch size", (("global_batch_size", ""),), "samples", from_zero=True),
+    Panel("Norm of the weights", (("params_norm", ""),)),
+    Panel("Zeros in the gradient", (("num_zeros", ""),), from_zero=True),
+)
+_NOT_DRAWN = {
+    *("iteration", "consumed_samples", "consumed_tokens", "train_iters", "num_iterations", "num_skipped"),
+    *("num_nan", "skipped", "start_time", "wall_time"),
+}
+"""Counters, and metrics that a chart shows under another name."""
+
+
+def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
+    """Return the charts that have something to show, and a line about each metric that never changes.
+
+    Args:
+        x: a key of `X_NAMES`.
+
+    Raises:
+        UserError: a run has no such metric.
+    """
+    found, constants = list[Chart](), list[str]()
+    for run in runs:
+        if x != "iteration" and not any(X_NAMES[x] in row.values for row in run.history.iterations):
+            raise UserError(f"--x {x}: {run.source} has no {X_NAMES[x]}: drop --x")
+    evaluations = [curve for index, run in enumerate(runs) for curve in _evaluations(index, run, x)]
+    found_curves = [(panel, _curves(panel, runs, x)) for panel in (LOSS, *PANELS, *_others(runs))]
+    found_curves.insert(1, (Panel("Validation loss", ()), evaluations))
+    for panel, curves in found_curves:
+        kept = tuple(curve for curve in curves if len(curve.series) or curve.lost)
+        chart = Chart(panel.title, kept, panel.unit, panel.from_zero)
+        values = chart.values
+        if not len(values):
+            continue
+        is_constant = values.min() == values.max() and not chart.num_not_finite
+        if is_constant and panel.metrics and panel is not LOSS:
+            unit = f" {panel.unit}" if panel.unit else ""
+            constants.append(f"{panel.title}: {short_number(float(values[0]))}{unit} throughout")
+        else:
+            found.append(chart)
+    return found, constants
+
+
+def _others(runs: Sequence[Run]) -> Iterator[Panel]:
+    """Yield a panel for each metric that is not in `PANELS`, such as one of a later version."""
+    known = {name for panel in (LOSS, *PANELS) for name, _ in panel.metrics} | _NOT_DRAWN
+    names = {name for run in runs for row in run.history.iterations for name in row.values} - known
+    for name in sorted(names):
+        yield Panel(name.replace("_", " "), ((name, ""),))
+
+
+def _curves(panel: Panel, runs: Sequence[Run], x: str) -> list[Curve]:
+    curves = []
+    for index, run in enumerate(runs):
+        to_x = _x_of(run, x)
+        history = run.history
+        starts = [segment.iterations[0].first for segment in history.segments[1:] if segment.iterations]
+        for dash, (name, part) in enumerate(panel.metrics):
+            series = _series(history.iterations, name, panel.factor, to_x)
+            lost = (_series(segment.lost, name, panel.factor, to_x) for segment in history.segments)
+            names = (run.name if len(runs) > 1 else "", part)
+            curves.append(
+                Curve(
+                    name=" ".join(filter(None, names)) or panel.title.lower(),
+                    run=index,
+                    series=series,
+                    part=part,
+                    dash=dash,
+                    lost=tuple(each for each in lost if len(each)),
+                    restarts=() if dash else tuple(map(float, to_x(starts))),
+                    width=round(len(series) * SMOOTHED_SHARE) if panel.is_smoothed else 0,
+                )
+            )
+    return curves
+
+
+def _evaluations(index: int, run: Run, x: str) -> Iterator[Curve]:
+    rows, to_x = run.history.evaluations, _x_of(run, x)
+    names = dict.fromkeys(row.name for row in rows)
+    for dash, name in enumerate(names):
+        series = _series([row for row in rows if row.name == name], "lm_loss", 1.0, to_x)
+        yield Curve(f"{run.name} {name}", index, series, name, dash % len(DASHES), has_dots=True)
+
+
+def _series(
+    rows: Sequence[HistoryRow], name: str, factor: float, to_x: Callable[[list[int]], Floats]
+) -> Series:
+    logged = [row for row in rows if name in row.values]
+    return Series.of(to_x([row.iteration for row in logged]), [row.values[name] * factor for row in logged])
+
+
+def _x_of(run: Run, x: str) -> Callable[[list[int]], Floats]:
+    """Return a function from iterations to x; an evaluation has the x of its iteration."""
+    if x == "iteration":
+        return lambda iterations: np.asarray(iterations, np.float64)
+    rows = [row for row in run.history.iterations if X_NAMES[x] in row.values]
+    known = np.array([[row.iteration, row.values[X_NAMES[x]]] for row in rows]).T
+    return lambda iterations: np.interp(iterations, known[0], known[1])

@@ -1,0 +1,152 @@
+"""Find the files of a run: metrics, checkpoints, config, pipeline trace and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint.folder import iterations_in
+from megalite.checkpoint.manifest import CONFIG, RUN
+from megalite.errors import UserError
+from megalite.files import parse_json, read_regular
+from megalite.report.run_history import History, read_history
+from megalite.report.tensorboard_events import EVENTS, config_in, read_events
+from megalite.report.trace_picture import is_pipeline_trace
+
+_DEPTH = 3
+"""Levels of folders that are searched, the run's own included."""
+_MAX_CONFIG_BYTES = 1 << 24
+_MANY = 20_000
+"""Entries that are read of each folder: one with more holds a dataset, not a run."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of the run.
+
+    Attributes:
+        finished: when its last file was written, in seconds since 1970.
+    """
+
+    iteration: int
+    folder: Path
+    finished: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and its files.
+
+    Attributes:
+        source: file or folder that the metrics are from.
+        config: resolved, as YAML; empty if neither a checkpoint nor TensorBoard's files have it.
+        trace: file with a trace of its pipeline.
+        is_trace_requested: the trace was named by the user, not found.
+    """
+
+    name: str
+    source: Path
+    history: History
+    checkpoints: tuple[Checkpoint, ...] = ()
+    config: str = ""
+    config_source: str = ""
+    trace: Path | None = None
+    is_trace_requested: bool = False
+    logs: tuple[Path, ...] = ()
+
+
+def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = ()) -> Run:
+    """Find the files of a run in its folder, or in the folder of its metrics file.
+
+    Args:
+        path: a folder or a metrics file.
+        trace: pipeline trace to use instead of one that is found.
+        logs: logs to use besides those that are found.
+
+    Raises:
+        UserError: there are no metrics, or those of several runs.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist: pass a run's folder, or the file of its --metrics-file")
+    folder = path if path.is_dir() else path.parent
+    files = list(_files(folder, _DEPTH))
+    metrics = [path] if path.is_file() else [file for file in files if _is_metrics(file)]
+    if len(metrics) > 1:
+        names = " ".join(map(str, metrics))
+        raise UserError(f"{path} holds the metrics of several runs: pass one or more of them: {names}")
+    # If the folder holds metrics of other runs too, its other files may belong to any of them.
+    is_alone = path.is_dir() or [file for file in files if _is_metrics(file)] == [path]
+    files = files if is_alone else []
+    events = sorted({file.parent for file in files if EVENTS in file.name})
+    if not metrics and not events:
+        raise UserError(
+            f"{path} holds no metrics of a run: train with --metrics-file (or --tensorboard-dir) in it, "
+            "or pass the metrics file itself"
+        )
+    history = read_history(metrics[0]) if metrics else read_events(events)
+    checkpoints = tuple(_checkpoints(files))
+    config, config_source = _config(checkpoints, events)
+    found = [file for file in files if is_pipeline_trace(file)]
+    return Run(
+        name=_name(path),
+        source=metrics[0] if metrics else events[0],
+        history=history,
+        checkpoints=checkpoints,
+        config=config,
+        config_source=config_source,
+        trace=trace or max(found, key=lambda file: file.stat().st_mtime, default=None),
+        is_trace_requested=trace is not None,
+        logs=(*logs, *(file for file in files if file.suffix in (".log", ".out"))),
+    )
+
+
+def _name(path: Path) -> str:
+    path = path.resolve()
+    is_plain = path.is_file() and path.stem in ("metrics", "m")
+    return path.parent.name if is_plain else path.stem if path.is_file() else path.name
+
+
+def _files(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield files by name, without tensors."""
+    try:
+        entries = sorted(folder.iterdir())[:_MANY]
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink() and depth > 1 and not entry.name.startswith("."):
+            yield from _files(entry, depth - 1)
+        elif entry.is_file() and entry.suffix != ".safetensors":
+            yield entry
+
+
+def _is_metrics(file: Path) -> bool:
+    """Return whether the first line of a file is a row of a metrics file."""
+    if file.suffix not in (".jsonl", ".json"):
+        return False
+    try:
+        with file.open("rb") as lines:
+            record = parse_json(lines.readline(1 << 16))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and ("lm_loss" in record or "validation" in record)
+
+
+def _checkpoints(files: list[Path]) -> Iterator[Checkpoint]:
+    folders = {file.parent.parent for file in files if file.name == RUN}
+    for folder in sorted(folders):
+        for iteration, name in iterations_in(folder).items():
+            text = folder / name / RUN
+            if text.is_file():
+                yield Checkpoint(iteration, folder / name, text.stat().st_mtime)
+
+
+def _config(checkpoints: tuple[Checkpoint, ...], events: list[Path]) -> tuple[str, str]:
+    """Return the config of the newest checkpoint, else TensorBoard's, and its source."""
+    for checkpoint in sorted(checkpoints, key=lambda each: each.iteration, reverse=True):
+        file = checkpoint.folder / CONFIG
+        with suppress(OSError):
+            return read_regular(file, _MAX_CONFIG_BYTES).decode(errors="replace"), str(file)
+    text = config_in(events) if events else ""
+    return text, str(events[-1]) if text else ""

@@ -1,0 +1,186 @@
+"""Read a run's metrics file: its rows in the order in which they were written, split at restarts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import UserError
+from megalite.files import parse_json
+
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Spelling of the floats that JSON has no numbers for."""
+_MAX_ITERATION = 2**53
+"""Above it a float cannot hold every integer."""
+_SMALLEST, _LARGEST = 1e-100, 1e100
+"""Smaller values are read as 0 and larger ones as infinite, so that ratios stay within a float's range."""
+_POSITIONS = {
+    "num_iterations",
+    "train_iters",
+    "consumed_samples",
+    "consumed_tokens",
+    "start_time",
+    "wall_time",
+}
+"""Metrics that order the rows: one that is not finite is dropped."""
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One logged iteration or evaluation.
+
+    Attributes:
+        values: metrics by their names in the file; those that the line lacks are missing.
+        name: split and dataset of an evaluation; empty for an iteration.
+    """
+
+    iteration: int
+    values: Mapping[str, float]
+    name: str = ""
+
+    @property
+    def first(self) -> int:
+        """First of the iterations that this row sums up (see --log-interval)."""
+        return self.iteration - int(self.values.get("num_iterations", 1)) + 1
+
+    @property
+    def wall_time(self) -> float | None:
+        """When the row was written, in seconds since 1970; None in files of old versions."""
+        return self.values.get("wall_time")
+
+
+@dataclass
+class RunSegment:
+    """Rows that the run logged from one of its starts to the next.
+
+    Attributes:
+        num_kept: rows of `iterations` that count; a later segment repeated the rest.
+    """
+
+    iterations: list[HistoryRow] = field(default_factory=list)
+    evaluations: list[HistoryRow] = field(default_factory=list)
+    num_kept: int = 0
+
+    @property
+    def kept(self) -> list[HistoryRow]:
+        return self.iterations[: self.num_kept]
+
+    @property
+    def lost(self) -> list[HistoryRow]:
+        return self.iterations[self.num_kept :]
+
+    @property
+    def rows(self) -> list[HistoryRow]:
+        """Iterations and evaluations in the order in which they were written."""
+        return sorted([*self.iterations, *self.evaluations], key=lambda row: (row.iteration, bool(row.name)))
+
+
+@dataclass
+class History:
+    """Everything that a run logged.
+
+    Attributes:
+        num_broken: lines that are not a whole record, as a killed run or a full disk leaves them.
+    """
+
+    segments: list[RunSegment]
+    num_broken: int = 0
+
+    @property
+    def iterations(self) -> list[HistoryRow]:
+        """Return the rows that count: the last one of each repeated iteration."""
+        return [row for segment in self.segments for row in segment.kept]
+
+    @property
+    def evaluations(self) -> list[HistoryRow]:
+        """Return the evaluations that count, likewise."""
+        found = {(row.name, row.iteration): row for segment in self.segments for row in segment.evaluations}
+        return sorted(found.values(), key=lambda row: row.iteration)
+
+
+def read_history(file: Path) -> History:
+    """Read a metrics file.
+
+    Raises:
+        UserError: the file cannot be read, or has no iteration in it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"metrics file {file} cannot be read ({error.strerror})") from None
+    rows, num_broken = list[HistoryRow](), 0
+    for line in filter(str.strip, lines):
+        row = _row(line)
+        if row is None:
+            num_broken += 1
+        else:
+            rows.append(row)
+    if not any(not row.name for row in rows):
+        raise UserError(
+            f"{file} has no metrics of an iteration: pass the file of --metrics-file, a JSON object per line"
+        )
+    return History(segments_of(rows), num_broken)
+
+
+def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
+    """Group rows by the process that wrote them: by start time, or else at each step back in the iterations.
+
+    A process that outlives its launcher may write at the same time as its successor. It is the earlier
+    segment, and of what both computed the later segment's rows count.
+    """
+    found: dict[float, RunSegment] = {}
+    last: HistoryRow | None = None
+    number = 0
+    for row in rows:
+        if last is not None:
+            # An evaluation has the number of the iteration before it.
+            number += row.iteration < last.iteration or (row.iteration == last.iteration and not row.name)
+        segment = found.setdefault(row.values.get("start_time", float(number)), RunSegment())
+        (segment.evaluations if row.name else segment.iterations).append(row)
+        last = row
+    segments = [found[key] for key in sorted(found)]
+    end = math.inf
+    for segment in reversed(segments):
+        segment.num_kept = sum(row.iteration < end for row in segment.iterations)
+        segment.evaluations = [row for row in segment.evaluations if row.iteration < end]
+        end = min([end, *(row.first for row in segment.iterations)])
+    return [segment for segment in segments if segment.rows]
+
+
+def _row(line: str) -> HistoryRow | None:
+    """Parse a line; None if it is not a whole record."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    values, name = record, ""
+    if isinstance(validation := record.get("validation"), dict):
+        values = {**record, **validation}
+        split = str(validation.get("split", "valid"))
+        name = f"{split} {validation['name']}" if validation.get("name") else split
+    iteration = values.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
+        return None
+    return HistoryRow(iteration, dict(_numbers(values)), name)
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in record.items():
+        number = _FLOATS.get(value, value) if isinstance(value, str) else value
+        if not isinstance(number, int | float):  # a bool is an int
+            continue
+        try:
+            value = float(number)
+        except OverflowError:  # an integer too large for a float
+            value = math.inf if number > 0 else -math.inf
+        if abs(value) < _SMALLEST:
+            value = 0.0
+        elif abs(value) > _LARGEST:
+            value = math.copysign(math.inf, value)
+        if math.isfinite(value) or key not in _POSITIONS:
+            yield key, value

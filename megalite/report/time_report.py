@@ -1,0 +1,217 @@
+"""Account for a run's wall-clock time: its uses, slowest iterations, starts, saves, and notable log lines."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from pathlib import Path
+
+from megalite.errors import UserError
+from megalite.report.run_folder import Run
+from megalite.report.run_history import History, HistoryRow, RunSegment
+
+SPENT_ON = ("training", "repeated", "evaluation", "start-up", "saving and other", "down")
+"""Uses of wall-clock time; "repeated": iterations that a later start ran again."""
+NUM_SLOWEST = 8
+NUM_LINES = 12
+_NOTABLE = re.compile(r"straggler: |^(warning|error|critical): |^exiting |^received SIG|requeued")
+"""Lines of a log that say why a run was slow or ended."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def time_spent(history: History) -> dict[str, float]:
+    """Return the seconds between the first start and the last line by use (`SPENT_ON`).
+
+    The result is empty if the file has no wall-clock times. An iteration's time does not contain evaluations
+    and saves: time outside of iterations and evaluations was spent on saving, logging or anything else.
+    """
+    spent = dict.fromkeys(SPENT_ON, 0.0)
+    ended = None
+    for segment in history.segments:
+        rows = segment.rows
+        started = rows[0].values.get("start_time")
+        times = [row.wall_time for row in rows]
+        if started is None or None in times:
+            return {}
+        spent["down"] += max(0.0, started - ended) if ended is not None else 0.0
+        _add_segment(spent, segment, rows, started)
+        ended = rows[-1].wall_time
+    return {name: seconds for name, seconds in spent.items() if seconds > 0}
+
+
+def _add_segment(
+    spent: dict[str, float], segment: RunSegment, rows: Sequence[HistoryRow], started: float
+) -> None:
+    lost = {id(row) for row in segment.lost}
+    last_time, last_iteration = started, rows[0].first - 1
+    for number, row in enumerate(rows):
+        wall = (row.wall_time or 0.0) - last_time
+        if row.name:
+            # Iterations since the last line are part of the next line's time, not of the evaluation's.
+            following = next((each for each in rows[number:] if not each.name), None)
+            unlogged = (row.iteration - last_iteration) * _seconds(following) if following else 0.0
+            spent["evaluation"] += max(0.0, wall - unlogged)
+            last_time += max(0.0, wall - unlogged)
+            continue
+        inside = _seconds(row) * row.values.get("num_iterations", 1.0)
+        spent["repeated" if id(row) in lost else "training"] += inside
+        spent["start-up" if last_time == started else "saving and other"] += max(0.0, wall - inside)
+        last_time, last_iteration = last_time + wall, row.iteration
+
+
+def _seconds(row: HistoryRow | None) -> float:
+    seconds = 0.0 if row is None else row.values.get("iteration_time_ms", 0.0) / 1e3
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def tables(run: Run) -> Iterator[Table]:
+    """Yield tables of what was slow; one without rows is omitted."""
+    yield from _filled(
+        "Slowest iterations",
+        ("iteration", "ms", "times the median", "when (UTC)", "note"),
+        _slowest(run),
+    )
+    yield from _filled(
+        "Starts",
+        ("from iteration", "when (UTC)", "down before", "repeated"),
+        _starts(run.history),
+    )
+    yield from _filled(
+        "Checkpoints",
+        ("iteration", "complete at (UTC)", "GB", "seconds since its iteration"),
+        _saves(run),
+    )
+    yield from _filled("From its logs", ("file", "line"), _lines(run.logs))
+
+
+def _filled(title: str, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[Table]:
+    found = tuple(rows)
+    if found:
+        yield Table(title, heads, found)
+
+
+def _slowest(run: Run) -> Iterator[tuple[str, ...]]:
+    rows = [row for segment in run.history.segments for row in segment.iterations if _seconds(row) > 0]
+    if len(rows) < 2:
+        return
+    median = statistics.median(map(_seconds, rows))
+    notes = dict(_notes(run))
+    for row in sorted(rows, key=_seconds, reverse=True)[:NUM_SLOWEST]:
+        which = str(row.iteration) if row.first == row.iteration else f"{row.first} to {row.iteration}"
+        milliseconds, times_median = f"{_seconds(row) * 1e3:,.0f}", f"{_seconds(row) / median:.2f}"
+        yield which, milliseconds, times_median, format_time(row.wall_time), notes.get(id(row), "")
+
+
+def _notes(run: Run) -> Iterator[tuple[int, str]]:
+    """Yield the id of each row and what may explain its time."""
+    saved = {checkpoint.iteration for checkpoint in run.checkpoints}
+    for number, segment in enumerate(run.history.segments):
+        evaluated = {row.iteration for row in segment.evaluations}
+        lost = {id(row) for row in segment.lost}
+        for row in segment.iterations:
+            parts = []
+            if row is segment.iterations[0]:
+                parts.append("the first after a restart" if number else "the first")
+            parts += ["after an evaluation"] if row.first - 1 in evaluated else []
+            parts += ["after a save"] if row.first - 1 in saved else []
+            parts += [f"{skipped:.0f} skipped"] if (skipped := row.values.get("num_skipped", 0)) else []
+            parts += ["repeated later"] if id(row) in lost else []
+            yield id(row), ", ".join(parts)
+
+
+def _starts(history: History) -> Iterator[tuple[str, ...]]:
+    for before, after in pairwise([None, *history.segments]):
+        assert after is not None
+        first = after.rows[0]
+        started = first.values.get("start_time")
+        ended = before.rows[-1].wall_time if before else None
+        down = "" if started is None or ended is None else _pause(started - ended)
+        again = sum(row.iteration - row.first + 1 for row in before.lost) if before else 0
+        yield str(first.first), format_time(started), down, f"{again} iterations" if again else ""
+
+
+def _pause(seconds: float) -> str:
+    return (
+        duration(seconds) if seconds >= 0 else f"none: the previous start wrote for {duration(-seconds)} more"
+    )
+
+
+def _saves(run: Run) -> Iterator[tuple[str, ...]]:
+    rows = [row for segment in run.history.segments for row in segment.rows]
+    for checkpoint in run.checkpoints:
+        # The last line of its iteration before the checkpoint was complete: an evaluation may be later.
+        ends = [
+            row.wall_time
+            for row in rows
+            if row.iteration == checkpoint.iteration
+            and row.wall_time is not None
+            and row.wall_time <= checkpoint.finished
+        ]
+        size = sum(file.stat().st_size for file in checkpoint.folder.iterdir() if file.is_file()) / 1e9
+        yield (
+            str(checkpoint.iteration),
+            format_time(checkpoint.finished),
+            f"{size:,.0f}" if size >= 100 else f"{size:.3g}",
+            f"{checkpoint.finished - max(ends):.1f}" if ends else "",
+        )
+
+
+def _lines(logs: Sequence[Path]) -> Iterator[tuple[str, ...]]:
+    for log in logs:
+        found: dict[str, None] = {}
+        try:
+            with log.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if _NOTABLE.search(line):
+                        found.pop(line.strip(), None)
+                        found[line.strip()] = None
+        except OSError as error:
+            raise UserError(f"log {log} cannot be read ({error.strerror})") from None
+        for text in list(found)[-NUM_LINES:]:
+            yield log.name, text[:400]
+
+
+def format_time(seconds: float | None) -> str:
+    """Format a time in seconds since 1970 (UTC); empty for None."""
+    if seconds is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # outside of the calendar
+        return ""
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time in its two largest units."""
+    for unit, name, smaller, small_name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if seconds >= unit:
+            return f"{int(seconds // unit)} {name} {int(seconds % unit // smaller)} {small_name}"
+    return f"{seconds:.1f} s"
+
+
+def time_summary(spent: Mapping[str, float]) -> str:
+    """Return `time_spent` in one line of text."""
+    whole = sum(spent.values())
+    if not whole:
+        return "the metrics file has no wall-clock times"
+    parts = ", ".join(
+        f"{name} {seconds / whole:.0%}" for name, seconds in spent.items() if seconds >= 0.005 * whole
+    )
+    return f"{duration(whole)}: {parts}"

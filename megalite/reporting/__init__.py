@@ -1,1 +1,0 @@
-"""A run's report: what it left behind, read and drawn as one page."""

@@ -1,0 +1,102 @@
+"""Counter-based random numbers: the same weights and dropout masks in every layout.
+
+Each number is a function of the seed, a global name and an element's global index (Philox, Salmon et al.
+2011). It does not depend on the rank, nor on the numbers that were drawn before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megalite.distributed.topology import Topology
+from megalite.kernels import Drop, bias_dropout_add, dropout, fill_normal_, site_key
+from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, axis_of, spec_of
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int, topology: Topology) -> None:
+    """Fill this rank's slices of all parameters of `module` by their specs, without communication.
+
+    Args:
+        module: its parameters have global names, which name the same weight in every layout.
+    """
+    for name, parameter in module.named_parameters():
+        fill_initial(parameter, name, spec_of(parameter), seed, topology)
+
+
+@torch.no_grad()
+def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topology: Topology) -> None:
+    """Fill `out` with this rank's slice of a parameter's initial weights.
+
+    Args:
+        out: contiguous, in the slice's shape; in bf16 or fp16 the fp32 weights are rounded.
+        name: the parameter's global name.
+    """
+    if spec.std == 0.0:
+        out.fill_(spec.mean)
+        return
+    axis = axis_of(spec, topology)
+    dim = 0 if spec.shard is None else spec.shard.dim
+    run_length = math.prod(out.shape[dim:])  # elements in a row in the full tensor
+    fill_normal_(
+        out,
+        site_key(seed, name),
+        std=spec.std,
+        mean=spec.mean,
+        base=0 if axis is None else axis.rank * run_length,
+        run_length=run_length,
+        run_stride=math.prod(spec.full_shape[dim:]),
+    )
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask depends on seed, site, sample and element, and not on the layout.
+
+    Args:
+        p: probability that an element becomes 0.
+        site: global name of this dropout in the model.
+    """
+
+    def __init__(self, p: float, context: LayerContext, site: str) -> None:
+        super().__init__()
+        self.p = p
+        self.context = context
+        self.key = site_key(context.seed, site)
+        self.key_tensor = key_tensor(self.key)
+
+    def forward(self, x: Tensor, sample_numbers: Tensor) -> Tensor:
+        """Return dropout(x) in training, and x in evaluation.
+
+        Args:
+            x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
+            sample_numbers: int64 ``[b]``, global numbers of the samples in the run.
+        """
+        if not self.training or self.p == 0.0:
+            return x
+        return dropout(x, self.p, self.key, sample_numbers, base=self._first_element(x))
+
+    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor) -> Tensor:
+        """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``, computed by one kernel."""
+        p, base = self.p if self.training else 0.0, self._first_element(x)
+        if torch.compiler.is_compiling():
+            return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, sample_numbers, base=base)
+        return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)
+
+    def of_weights(self, sample_numbers: Tensor, first_element: int) -> Drop:
+        """Return the settings with which an attention kernel drops its weights itself.
+
+        Args:
+            first_element: index of this rank's first weight among all weights of a sample.
+        """
+        p = self.p if self.training else 0.0
+        if torch.compiler.is_compiling():
+            return Drop(p, 0, sample_numbers, first_element, self.key_tensor)
+        return Drop(p, self.key, sample_numbers, first_element)
+
+    def _first_element(self, x: Tensor) -> int:
+        """Return the index of this rank's first element of ``[s, b, h]`` among all elements of a sample."""
+        return self.context.first_position(x.shape[0]) * x.shape[-1]

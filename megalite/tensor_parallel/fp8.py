@@ -1,0 +1,158 @@
+"""GEMMs of linear layers in 8-bit floating point (Micikevicius et al. 2022).
+
+The output and the input's gradient are computed from fp8 operands. Each operand is scaled so that its largest
+magnitude, measured at each call, becomes the format's largest number. Sums are in fp32, results in the dtype
+of the input. With tensor parallelism the magnitude is that of the full tensor, so that slices are rounded as
+the full tensor would be; it takes an all-reduce of two numbers in each forward and backward pass of a layer.
+
+The weight's gradient is computed in 16 bits: it is added to the fp32 buffer of gradients, which
+``torch._scaled_mm`` cannot do, and fp8 would need a transposed copy of both operands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.topology import Axis
+from megalite.errors import UserError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
+"""Dtype of gradients by the config's fp8_format; weights and activations are in e4m3 in both."""
+_MIN_CAPABILITY = (8, 9)
+_SMALLEST = 2.0**-100  # so that the scale of a tensor of zeros is not 0
+
+
+class Fp8(NamedTuple):
+    """Hold a matrix in 8 bits: its values are ``numbers * scale``."""
+
+    numbers: Tensor
+    scale: Tensor
+
+
+def amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude in a tensor, a scalar in fp32; NaN if the tensor has one."""
+    return x.detach().abs().amax().float()
+
+
+def in_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
+    """Round a matrix to 8 bits. Infinities and NaNs stay visible in the result and in GEMMs with it.
+
+    Args:
+        largest: upper bound of the magnitudes in `x`.
+    """
+    top = torch.finfo(dtype).max
+    scale = largest.clamp_min(_SMALLEST) / top
+    return Fp8((x.float() / scale).clamp(-top, top).to(dtype).contiguous(), scale)
+
+
+def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_fast: bool) -> Tensor:
+    """Compute ``a b^T + bias``: ``[n, k]`` and ``[m, k]`` -> ``[n, m]``.
+
+    Args:
+        is_fast: let Hopper GPUs accumulate with fewer bits, which is too few for gradients.
+    """
+    return torch._scaled_mm(
+        a.numbers,
+        b.numbers.t(),  # _scaled_mm requires a column-major second operand
+        scale_a=a.scale,
+        scale_b=b.scale,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=is_fast,
+    )
+
+
+class Fp8Gemm:
+    """Run the GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
+
+    Args:
+        fp8_format: a key of `GRADIENT_DTYPES`.
+        tp: the axis that the layers' tensors are cut over.
+    """
+
+    def __init__(self, fp8_format: str, tp: Axis) -> None:
+        self.gradient_dtype = GRADIENT_DTYPES[fp8_format]
+        self.tp = tp
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
+        rows, weight = x.detach().flatten(0, -2), weight.detach()
+        largest_x, largest_weight = self._largest(rows, weight)
+        operands = in_fp8(rows, E4M3, largest_x), in_fp8(weight, E4M3, largest_weight)
+        y = scaled_gemm(*operands, None if bias is None else bias.detach(), x.dtype, is_fast=True)
+        return _with_rows_of(x, y)
+
+    def scales(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return the largest magnitudes of both over the ranks of tp, ``[2]``."""
+        return self._largest(grad, weight)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``.
+
+        Args:
+            scales: the result of `scales` for these tensors.
+        """
+        assert scales is not None
+        largest_grad, largest_weight = scales
+        rows = grad.flatten(0, -2)
+        operands = in_fp8(rows, self.gradient_dtype, largest_grad), in_fp8(weight.t(), E4M3, largest_weight)
+        return _with_rows_of(grad, scaled_gemm(*operands, None, grad.dtype, is_fast=False))
+
+    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
+        y: Tensor = _Traced.apply(x, weight.flatten(0, -2), None if bias is None else bias.flatten(), self)
+        return y
+
+    def _largest(self, *tensors: Tensor) -> Tensor:
+        """Return the largest magnitude of each tensor over the ranks of tp, which may hold slices of it."""
+        return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX)
+
+
+def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """Reshape `y` ``[s b, out]`` to ``[s, b, out]``, by the shape of `x` ``[s, b, in]``."""
+    # Not a view: the ranks sum the result in place.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+
+class _Traced(torch.autograd.Function):
+    """Compute a linear layer without communication, main_grad and weight-gradient store."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Fp8Gemm) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gemm, ctx.has_bias = gemm, bias is not None
+        return gemm.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        return (
+            ctx.gemm.input_gradient(grad, weight, ctx.gemm.scales(grad, weight)),
+            rows.t() @ x.flatten(0, -2),
+            rows.sum(0) if ctx.has_bias else None,
+            None,
+        )
+
+
+def check_device(device: torch.device, fp8_format: str) -> None:
+    """Check that a device has GEMMs in 8 bits.
+
+    Raises:
+        UserError: it has none.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY:
+        return
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"this run is on {device.type}"
+    raise UserError(
+        f"--fp8-format {fp8_format}: GEMMs in 8 bits need a GPU of compute capability 8.9 or later (Ada, "
+        f"Hopper, Blackwell), and {what}: remove the flag"
+    )

@@ -1,0 +1,365 @@
+"""Linear layers that are cut over the tensor-parallel axis.
+
+    layer    sequence parallel    before the GEMM                  after the GEMM
+                                  forward       backward           forward           backward
+    column   no                   -             all-reduce         -                 -
+    column   yes                  all-gather    reduce-scatter     -                 -
+    row      no                   -             -                  all-reduce        -
+    row      yes                  -             -                  reduce-scatter    all-gather
+
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.)
+
+The column layer's backward overlaps its collectives with its GEMMs. With sequence parallelism it saves the
+rank's slice of the input, and gathers the input again.
+
+Shapes: s sequence, b microbatch, tp = tp.size, in and out features of a layer. ``[s/tp, b, in]`` is a rank's
+slice of the sequence, ``[out/tp, in]`` its slice of a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megalite.distributed.collectives import (
+    Pending,
+    reduce_from,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megalite.distributed.topology import Axis
+from megalite.kernels import add_weight_gradient_
+from megalite.tensor_parallel.fp8 import Fp8Gemm
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
+
+
+class Gemm(Protocol):
+    """Define the GEMMs of a rank's slice, in 16 or more bits (`PlainGemm`) or in 8 (`Fp8Gemm`)."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
+
+    def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+        """Agree over tp on the scales of `input_gradient`'s operands; None if it needs none."""
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
+
+    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
+
+
+class PlainGemm:
+    """Run the GEMMs in the tensors' own dtype."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``x weight^T + bias``."""
+        # torch picks its kernel by whether the weight requires grad, and the kernels round differently.
+        # A detached weight gives the same bits with and without gradients.
+        return F.linear(x.contiguous(), weight.detach(), bias)
+
+    def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+        """Return None: nothing is scaled."""
+        return None
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """Compute ``grad weight``."""
+        return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
+
+    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """Compute ``x weight^T + bias``."""
+        return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+
+@dataclass(frozen=True)
+class LinearContext:
+    """Hold what a linear layer's forward and backward need besides tensors.
+
+    Attributes:
+        store: takes weight gradients for later; None to compute them in backward.
+        fuses_weight_gradient: add weight gradients to `weight.main_grad` if the weight has one.
+    """
+
+    tp: Axis
+    sequence_parallel: bool
+    gemm: Gemm
+    store: WeightGradientStore | None
+    fuses_weight_gradient: bool
+
+    @staticmethod
+    def of(context: LayerContext) -> LinearContext:
+        """Return the part of a model's context that its linear layers need."""
+        return LinearContext(
+            context.tp,
+            context.sequence_parallel and context.tp.size > 1,
+            PlainGemm() if context.fp8_format is None else Fp8Gemm(context.fp8_format, context.tp),
+            context.weight_gradient_store,
+            context.fuses_weight_gradients,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether autograd alone suffices: no collective, no main_grad, no weight-gradient store."""
+        return self.tp.size == 1 and self.store is None and not self.fuses_weight_gradient
+
+
+def column_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
+) -> Tensor:
+    """Compute ``x weight^T + bias`` with a weight that is cut by its output features.
+
+    Args:
+        x: ``[s, b, in]``, the same on every rank; the rank's slice ``[s/tp, b, in]`` if sequence parallel.
+        weight: ``[..., out/tp, in]``; all dims but the last are output features.
+        bias: ``[..., out/tp]``.
+
+    Returns:
+        ``[s, b, out/tp]``.
+    """
+    # torch.compile traces a layer at tp 1 only. Its graph cannot add to main_grad.
+    if context.is_plain or torch.compiler.is_compiling():
+        return context.gemm.traced(x, weight, bias)
+    return _apply(_ColumnLinear, x, weight, bias, context)
+
+
+def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
+    """Compute ``x weight^T + bias`` with a weight that is cut by its input features.
+
+    Args:
+        x: ``[s, b, in/tp]``, the rank's features.
+        weight: ``[out, in/tp]``.
+        bias: ``[out]``, whole on every rank and added once, to the sum.
+
+    Returns:
+        ``[s, b, out]``, the same on every rank; the rank's slice ``[s/tp, b, out]`` if sequence parallel.
+    """
+    tp = context.tp
+    if context.is_plain or torch.compiler.is_compiling():
+        return context.gemm.traced(x, weight, bias)
+    if tp.size == 1:
+        return _apply(_RowLinear, x, weight, bias, context)
+    y = _apply(_RowLinear, x, weight, None, context)
+    # The collective is not part of _RowLinear: recomputation stops at the last saved tensor, before it.
+    y = reduce_scatter(y, tp) if context.sequence_parallel else reduce_from(y, tp, in_place=True)
+    return y if bias is None else y.add_(bias)
+
+
+class _Parameters(NamedTuple):
+    """Hide the parameters from autograd, which adds an edge to every bare tensor argument."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+def _apply(
+    function: type[torch.autograd.Function],
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    context: LinearContext,
+) -> Tensor:
+    """Apply one of the Functions below with weight ``[out, in]`` and bias ``[out]``."""
+    flat_weight, flat_bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if context.store is not None:
+        # Backward stores their gradients for later. Autograd must not run the hooks of parameters that have
+        # no gradient yet.
+        flat_weight, flat_bias = flat_weight.detach(), None if flat_bias is None else flat_bias.detach()
+    y: Tensor = function.apply(x, flat_weight, flat_bias, _Parameters(weight, bias), context)
+    return y
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parameters: _Parameters,
+        context: LinearContext,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.context = parameters, context
+        if context.sequence_parallel:
+            x = start_all_gather(x, context.tp).wait()  # [s/tp, b, in] -> [s, b, in]
+        return context.gemm.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        context: LinearContext = ctx.context
+        tp, gemm = context.tp, context.gemm
+
+        def start_whole_x() -> Pending:
+            return start_all_gather(x, tp) if context.sequence_parallel else Pending(x, None)
+
+        # The all-gather of x overlaps the GEMM of x's gradient, and the reduction of x's gradient overlaps
+        # the GEMM of the weight's gradient.
+        scales = gemm.scales(grad, weight) if needs_x else None
+        whole_x = start_whole_x() if needs_weight else None
+        x_grad: Pending | None = None
+        if needs_x:
+            partial_sum = gemm.input_gradient(grad, weight, scales)  # [s, b, in]
+            if context.sequence_parallel:
+                x_grad = start_reduce_scatter(partial_sum, tp)  # [s/tp, b, in]
+            else:
+                x_grad = start_all_reduce(partial_sum, tp)
+        weight_grad = None
+        if whole_x is not None:
+            weight_grad = _weight_gradient(ctx.parameters.weight, grad, whole_x.wait(), context)
+        bias_grad = _bias_gradient(grad) if needs_bias else None
+        if context.store is not None:
+            _store_gradients(ctx.parameters, grad, lambda: start_whole_x().wait(), context)
+        return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """Compute the rank's GEMM; `row_linear` sums the results over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parameters: _Parameters,
+        context: LinearContext,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.context = parameters, context
+        return context.gemm.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        context: LinearContext = ctx.context
+        x_grad = None
+        if needs_x:
+            x_grad = context.gemm.input_gradient(grad, weight, context.gemm.scales(grad, weight))
+        weight_grad = _weight_gradient(ctx.parameters.weight, grad, x, context) if needs_weight else None
+        bias_grad = _bias_gradient(grad) if needs_bias else None
+        if context.store is not None:
+            _store_gradients(ctx.parameters, grad, lambda: x, context)
+        return x_grad, weight_grad, bias_grad, None, None
+
+
+def _weight_gradient(weight: nn.Parameter, grad: Tensor, x: Tensor, context: LinearContext) -> Tensor | None:
+    """Compute ``grad^T x``, ``[out, in]``; return None if it was added to `weight.main_grad`."""
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
+    if main_grad is None:
+        return grad.t() @ x
+    add_weight_gradient_(main_grad.buffer().flatten(0, -2), grad, x)
+    if context.store is not None:
+        main_grad.on_added()  # without a store, autograd runs the weight's hooks
+    return None
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    """Sum ``[s, b, out]`` -> ``[out]``."""
+    return grad.flatten(0, -2).sum(0)
+
+
+def _store_gradients(
+    parameters: _Parameters, grad: Tensor, whole_x: Callable[[], Tensor], context: LinearContext
+) -> None:
+    """Store the gradients of weight and bias for later; `whole_x` returns ``[s, b, in]``.
+
+    The store holds the input as it was saved: the rank's slice if sequence parallel.
+    """
+    weight, bias = parameters
+
+    def weight_gradient() -> Tensor | None:
+        gradient = _weight_gradient(weight, grad, whole_x(), context)
+        return None if gradient is None else gradient.view(weight.shape)
+
+    assert context.store is not None
+    context.store.put(weight, weight_gradient)
+    if bias is not None:
+        context.store.put(bias, lambda: _bias_gradient(grad).view(bias.shape))
+
+
+class ColumnParallelLinear(nn.Module):
+    """Compute y = x A^T + b with A cut by its output features: each rank computes its slice of y.
+
+    Args:
+        out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
+            same slice of each of SwiGLU's two halves.
+        adds_bias: False to leave `bias` to the kernel that follows.
+        std: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_shape: tuple[int, ...],
+        context: LayerContext,
+        *,
+        bias: bool,
+        std: float,
+        adds_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context = LinearContext.of(context)
+        shard = Shard("tp", len(out_shape) - 1)
+        weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
+        self.weight = new_parameter(weight, context)  # [..., out/tp, in]
+        self.bias = (
+            new_parameter(ParameterSpec(out_shape, shard, decay=False), context) if bias else None
+        )  # [..., out/tp]
+        self.adds_bias = adds_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, in]``, or ``[s/tp, b, in]`` if sequence parallel, to ``[s, b, out/tp]``."""
+        return column_linear(x, self.weight, self.bias if self.adds_bias else None, self.context)
+
+
+class RowParallelLinear(nn.Module):
+    """Compute y = x A^T + b with A cut by its input features: the ranks' partial results are summed.
+
+    Args:
+        adds_bias: False to leave `bias` to the kernel that follows.
+        std: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        context: LayerContext,
+        *,
+        bias: bool,
+        std: float,
+        adds_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context = LinearContext.of(context)
+        weight = ParameterSpec((out_features, in_features), Shard("tp", 1), std=std)
+        self.weight = new_parameter(weight, context)  # [out, in/tp]
+        self.bias = (
+            new_parameter(ParameterSpec((out_features,), decay=False), context) if bias else None
+        )  # [out], whole on every rank
+        self.adds_bias = adds_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, in/tp]`` to ``[s, b, out]``, or to ``[s/tp, b, out]`` if sequence parallel."""
+        return row_linear(x, self.weight, self.bias if self.adds_bias else None, self.context)
+
+
+def depth_scaled_std(std: float, num_layers: int) -> float:
+    """Return std / sqrt(2 L), the initial std of GEMMs that add to the residual (Radford et al. 2019)."""
+    return std / math.sqrt(2.0 * num_layers)

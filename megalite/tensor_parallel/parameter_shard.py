@@ -1,0 +1,134 @@
+"""The slice of each parameter that a rank holds: always one plain slice of the full tensor, along one dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.distributed.topology import Axis, Topology
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut the full tensor along `dim` into equal slices, one for each rank of the mesh axis `axis`."""
+
+    axis: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Describe a parameter independently of the layout.
+
+    Attributes:
+        full_shape: shape of the full parameter, over all ranks.
+        shard: how it is cut; None if every rank holds all of it.
+        mean, std: of the normal distribution of its initial values (std 0: a constant).
+        decay: whether weight decay applies; it does not to biases and norms.
+        num_padding: unused indices at the end of dim 0. Their number depends on the layout.
+    """
+
+    full_shape: tuple[int, ...]
+    shard: Shard | None = None
+    mean: float = 0.0
+    std: float = 0.0
+    decay: bool = True
+    num_padding: int = 0
+
+    @property
+    def used_shape(self) -> tuple[int, ...]:
+        """Return the full shape without padding: the same in every layout."""
+        return (self.full_shape[0] - self.num_padding, *self.full_shape[1:])
+
+    def local_shape(self, axis_size: int) -> tuple[int, ...]:
+        """Return the shape of one slice if the shard's axis has `axis_size` ranks."""
+        if self.shard is None:
+            return self.full_shape
+        shape = list(self.full_shape)
+        assert shape[self.shard.dim] % axis_size == 0, (self, axis_size)
+        shape[self.shard.dim] //= axis_size
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Hold what the modules of a model share on a rank, besides the model's own config.
+
+    Attributes:
+        dtype: of parameters and hidden states.
+        seed: keys initial weights and dropout.
+        sequence_parallel: hidden states are cut over tp by the sequence, ``[s/tp, b, h]``, outside of
+            attention and MLP (Korthikanti et al. 2022). The gradient of a parameter that is whole on every
+            rank is then a partial sum, over the rank's positions. The optimizer sums it over tp.
+        has_documents: samples are packed documents, and attention does not cross them.
+        weight_gradient_store: takes the linear layers' weight gradients if the schedule computes them later.
+        fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
+        has_weights: False to make parameters on device meta, for a caller that replaces them.
+        fp8_format: of the linear layers' GEMMs; None for GEMMs in `dtype`.
+    """
+
+    topology: Topology
+    dtype: torch.dtype
+    seed: int = 0
+    sequence_parallel: bool = False
+    has_documents: bool = False
+    weight_gradient_store: WeightGradientStore | None = None
+    fuses_weight_gradients: bool = False
+    has_weights: bool = True
+    fp8_format: str | None = None
+
+    @property
+    def tp(self) -> Axis:
+        return self.topology.tp
+
+    @property
+    def device(self) -> torch.device:
+        return self.topology.device
+
+    def first_position(self, num_positions: int) -> int:
+        """Return the position in the sample of the first of this rank's `num_positions` hidden states."""
+        return self.tp.rank * num_positions if self.sequence_parallel else 0
+
+
+def new_parameter(spec: ParameterSpec, context: LayerContext) -> nn.Parameter:
+    """Make this rank's slice with its spec attached, uninitialized: `counter_random.initialize` fills it."""
+    shape = spec.local_shape(context.tp.size if spec.shard else 1)
+    device = context.device if context.has_weights else "meta"
+    parameter = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=device))
+    parameter.spec = spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def spec_of(parameter: nn.Parameter) -> ParameterSpec:
+    """Return the spec that `new_parameter` attached."""
+    spec = parameter.spec  # type: ignore[attr-defined]
+    assert isinstance(spec, ParameterSpec)
+    return spec
+
+
+def axis_of(spec: ParameterSpec, topology: Topology) -> Axis | None:
+    """Return the mesh axis that a parameter is cut along, or None if it is whole on every rank."""
+    return None if spec.shard is None else getattr(topology, spec.shard.axis)
+
+
+def num_used(spec: ParameterSpec, topology: Topology) -> int:
+    """Return how many elements of this rank's flattened slice come before its padding."""
+    axis = axis_of(spec, topology)
+    num_rows, *row = spec.local_shape(1 if axis is None else axis.size)
+    is_cut_by_rows = axis is not None and spec.shard is not None and spec.shard.dim == 0
+    first_row = axis.rank * num_rows if axis is not None and is_cut_by_rows else 0
+    return min(max(spec.used_shape[0] - first_row, 0), num_rows) * math.prod(row)
+
+
+def gather_full(local: Tensor, spec: ParameterSpec, topology: Topology) -> Tensor:
+    """All-gather the slices of a parameter, or of its gradient, into the full tensor; only for checks."""
+    axis = axis_of(spec, topology)
+    if axis is None or axis.size == 1 or spec.shard is None:
+        return local.detach().clone()
+    slices = [torch.empty_like(local) for _ in range(axis.size)]
+    torch.distributed.all_gather(slices, local.detach().contiguous(), group=axis.group)
+    return torch.cat(slices, dim=spec.shard.dim)

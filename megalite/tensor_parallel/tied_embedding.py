@@ -1,0 +1,48 @@
+"""The word embedding that the first and the last pipeline stage share, and the sum of its gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.distributed.topology import Axis
+
+EDGES = "embedding-grads-all-reduce"
+"""Name of the wait in `sum_over_edges`: that of Megatron-LM's timer."""
+
+
+class TiedWeight(NamedTuple):
+    """A word embedding that is also the output layer's weight.
+
+    Attributes:
+        weight: this rank's slice.
+        is_copied: True if the first and the last stage are on different ranks, each with a copy; False if one
+            rank holds both stages and they share the parameter.
+    """
+
+    weight: nn.Parameter
+    is_copied: bool
+
+
+def sum_over_edges(gradient: Tensor, pp: Axis) -> None:
+    """Sum the gradients of a tied weight's two copies, on the first and the last rank of pp, in place.
+
+    The two ranks exchange their gradients and each adds the other's. A sum of two numbers has the same bits
+    in either order, so the copies stay equal. No process group of the two ranks is needed.
+    """
+    assert pp.size > 1 and (pp.is_first or pp.is_last)
+    other_rank = pp.ranks[0] if pp.is_last else pp.ranks[-1]
+    other = torch.empty_like(gradient)
+    messages = [
+        dist.P2POp(dist.isend, gradient, other_rank, pp.group),
+        dist.P2POp(dist.irecv, other, other_rank, pp.group),
+    ]
+    works = dist.batch_isend_irecv(messages)
+    pp.wait_begins(EDGES)
+    for work in works:
+        work.wait()
+    pp.wait_ends(EDGES)
+    gradient += other

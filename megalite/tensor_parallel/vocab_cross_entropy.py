@@ -1,0 +1,74 @@
+"""Cross-entropy over a vocabulary that is cut over the tensor-parallel axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.topology import Axis
+from megalite.kernels import cross_entropy_gradient_, cross_entropy_statistics
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> Tensor:
+    """Return -log softmax(logits)[target] of each token, without gathering the logits.
+
+    The ranks all-reduce three numbers a token (Shoeybi et al. 2019, section 3): the maximum, then in one
+    message the sum of exponentials and the target's logit.
+
+    Backward overwrites the logits with their gradient, so no second tensor of their size exists. Autograd
+    regards them as changed in place: it refuses a leaf, logits that another operation has saved for its
+    backward, and a second backward.
+
+    Args:
+        logits: ``[..., padded/tp]``, this rank's columns of the padded vocabulary.
+        targets: ``[...]`` token ids in [0, vocab_size).
+        vocab_size: columns from here on are padding and are ignored.
+
+    Returns:
+        Loss of each token, ``[...]``, the same on every rank, in fp32 (fp64 for fp64 logits).
+    """
+    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), targets, vocab_size, tp)[0]
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis
+    ) -> tuple[Tensor, Tensor]:
+        num_columns = logits.shape[-1]
+        start = tp.rank * num_columns
+        num_real = min(max(vocab_size - start, 0), num_columns)
+        rows, targets = logits.view(-1, num_columns), targets.flatten()
+        maximum, exp_sum, target_logit = cross_entropy_statistics(rows, targets, start, num_real).unbind(0)
+
+        largest = all_reduce(maximum.clone(), tp, dist.ReduceOp.MAX)
+        is_mine = (targets >= start) & (targets < start + num_real)
+        exp_sum = exp_sum * (maximum - largest).exp_()  # relative to the largest of all ranks
+        sums = torch.stack((exp_sum, (target_logit - largest).where(is_mine, 0.0)))
+        total, target_logit = all_reduce(sums, tp).unbind(0)
+
+        ctx.mark_dirty(logits)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, torch.stack((largest, total)))
+        ctx.start, ctx.num_real = start, num_real
+        # Autograd requires a tensor that is marked dirty among the outputs.
+        return (total.log() - target_logit).view(logits.shape[:-1]), logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, logits_grad: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        """Compute d loss / d logits = softmax(logits) - onehot(target)."""
+        if grad is None:
+            return logits_grad, None, None, None
+        logits, targets, statistics = ctx.saved_tensors
+        rows, grad = logits.view(-1, logits.shape[-1]), grad.contiguous().view(-1)
+        cross_entropy_gradient_(rows, targets, statistics, grad, ctx.start, ctx.num_real)
+        return logits if logits_grad is None else logits + logits_grad, None, None, None

@@ -1,0 +1,36 @@
+"""The word embedding, cut over the tensor-parallel axis by the vocabulary (Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.distributed.collectives import reduce_from, reduce_scatter
+from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, Shard, new_parameter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding cut by rows: each rank looks up the tokens of its own range, and the results are summed.
+
+    Args:
+        num_padding: rows at the end that are no token's.
+    """
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, context: LayerContext, *, std: float, num_padding: int = 0
+    ) -> None:
+        super().__init__()
+        self.tp = context.tp
+        self.reduce = reduce_scatter if context.sequence_parallel else reduce_from
+        spec = ParameterSpec((num_rows, hidden_size), Shard("tp", 0), std=std, num_padding=num_padding)
+        self.weight = new_parameter(spec, context)  # [rows/tp, h]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up ``[s, b]`` token ids -> ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        num_rows = self.weight.shape[0]
+        rows = tokens - self.tp.rank * num_rows
+        is_elsewhere = (rows < 0) | (rows >= num_rows)
+        found = F.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        return self.reduce(found.masked_fill(is_elsewhere[..., None], 0.0), self.tp)

@@ -1,0 +1,35 @@
+"""Do the work of a run besides training: one callback a file."""
+
+from __future__ import annotations
+
+from megalite.train.callbacks.checkpointing import Checkpointing
+from megalite.train.callbacks.evaluation import Evaluation
+from megalite.train.callbacks.hang_watchdog import HangWatchdog
+from megalite.train.callbacks.layer_norms import LayerNorms
+from megalite.train.callbacks.metrics_logging import MetricsLogging
+from megalite.train.callbacks.module_profile import ModuleProfile
+from megalite.train.callbacks.nan_locator import NanLocation
+from megalite.train.callbacks.pipeline_trace import PipelineTracing
+from megalite.train.callbacks.profiler import Profiler
+from megalite.train.callbacks.stragglers import Stragglers
+from megalite.train.loop import Callback
+from megalite.train.telemetry.writers import Writers
+
+
+def default_callbacks(writers: Writers) -> list[Callback]:
+    """Return the callbacks of a run, in the order in which their hooks are called.
+
+    Those that measure an iteration come first, and checkpoints last: a save knows whether the run stops.
+    """
+    return [
+        HangWatchdog(),
+        Profiler(),
+        ModuleProfile(),
+        PipelineTracing(),
+        Stragglers(),
+        NanLocation(),
+        MetricsLogging(writers),
+        LayerNorms(writers),
+        Evaluation(),
+        Checkpointing(),
+    ]

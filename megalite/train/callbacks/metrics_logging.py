@@ -1,0 +1,81 @@
+"""Log the metrics of each interval: log line, metrics file, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from megalite.train.loop import Callback, TrainingLoop, is_due
+from megalite.train.telemetry.metrics import (
+    CompileTime,
+    IntervalMeter,
+    IterationMetrics,
+    ValidationMetrics,
+    compile_time,
+)
+from megalite.train.telemetry.writers import Writers
+from megalite.train.train_step import StepResult
+from megalite.train.trainer import Trainer
+
+
+class MetricsLogging(Callback):
+    """Measures intervals of iterations and passes their metrics to the writers.
+
+    The time between two iterations (evaluations, checkpoints, other callbacks) and the compilation time of
+    torch.compile do not count.
+    """
+
+    def __init__(self, writers: Writers) -> None:
+        self.writers = writers
+        self.meters: dict[int, IntervalMeter] = {}  # by interval
+        self.compiling: CompileTime
+
+    @contextmanager
+    def running(self, loop: TrainingLoop) -> Iterator[None]:
+        trainer, topology = loop.trainer, loop.trainer.topology
+        self.meters = {
+            interval: IntervalMeter(
+                trainer.config.model,
+                loop.num_iterations,
+                topology.world_size,
+                topology.device,
+                topology.tp.size,
+            )
+            for interval in self.writers.intervals
+        }
+        with compile_time(trainer.config.training) as self.compiling:
+            yield
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        self.compiling.take()  # compilation in an evaluation, while the meters are paused
+        for meter in self.meters.values():
+            meter.resume()
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        seconds = self.compiling.take()
+        for interval, meter in self.meters.items():
+            meter.add(result)
+            meter.subtract(seconds)
+            if loop.stop or loop.is_finished or is_due(loop.iteration, interval):
+                metrics = _metrics(loop.trainer, meter, result)
+                self.writers.iteration(interval, metrics, loop.trainer.timers)
+        for meter in self.meters.values():
+            meter.pause()
+
+    def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
+        self.writers.validation(metrics)
+
+
+def _metrics(trainer: Trainer, meter: IntervalMeter, result: StepResult) -> IterationMetrics:
+    """Return the interval's metrics, with those of the whole run and the optional ones."""
+    progress, logging = trainer.progress, trainer.config.logging
+    # An excluded iteration has no gradient; the NaN locator has overwritten that of an anomaly.
+    has_gradient = not result.plan.is_excluded and result.anomaly is None
+    return replace(
+        meter.take(progress.consumed_samples, trainer.optimizer.scaler.scale),
+        total_skipped=progress.num_skipped,
+        total_nan=progress.num_nan,
+        params_norm=trainer.optimizer.params_norm() if logging.log_params_norm else None,
+        num_zeros=trainer.optimizer.num_zeros() if logging.log_num_zeros_in_grad and has_gradient else None,
+    )

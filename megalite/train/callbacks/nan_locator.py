@@ -1,0 +1,200 @@
+"""Locate the layer and the microbatch in which an iteration went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.data.batch_loader import microbatch_samples
+from megalite.distributed.collectives import largest_of_all
+from megalite.log import THIS_RANK, log
+from megalite.microbatch import Microbatch
+from megalite.model.compiled import run_as_written
+from megalite.train.anomaly_check import Anomaly
+from megalite.train.iteration_plan import IterationPlan
+from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.train_step import StepResult
+from megalite.train.trainer import Trainer
+
+SPIKE_FACTOR = 10.0
+"""The output of a part stands out for a spiky microbatch above this many times the batch's median."""
+
+
+class NanLocation(Callback):
+    """Logs each anomaly with the layer and the microbatch in which it began."""
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        if result.anomaly is not None:
+            text = anomaly_text(loop.trainer, result.anomaly, result.plan)
+            if loop.trainer.topology.is_reporter:
+                log.warning("iteration %d: %s", result.plan.iteration, text, extra=THIS_RANK)
+
+
+def anomaly_text(trainer: Trainer, anomaly: Anomaly, plan: IterationPlan) -> str:
+    """Return the log text of an anomaly; a collective. Call it before the next iteration."""
+    location = NanLocator(trainer).locate(anomaly, plan)
+    return f"{anomaly.what}, {location}; the update was skipped"
+
+
+class NanLocator:
+    """Runs an iteration again with hooks on every part of the model, while its weights are unchanged.
+
+    Dropout by counter makes the second run equal to the first. The hooks fill a table of the largest
+    magnitudes, by part of the model (rows, in the order of the forward) and by microbatch of the global batch
+    (columns). It is reduced over all ranks, so that each rank reaches the same result.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._stages = trainer.chunks
+        self._pipeline = trainer.pipeline
+        self._optimizer = trainer.optimizer
+        self._load = trainer.load_batch
+        self._topology = trainer.topology
+        self._micro_batch_size = trainer.config.training.micro_batch_size
+        self._seq_length = trainer.config.model.seq_length
+        self._is_compiled = trainer.config.training.compile  # layers run uncompiled while they have hooks
+        self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model.num_layers))}
+
+    def locate(self, anomaly: Anomaly, plan: IterationPlan) -> str:
+        """Return where the iteration went wrong, as a clause for the log; a collective."""
+        first_sample, num_microbatches = plan.first_sample, plan.num_microbatches
+        table = self._magnitudes(first_sample, num_microbatches)
+        if anomaly.kind == "spike":
+            return self._spike(table, first_sample)
+        bad = table.isinf()
+        if bad.any():
+            column = int(bad.any(0).nonzero()[0])
+            row = int(bad[:, column].nonzero()[0])
+            others = int(bad.any(0).sum()) - 1
+            more = f" and in {others} more microbatches" if others else ""
+            return f"first in {self._name(row)} {self._microbatch_text(column, first_sample)}{more}"
+        if anomaly.kind == "loss" and self._is_compiled:
+            return (
+                "but not when it was computed again without --compile: suspect the compiled layers or the "
+                "hardware"
+            )
+        if anomaly.kind == "loss":
+            return "but not when it was computed again: suspect the hardware"
+        return self._bad_gradient(plan)
+
+    def _magnitudes(self, first_sample: int, num_microbatches: int) -> Tensor:
+        """Return the largest magnitude of each part's output, ``[parts, microbatches]``; inf for NaN."""
+        num_columns = num_microbatches * self._topology.dp.size
+        table = torch.zeros(len(self._rows), num_columns, dtype=torch.float64, device=self._topology.device)
+        with run_as_written(self._is_compiled), self._hooked(table, first_sample):
+            self._pipeline.evaluate(num_microbatches, partial(self._load, first_sample))
+        return self._topology.to_host(largest_of_all(table, self._topology))
+
+    @contextmanager
+    def _hooked(self, table: Tensor, first_sample: int) -> Iterator[None]:
+        """Write each part's largest output into the column of the microbatch that its stage runs."""
+        column = 0
+
+        def enter(_: nn.Module, arguments: tuple[Microbatch, Tensor | None]) -> None:
+            nonlocal column
+            column = (int(arguments[0].sample_numbers[0]) - first_sample) // self._micro_batch_size
+
+        def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            first = output if isinstance(output, Tensor) else output[0]  # a norm returns the residual too
+            largest = first.detach().abs().amax().double()
+            table[row, column] = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+
+        handles = []
+        for stage in self._stages:
+            handles.append(stage.register_forward_pre_hook(enter))
+            for name, module in stage.named_modules():
+                if name in self._rows:
+                    handles.append(module.register_forward_hook(partial(note, self._rows[name])))
+            if stage.is_last:
+                handles.append(stage.register_forward_hook(partial(note, self._rows["loss"])))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _spike(self, table: Tensor, first_sample: int) -> str:
+        """Name the microbatch of the largest loss, and the first part whose output stands out for it."""
+        column = int(table[-1].argmax())
+        stands_out = (table[:, column] > SPIKE_FACTOR * table.median(dim=1).values).nonzero()
+        largest = f"the largest part of it {self._microbatch_text(column, first_sample)}"
+        if len(stands_out) == 0:
+            return f"{largest}, where no layer stands out"
+        return f"{largest}, where {self._name(int(stands_out[0]))} is the first to stand out"
+
+    def _bad_gradient(self, plan: IterationPlan) -> str:
+        """Run the microbatches one by one, and name the first parameter that backward reaches.
+
+        This overwrites the gradients: the update is skipped anyway.
+        """
+        for index in range(plan.num_microbatches):
+            if not math.isfinite(self._grad_norm(plan, index)):
+                samples = self._samples(plan.first_sample, index, range(self._topology.dp.size))
+                name = self._first_bad_parameter()
+                return f"first in the gradient of {name} in microbatch {index} {samples}"
+        return "but in no microbatch alone: only in their sum, or not when it was computed again"
+
+    def _grad_norm(self, plan: IterationPlan, index: int) -> float:
+        """Return the gradient norm of microbatch `index` alone, on all replicas."""
+
+        def load(_: int) -> Microbatch:
+            return self._load(plan.first_sample, index)
+
+        self._optimizer.begin(1)
+        num_tokens, scale = plan.num_samples * self._seq_length, self._optimizer.scaler.scale
+        self._pipeline.train_step(1, load, num_tokens=num_tokens, loss_scale=scale)
+        return self._topology.to_host(self._optimizer.finish_gradients()).item()
+
+    def _first_bad_parameter(self) -> str:
+        """Return the name of the bad parameter nearest to the loss, over all ranks."""
+        bad = set(self._optimizer.bad_gradients())
+        mine = [
+            (_depth(name), position, name)
+            for stage in self._stages
+            for position, (name, _) in enumerate(stage.named_parameters())
+            if name in bad
+        ]
+        found: list[tuple[tuple[int, int], int, str] | None] = [None] * self._topology.world_size
+        with self._topology.world.wait("all-gather", "bad parameters"):
+            dist.all_gather_object(found, max(mine, default=None))
+        deepest = max((each for each in found if each is not None), default=None)
+        return "all parameters together" if deepest is None else deepest[-1]
+
+    def _name(self, row: int) -> str:
+        return list(self._rows)[row]
+
+    def _microbatch_text(self, column: int, first_sample: int) -> str:
+        """Describe the microbatch of a column."""
+        index, dp_rank = divmod(column, self._topology.dp.size)
+        rank = f" of data-parallel rank {dp_rank}" if self._topology.dp.size > 1 else ""
+        samples = self._samples(first_sample, index, range(dp_rank, dp_rank + 1))
+        return f"in microbatch {index}{rank} {samples}"
+
+    def _samples(self, first_sample: int, index: int, dp_ranks: range) -> str:
+        """Describe the samples of microbatch `index` on these consecutive replicas."""
+        first, last = (
+            microbatch_samples(first_sample, index, self._micro_batch_size, dp_rank, self._topology.dp.size)
+            for dp_rank in (dp_ranks[0], dp_ranks[-1])
+        )
+        return f"(sample {first[0]})" if first[0] == last[-1] else f"(samples {first[0]} to {last[-1]})"
+
+
+def _parts(num_layers: int) -> list[str]:
+    """Return the modules whose outputs are measured, by their names in the whole model, and the loss."""
+    blocks = ("attention_norm", "attention", "mlp_norm", "mlp")
+    layers = [f"layers.{layer}.{block}" for layer in range(num_layers) for block in blocks]
+    return ["embedding", *layers, "final_norm", "loss"]
+
+
+def _depth(name: str) -> tuple[int, int]:
+    """Return a parameter's distance from the input: backward reaches the deepest first."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        return 1, int(parts[1])
+    return (0, 0) if parts[0] == "embedding" else (2, 0)

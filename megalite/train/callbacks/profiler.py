@@ -1,0 +1,249 @@
+"""Profile a few iterations: with PyTorch's profiler, nsys, or PyTorch's memory history of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch.profiler
+from torch.profiler import ProfilerActivity
+
+from megalite.config import LoggingConfig
+from megalite.distributed.observer import PROFILER, EventStack
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.files import make_writable
+from megalite.log import THIS_RANK, log
+from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.train_step import StepResult
+
+_SKIPPED, _TRACED = 2, 3
+"""Iterations that --profile-execution skips (allocations, warm-up), and that it traces."""
+
+_DEFAULT_NAME = "profile"
+
+
+class Profile(Protocol):
+    """A profile in progress."""
+
+    def step(self) -> None:
+        """Mark the end of an iteration."""
+
+
+class Profiler(Callback):
+    """Profiles the iterations of --profile and --profile-execution, and records --record-memory-history."""
+
+    @contextmanager
+    def running(self, loop: TrainingLoop) -> Iterator[None]:
+        logging, topology = loop.trainer.config.logging, loop.trainer.topology
+        with memory_history(logging, topology), profiler(logging, topology, loop.iteration) as self._profile:
+            yield
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        self._profile.step()
+
+
+class _NoProfile:
+    def step(self) -> None:
+        pass
+
+
+class _Window(NamedTuple):
+    """The iterations that are profiled, counted from 1; `flag` requests it."""
+
+    flag: str
+    first: int
+    last: int
+
+
+def profiler(config: LoggingConfig, topology: Topology, num_done: int = 0) -> AbstractContextManager[Profile]:
+    """Profile some iterations of the block: those of --profile, or the third to fifth; a collective.
+
+    PyTorch's profiler writes a file for each rank, ``tensorboard_dir/profile_name/rank<N>.*.pt.trace.json``:
+    for all ranks with --profile-execution, for --profile-ranks with --profile. Without them nothing happens.
+
+    Args:
+        num_done: iterations before the block's first.
+
+    Raises:
+        UserError: a rank cannot write to the folder, or --profile requests nsys and there is no GPU; on every
+            rank alike.
+    """
+    if config.profile_execution:
+        first = num_done + _SKIPPED + 1
+        window = _Window("--profile-execution", first, first + _TRACED - 1)
+        return _pytorch(window, config, topology, num_done, range(topology.world_size))
+    window = _Window("--profile", config.profile_step_start + 1, config.profile_step_end)
+    if config.profile and config.use_pytorch_profiler:
+        return _pytorch(window, config, topology, num_done, config.profile_ranks)
+    if config.profile:
+        return _nsys(window, topology, num_done, config.profile_ranks)
+    return _nothing()
+
+
+@contextmanager
+def _nothing() -> Iterator[Profile]:
+    yield _NoProfile()
+
+
+@contextmanager
+def _pytorch(
+    window: _Window, config: LoggingConfig, topology: Topology, num_done: int, ranks: Collection[int]
+) -> Iterator[Profile]:
+    assert config.tensorboard_dir is not None  # a rule of the config
+    folder = Path(config.tensorboard_dir) / (config.profile_name or _DEFAULT_NAME)
+    is_on = topology.rank in ranks
+    with topology.agreed():
+        if is_on:
+            make_writable(folder, "--tensorboard-dir")
+    num_before = window.first - 1 - num_done
+    if not is_on or num_before < 0:
+        _warn_if_missed(window, topology, ranks, is_missed=num_before < 0)
+        yield _NoProfile()
+        return
+    write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{topology.rank}")
+    was_active = False
+
+    def on_trace_ready(profile: torch.profiler.profile) -> None:
+        nonlocal was_active
+        was_active = True
+        if reason := _why_not_written(lambda: write(profile), folder, topology.rank):
+            text = "%s: the trace in %s cannot be written (%s): training continues without it"
+            log.warning(text, window.flag, folder, reason, extra=THIS_RANK)
+        elif topology.rank == min(ranks):
+            log.info("profiler: the trace is in %s", folder, extra=THIS_RANK)
+
+    num_warmup = min(1, num_before)
+    num_active = window.last - window.first + 1
+    with _PostedProfile(
+        topology.events,
+        activities=_activities(topology),
+        schedule=torch.profiler.schedule(
+            wait=num_before - num_warmup, warmup=num_warmup, active=num_active, repeat=1
+        ),
+        on_trace_ready=on_trace_ready,
+    ) as profile:
+        yield profile
+    _warn_if_missed(window, topology, ranks, is_missed=not was_active)
+
+
+class _PostedProfile(torch.profiler.profile):
+    """PyTorch's profiler; posts that it collects or writes a trace."""
+
+    def __init__(self, events: EventStack, **options: Any) -> None:
+        super().__init__(**options)
+        self._events = events
+
+    def step(self) -> None:
+        with self._events.during(PROFILER):
+            super().step()
+
+    def stop(self) -> None:
+        with self._events.during(PROFILER):
+            super().stop()
+
+
+def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> str | None:
+    """Write a rank's trace, and return why that failed, or None if the trace is complete.
+
+    PyTorch's writer does not report a full disk, so the end of the file is checked.
+    """
+    try:
+        write()
+        newest = max(folder.glob(f"rank{rank}.*"), key=lambda file: file.stat().st_mtime_ns)
+        with newest.open("rb") as file:
+            file.seek(-min(16, file.seek(0, 2)), 2)
+            is_whole = file.read().rstrip().endswith(b"}")
+        if not is_whole:
+            newest.unlink()
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: there is no file at all
+        return str(error)
+    return None if is_whole else "the file is incomplete: is the disk full?"
+
+
+class _NsysProfile:
+    """Makes nsys (started with ``-c cudaProfilerApi``) record the window's iterations."""
+
+    def __init__(self, window: _Window, num_done: int, start: Callable[[], None], stop: Callable[[], None]):
+        self._window = window
+        self._num_done = num_done
+        self._start, self._stop = start, stop
+        self.is_recorded = False
+        self._begin_if_due()
+
+    def step(self) -> None:
+        """Mark the end of an iteration."""
+        self._num_done += 1
+        if self._num_done == self._window.last and self.is_recorded:
+            self._stop()
+        self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        if self._num_done == self._window.first - 1:
+            self._start()
+            self.is_recorded = True
+
+
+@contextmanager
+def _nsys(window: _Window, topology: Topology, num_done: int, ranks: Collection[int]) -> Iterator[Profile]:
+    if topology.device.type != "cuda":
+        raise UserError(
+            "--profile without --use-pytorch-profiler lets nsys record a GPU, and there is no GPU: pass "
+            "--use-pytorch-profiler"
+        )
+    if topology.rank not in ranks:
+        yield _NoProfile()
+        return
+    runtime = torch.cuda.cudart()
+    profile = _NsysProfile(window, num_done, runtime.cudaProfilerStart, runtime.cudaProfilerStop)
+    with torch.autograd.profiler.emit_nvtx():
+        yield profile
+    _warn_if_missed(window, topology, ranks, is_missed=not profile.is_recorded)
+
+
+@contextmanager
+def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
+    """Record the allocations of GPU memory in the block, and write them even if the block raises.
+
+    Only --profile-ranks record. Without a GPU, it warns that there is nothing to record.
+    """
+    if not config.record_memory_history:
+        yield
+        return
+    if topology.device.type != "cuda":
+        log.warning("--record-memory-history has no effect: it records GPU memory, and there is no GPU")
+        yield
+        return
+    if topology.rank not in config.profile_ranks:
+        yield
+        return
+    torch.cuda.memory._record_memory_history()
+    try:
+        yield
+    finally:
+        path = snapshot_path(config, topology.rank)
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))
+            log.info("memory history: %s; open it on pytorch.org/memory_viz", path, extra=THIS_RANK)
+        except OSError as error:
+            log.warning("the memory history %s cannot be written (%s)", path, error.strerror, extra=THIS_RANK)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def snapshot_path(config: LoggingConfig, rank: int) -> Path:
+    """Return a rank's file of --record-memory-history: the first of --profile-ranks has the path itself."""
+    path = Path(config.memory_snapshot_path)
+    return path if rank == config.profile_ranks[0] else path.with_stem(f"{path.stem}_rank{rank}")
+
+
+def _warn_if_missed(window: _Window, topology: Topology, ranks: Collection[int], *, is_missed: bool) -> None:
+    if is_missed and topology.rank == min(ranks):
+        text = "%s: no trace, as the run had no iteration %d"
+        log.warning(text, window.flag, window.first, extra=THIS_RANK)
+
+
+def _activities(topology: Topology) -> list[ProfilerActivity]:
+    on_cuda = [ProfilerActivity.CUDA] if topology.device.type == "cuda" else []
+    return [ProfilerActivity.CPU, *on_cuda]

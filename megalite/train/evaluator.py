@@ -1,0 +1,72 @@
+"""Evaluate a model on a dataset, during training and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from megalite.data.batch_loader import BatchLoader
+from megalite.data.gpt_dataset import Dataset
+from megalite.microbatch import Microbatch
+from megalite.pipeline.executor import Pipeline
+from megalite.train.run_context import RunContext
+from megalite.train.train_step import LossMasks, total_loss
+
+
+class Evaluator:
+    """Evaluates a rank's part of the model, together with the other ranks.
+
+    Args:
+        chunks: this rank's chunks of the model.
+        pipeline: runs them.
+    """
+
+    def __init__(self, run: RunContext, chunks: Sequence[nn.Module], pipeline: Pipeline[Microbatch]) -> None:
+        self.run = run
+        self.chunks = chunks
+        self.pipeline = pipeline
+        self.global_batch_size = run.config.global_batch(run.topology.dp.size)
+        self.num_microbatches = run.config.num_microbatches(run.topology.dp.size)
+
+    def __call__(
+        self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
+    ) -> float:
+        """Return the mean loss over `eval_iters` global batches, without dropout.
+
+        The mean is over all tokens that have a loss. An error that `before_batch` raises ends the evaluation.
+        """
+        config, topology = self.run.config, self.run.topology
+        for chunk in self.chunks:
+            chunk.eval()
+        masks = LossMasks()
+        total = torch.zeros((), dtype=torch.float64, device=topology.device)
+        with BatchLoader(
+            dataset, config.training.micro_batch_size, topology, self.run.document_ends
+        ) as loader:
+            for batch in range(config.training.eval_iters):
+                before_batch()
+                consumed = first_sample + batch * self.global_batch_size
+
+                def load(index: int, consumed: int = consumed) -> Microbatch:
+                    return masks.counted(loader(consumed, index))
+
+                losses = self.pipeline.evaluate(
+                    self.num_microbatches,
+                    load,
+                    num_tokens=self.global_batch_size * config.model.seq_length,
+                )
+                total += total_loss(losses, topology)
+        if config.data.eod_mask_loss:
+            total *= masks.token_ratio(topology)
+        return topology.to_host(total).item() / config.training.eval_iters
+
+    def first_sample(self, split: str, iteration: int) -> int:
+        """Return the first sample of the evaluation after an iteration.
+
+        Each evaluation of the validation split starts where the one before ended; the test split starts at 0.
+        """
+        training = self.run.config.training
+        num_before = (iteration - 1) // training.eval_interval if split == "valid" else 0
+        return num_before * training.eval_iters * self.global_batch_size

@@ -1,0 +1,62 @@
+"""Plan an iteration from how far the run has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config
+from megalite.optim.parameter_schedules import OptimizerSchedules
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """One iteration before it runs.
+
+    Attributes:
+        iteration: its number, from 1.
+        first_sample: number of the first sample of its global batch.
+        num_samples: size of its global batch.
+        num_microbatches: of each data-parallel rank.
+        is_excluded: its samples are consumed without training, by --iterations-to-skip.
+    """
+
+    iteration: int
+    first_sample: int
+    num_samples: int
+    num_microbatches: int
+    learning_rate: float
+    weight_decay: float
+    is_excluded: bool
+
+
+class IterationPlanner:
+    """Plans each iteration of a run from its number and its first sample alone: resuming needs no more.
+
+    Args:
+        config: validated.
+        dp: data-parallel size.
+    """
+
+    def __init__(self, config: Config, dp: int) -> None:
+        schedules = OptimizerSchedules.of(config)
+        self._training = config.training
+        self._samples_per_microbatch = config.training.micro_batch_size * dp  # over all replicas
+        self._batch_size = config.batch_size(dp)
+        self._learning_rate = schedules.learning_rate
+        self._weight_decay = schedules.weight_decay
+
+    def __call__(self, progress: TrainingProgress) -> IterationPlan:
+        """Plan the iteration that follows `progress`."""
+        iteration, first_sample = progress.iteration + 1, progress.consumed_samples
+        num_samples = self._batch_size(first_sample)
+        position = self._training.position(iteration, first_sample + num_samples)
+        return IterationPlan(
+            iteration,
+            first_sample,
+            num_samples,
+            num_samples // self._samples_per_microbatch,
+            self._learning_rate(position),
+            self._weight_decay(position),
+            self._training.is_skipped(iteration),
+        )

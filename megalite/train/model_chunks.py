@@ -1,0 +1,81 @@
+"""The parts of the model that one rank holds: a chunk for each of its pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from megalite.config import Config
+from megalite.config.stage_layers import layers_of_stages, layers_per_stage, num_chunks
+from megalite.distributed.topology import Topology
+from megalite.model.compiled import check_compiler, compile_layers
+from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.recompute import apply_recompute
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.tensor_parallel.fp8 import check_device
+from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+
+
+def build_chunks(
+    config: Config,
+    topology: Topology,
+    store: WeightGradientStore | None = None,
+    *,
+    fuses_weight_gradients: bool = False,
+) -> list[GPTStage]:
+    """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
+
+    With ZeRO stage 3 they have no weights yet: the optimizer makes them.
+
+    Args:
+        store: takes the linear layers' weight gradients if the schedule computes them later.
+        fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
+    """
+    training, has_device = config.training, topology.device.type != "meta"
+    if training.fp8_format is not None and has_device:
+        with topology.agreed():
+            check_device(topology.device, training.fp8_format)
+    context = LayerContext(
+        topology,
+        DTYPES[config.model.params_dtype],
+        seed=training.seed,
+        sequence_parallel=config.parallel.sequence_parallel,
+        has_documents=config.data.reset_attention_mask,
+        weight_gradient_store=store,
+        fuses_weight_gradients=fuses_weight_gradients,
+        has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,
+        fp8_format=training.fp8_format,
+    )
+    stages = SCHEDULES[config.parallel.schedule].stage_map(topology.pp.size, num_chunks(config))
+    layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
+    chunks: list[GPTStage] = []
+    for stage in stages.stages_of(topology.pp.rank):
+        holds_first = bool(chunks) and chunks[0].is_first
+        chunk = GPTStage(
+            config.model,
+            context,
+            layers[stage],
+            is_first=stage == 0,
+            is_last=stage == stages.num_stages - 1,
+            word=chunks[0].get_submodule("embedding.word") if holds_first else None,
+        )
+        apply_recompute(chunk, config.recompute)
+        chunks.append(chunk)
+    if training.compile and has_device:
+        with topology.agreed():
+            check_compiler(topology.device)
+        for chunk in chunks:
+            compile_layers(chunk)
+    return chunks
+
+
+def named_parameters(chunks: Sequence[GPTStage]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a rank's chunks by their global names, each once."""
+    seen: set[nn.Parameter] = set()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter

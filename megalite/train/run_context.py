@@ -1,0 +1,112 @@
+"""The context that all parts of a run share, resolved once at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from megalite.checkpoint.lease import FolderLease
+from megalite.config import Config, check_config
+from megalite.data.corpus_sources import Sources, find_sources
+from megalite.data.document_ends import DocumentEnds
+from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
+from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.train.telemetry.timers import Timers
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The objects that all parts of a run share.
+
+    Attributes:
+        config: validated, with the vocabulary size.
+        tokenizer: None for mock data without one.
+        sources: the corpora that each split reads; empty for mock data.
+        document_ends: finds the documents of packed samples; None if samples are not split into documents.
+        lease: on the checkpoint folder; None if nothing is saved, or no other run can write there.
+    """
+
+    config: Config
+    topology: Topology
+    timers: Timers
+    tokenizer: Tokenizer | None = None
+    sources: Sources = field(default_factory=dict)
+    document_ends: DocumentEnds | None = None
+    lease: FolderLease | None = None
+
+
+def resolve_run(
+    config: Config, topology: Topology, timers: Timers | None = None, lease: FolderLease | None = None
+) -> RunContext:
+    """Read the tokenizer and the list of corpora, and fill in what the config leaves to them; a collective.
+
+    Raises:
+        UserError: the tokenizer cannot be read, has no end-of-document token that the config needs, or has
+            more tokens than the vocabulary; a corpus was made with another tokenizer. Raised on every rank.
+    """
+    sources: Sources = {}
+    tokenizer: Tokenizer | None = None
+    has_tokenizer = config.data.resolved_tokenizer_type is not None
+    with nullcontext() if config.data.mock_data and not has_tokenizer else topology.agreed():
+        if has_tokenizer:
+            tokenizer = configured_tokenizer(config.data, config.model.vocab_size)
+        if not config.data.mock_data:
+            sources = find_sources(config.data)
+        if tokenizer is not None:
+            if topology.rank == 0:
+                check_tokenizer(_prefixes(sources), tokenizer)
+            config = _with_vocab_size(config, tokenizer)
+        ends = document_ends(config, tokenizer)
+    if tokenizer is not None:
+        record = {"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}
+        topology.check_agreement(record, "tokenizer")
+        check_config(config, topology.world_size)
+    timers = timers or Timers(topology.device, config.logging.timers_level)
+    return RunContext(config, topology, timers, tokenizer, sources, ends, lease)
+
+
+def document_ends(config: Config, tokenizer: Tokenizer | None) -> DocumentEnds | None:
+    """Return how the documents of packed samples are found, or None if no option needs them.
+
+    Raises:
+        UserError: the tokenizer has no end-of-document token.
+    """
+    data = config.data
+    if not data.document_options:
+        return None
+    if tokenizer is None or data.resolved_tokenizer_type == "NullTokenizer":
+        assert config.model.vocab_size is not None
+        eod = config.model.vocab_size - 1  # the null tokenizer's; mock data uses the same
+    else:
+        eod = tokenizer.eod
+    is_rotary = config.model.position_embedding_type == "rope"
+    return DocumentEnds(
+        eod,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+        data.eod_mask_loss,
+        on_every_stage=data.reset_attention_mask or (data.reset_position_ids and is_rotary),
+    )
+
+
+def _with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
+    """Fill in the vocabulary size from the tokenizer, unless the config sets a larger one."""
+    size, requested = tokenizer.vocab_size, config.model.vocab_size
+    # The null tokenizer adds an end-of-document token to the requested size.
+    if requested is not None and config.data.resolved_tokenizer_type != "NullTokenizer":
+        if requested < size:
+            raise UserError(
+                f"the vocabulary size {requested} (of --vocab-size or --preset) is smaller than the "
+                f"tokenizer's {size}: give --vocab-size {size}"
+            )
+        size = requested
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def _prefixes(sources: Sources) -> Iterator[str]:
+    for blends in sources.values():
+        for blend in blends:
+            yield from (source.prefix for source in blend.sources)

@@ -1,0 +1,137 @@
+"""The datasets of a run, on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from megalite.config import Config
+from megalite.config.flags import flag_of
+from megalite.data.batch_loader import reads_data
+from megalite.data.build_datasets import (
+    BuildOptions,
+    DatasetSplits,
+    build_from_corpora,
+    build_mock_datasets,
+    num_samples_per_split,
+    open_corpora,
+)
+from megalite.data.corpus_record import CorpusIdentity, DataRecord
+from megalite.data.corpus_sources import SPLIT_NAMES
+from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
+from megalite.data.gpt_dataset import Dataset
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.distributed.topology import Topology
+from megalite.log import log
+from megalite.train.run_context import RunContext
+
+
+def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> DatasetSplits:
+    """Open the corpora and order the samples of these splits for the whole run; a collective.
+
+    Raises:
+        UserError: a corpus is missing or damaged, or differs between ranks; on every rank.
+    """
+    config, topology = run.config, run.topology
+    num_train, num_valid, num_test = (
+        number if split in splits else 0
+        for split, number in zip(SPLIT_NAMES, num_samples_of(config, topology.dp.size), strict=True)
+    )
+    num_samples = num_train, num_valid, num_test
+    seq_length, vocab_size, seed = config.model.seq_length, config.model.vocab_size, config.training.seed
+    assert vocab_size is not None
+    if config.data.mock_data:
+        return build_mock_datasets(seq_length, num_samples, seed, vocab_size, run.document_ends)
+    datasets: DatasetSplits | None = None
+    with run.timers("train/valid/test-data-iterators-setup"):
+        opened, record = _open_corpora(run)
+        with topology.agreed():
+            cache = IndexCache(config.data.data_cache_path)
+            batch_size = config.global_batch(topology.dp.size)
+            options = BuildOptions(
+                seq_length, seed, vocab_size, config.data.blend_by, cache, batch_size, run.document_ends
+            )
+            if record is not None:
+                datasets = build_from_corpora(run.sources, opened, num_samples, options)
+                datasets = _fill_in_middle(run, datasets)
+    datasets = datasets_on_every_stage(datasets, topology)
+    datasets = dataclasses.replace(datasets, ends=run.document_ends, record=record)
+    if config.training.eval_iters > 0 and "valid" in splits and not datasets.evaluated("valid"):
+        log.warning("there is nothing to validate on: --split leaves no sequence to validation")
+    return datasets
+
+
+def num_samples_of(config: Config, dp: int) -> tuple[int, int, int]:
+    """Return the samples that a whole run on `dp` replicas draws from train, valid and test."""
+    return num_samples_per_split(
+        config.num_samples(dp),
+        config.num_iterations(dp),
+        config.training.eval_interval,
+        config.training.eval_iters,
+        config.global_batch(dp),
+    )
+
+
+def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecord | None]:
+    """Open the corpora on the ranks that read data, and check that these ranks see the same files."""
+    opened, record = dict[str, IndexedDataset](), None
+    with run.topology.agreed():
+        if reads_data(run.topology, run.document_ends):
+            opened = open_corpora(run.sources)
+            identities = {prefix: CorpusIdentity.of(corpus) for prefix, corpus in opened.items()}
+            record = DataRecord(run.sources, identities, run.config.data.blend_by)
+    run.topology.check_agreement(None if record is None else record.for_ranks(), "data")
+    return opened, record
+
+
+def _fill_in_middle(run: RunContext, datasets: DatasetSplits) -> DatasetSplits:
+    """Apply fill-in-the-middle to the training dataset if the config requests it."""
+    data = run.config.data
+    if data.fim_rate == 0 or datasets.train is None:
+        return datasets
+    assert run.tokenizer is not None
+    names = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token")
+    marks = find_marks(run.tokenizer, {flag_of(name): getattr(data, name) for name in names})
+    how = FillInMiddle(data.fim_rate, data.fim_spm_rate, *marks, run.config.training.seed)
+    return dataclasses.replace(datasets, train=FillInMiddleDataset(datasets.train, run.tokenizer, how))
+
+
+class UnreadDataset:
+    """A dataset of which a stage that reads no data knows the number of samples alone."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        raise AssertionError("a sample was requested on a stage that reads no data")
+
+
+def datasets_on_every_stage(datasets: DatasetSplits | None, topology: Topology) -> DatasetSplits:
+    """Send which datasets exist to the stages that open no file, so that all ranks evaluate alike.
+
+    Args:
+        datasets: None on those stages.
+    """
+    if topology.pp.size <= 2:
+        assert datasets is not None
+        return datasets
+    sent = [None if datasets is None else _unread(datasets)]
+    dist.broadcast_object_list(sent, src=0)  # rank 0 is on the first stage
+    assert sent[0] is not None
+    return sent[0] if datasets is None else datasets
+
+
+def _unread(datasets: DatasetSplits) -> DatasetSplits:
+    def unread(dataset: Dataset | None) -> UnreadDataset | None:
+        return None if dataset is None else UnreadDataset(len(dataset))
+
+    named = tuple(each._replace(dataset=UnreadDataset(len(each.dataset))) for each in datasets.named)
+    return DatasetSplits(unread(datasets.train), unread(datasets.valid), unread(datasets.test), named)

@@ -1,0 +1,122 @@
+"""Set up a run: its process, signals and outputs, and the log lines that describe it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from megalite import kernels
+from megalite.config import Config, check_config, to_yaml
+from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS
+from megalite.config.flags import flag_of
+from megalite.distributed.agreement import code_record
+from megalite.distributed.topology import Launch, Topology
+from megalite.hardware.cuda_environment import describe, settings_for
+from megalite.log import configure_logging, log
+from megalite.plan.model_flops import CONVENTION
+from megalite.train.model_chunks import named_parameters
+from megalite.train.run_context import RunContext
+from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
+from megalite.train.telemetry.writers import Writers
+from megalite.train.trainer import Trainer
+from megalite.train.weight_gradients import fusion_of
+
+
+def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
+    """Set up logging, log the notices of the command line, and check the config for this world size.
+
+    Raises:
+        ConfigError: lists all mistakes; on every rank alike, and before any process group starts.
+    """
+    configure_logging(launch.rank)
+    check_config(config, launch.world_size)
+    for notice in notices:
+        log.warning(notice)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        torch.use_deterministic_algorithms(True)
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Return what must be the same on every rank of a run: the config's fields by flag, and the code."""
+    return code_record() | {
+        flag_of(name): str(value)
+        for name, value in config.values().items()
+        if name not in MAY_DIFFER_BETWEEN_RANKS
+    }
+
+
+def listen(config: Config, launch: Launch) -> AbstractContextManager[StopSignals]:
+    """Listen for the signals that end the run early; rank 0 writes the requeue note for a scheduler."""
+    note = RequeueNote(config.checkpoint.save if launch.rank == 0 else None)
+    return stop_signals(config.training.exit_signals, note)
+
+
+def open_writers(run: RunContext) -> Writers:
+    """Open the run's outputs, before any work is done.
+
+    Raises:
+        UserError: an output cannot be written; on every rank.
+    """
+    config = run.config
+    with run.topology.agreed():
+        return Writers(config.logging, run.topology, to_yaml(config), config.checkpoint.save, run.lease)
+
+
+def startup_line(topology: Topology) -> str:
+    """Return the line of the run's layout, as parsers of Megatron-LM's logs read it."""
+    return (
+        f"using world size: {topology.world_size}, data-parallel-size: {topology.dp.size}, "
+        f"tensor-model-parallel size: {topology.tp.size}, pipeline-model-parallel size: {topology.pp.size}"
+    )
+
+
+def announce(trainer: Trainer) -> None:
+    """Log the settings that the run resolved: layout, kernels, batch, data and model size."""
+    config, topology = trainer.config, trainer.topology
+    log.info(startup_line(topology))
+    log.info("kernels on %s: %s", topology.device, kernels.describe(topology.device.type))
+    if topology.device.type == "cuda":
+        log.info("CUDA: %s", describe(settings_for(config.parallel.tp, config.parallel.zero_stage)))
+    log.info("attention: %s", trainer.chunks[0].core.choice)
+    log.info("weight gradients: %s", fusion_of(config, topology).description)
+    if config.training.fp8_format is not None:
+        log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
+    if config.training.compile:
+        log.info("transformer layers: torch.compile compiles them when they first run")
+    log.info(
+        "vocabulary: %s tokens, padded to %d",
+        config.model.vocab_size,
+        config.model.padded_vocab_size(topology.tp.size),
+    )
+    log.info(
+        "global batch: %d samples (data-parallel size %d x %d microbatches of %d samples)",
+        trainer.global_batch_size,
+        topology.dp.size,
+        trainer.num_microbatches,
+        config.training.micro_batch_size,
+    )
+    if rampup := config.training.rampup_batch_size:
+        log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
+    _log_datasets(trainer)
+    if config.logging.log_throughput:
+        log.info("TFLOP/s are %s", CONVENTION)
+    num_local = sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks))
+    log.info("parameters on rank 0: %s", f"{num_local:,}")
+
+
+def _log_datasets(trainer: Trainer) -> None:
+    """Log how many samples of each dataset the run uses: a dataset holds whole epochs, often more samples."""
+    config, dp = trainer.config, trainer.topology.dp.size
+    num_iterations, eval_iters = config.num_iterations(dp), config.training.eval_iters
+    num_trained = config.batch_size(dp).consumed_before(num_iterations + 1)
+    num_evaluated = eval_iters * trainer.global_batch_size
+    for name, num_samples in trainer.datasets.sizes():
+        if name == "train":
+            used, unit = f"the run trains on {num_trained:,}", f"{num_iterations:,} iterations"
+        else:
+            used, unit = f"each evaluation uses {num_evaluated:,}", f"--eval-iters {eval_iters}"
+        log.info("%s dataset: %s of its %s samples (%s)", name, used, f"{num_samples:,}", unit)

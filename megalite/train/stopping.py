@@ -1,0 +1,320 @@
+"""Stop a run before its last iteration: signals, stop conditions, exit status, a note for schedulers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.lease import FolderLease
+from megalite.config import TrainingConfig
+from megalite.config.entry_point import is_first_rank
+from megalite.distributed.collectives import all_reduce, largest_of_all
+from megalite.distributed.observer import CHECKPOINT
+from megalite.distributed.topology import Topology
+from megalite.files import no_follow
+from megalite.log import log
+
+REQUEUE_FILE = "requeue"
+
+
+class RequeueNote:
+    """Writes the file `SAVE/requeue`, which exists from an early end to the next start and holds the reason.
+
+    Scripts read it because torchrun exits with the same status for every failure of its workers.
+
+    Args:
+        folder: of --save; None if there is none, and on every rank but the first.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._file = Path(folder) / REQUEUE_FILE if folder else None
+
+    def write(self, reason: str) -> None:
+        """Write the file, or log that it cannot be written: the run ends either way."""
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._file, "w", encoding="utf-8", opener=no_follow) as file:
+                file.write(reason + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", self._file, error.strerror)
+
+    def remove(self) -> None:
+        """Delete an earlier run's file, or log that it cannot be deleted: the run continues either way."""
+        if self._file is None:
+            return
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(
+                "%s cannot be deleted (%s): a script may mistake it for this run's",
+                self._file,
+                error.strerror,
+            )
+
+
+TEMPORARY_FAILURE = 75
+"""EX_TEMPFAIL of sysexits.h: the run is not finished, and the same command resumes it."""
+INTERRUPTED = 130
+"""The status that a shell reports for a program that Ctrl-C ended."""
+STOP_SIGNALS = ("SIGINT", "SIGHUP", "SIGUSR2", "SIGUSR1", "SIGTERM")
+"""All signals that can stop a run; if ranks receive several, the last of this list is reported."""
+
+_SAME_PRESS_SECONDS = 1.0
+"""A Ctrl-C reaches a rank from the terminal and again from torchrun: two this close together count as one."""
+
+
+class StopSignals:
+    """Handles the stop signals that this process receives.
+
+    Before `hold` is called, a signal ends the process at once: there is nothing to save. After that, it is
+    stored in `received`, and the loop saves and ends. A second Ctrl-C ends the process at any time.
+
+    Args:
+        requeue_note: written if a signal ends the process at once.
+
+    Attributes:
+        received: name of the last signal; None if there was none.
+        start: start of the run, by `time.monotonic`.
+    """
+
+    def __init__(self, requeue_note: RequeueNote) -> None:
+        self.received: str | None = None
+        self.start = time.monotonic()
+        self.requeue_note = requeue_note
+        self._held = False
+        self._pressed: float | None = None
+
+    def hold(self) -> None:
+        """Let signals wait for the end of an iteration from now on."""
+        self._held = True
+
+    def notice(self, name: str) -> None:
+        """Handle a signal; the thread that listens calls it."""
+        if name == "SIGINT":
+            now = time.monotonic()
+            if self._pressed is not None and now - self._pressed > _SAME_PRESS_SECONDS:
+                self._end_at_once(name, "a second time: ending without saving")
+            self._pressed = self._pressed or now
+        if not self._held:
+            self._end_at_once(name, "before the first iteration: there is nothing to save yet")
+        if self.received is None:
+            log.info("received %s: stopping after this iteration", name)
+        self.received = name
+
+    def _end_at_once(self, name: str, why: str) -> None:
+        """Exit without unwinding: the main thread may be in a collective that no other rank joins."""
+        interrupted = name == "SIGINT"
+        if is_first_rank():
+            sys.stderr.write(f"error: received {name} {why}\n")
+            sys.stderr.flush()
+        if not interrupted:
+            self.requeue_note.write(f"received {name} {why}")
+        os._exit(INTERRUPTED if interrupted else TEMPORARY_FAILURE)
+
+
+@contextmanager
+def stop_signals(names: Sequence[str], requeue_note: RequeueNote) -> Iterator[StopSignals]:
+    """Listen for these signals and for Ctrl-C in the block; for none if `names` is empty.
+
+    Call it on the main thread. The end of the block restores the earlier handlers. A block that ends with
+    SystemExit leaves the signals ignored instead: Slurm and torchrun may send a second one while the
+    interpreter shuts down, and the process must still end with the status of that SystemExit.
+    """
+    signals = StopSignals(requeue_note)
+    if not names:
+        yield signals
+        return
+    numbers = {int(signal.Signals[name]): name for name in {*names, "SIGINT"}}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, _ignore) for number in numbers}
+    for number in numbers:
+        signal.siginterrupt(number, False)  # do not interrupt system calls of libraries
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(
+        target=_listen, args=(reader, numbers, signals), name="stop-signals", daemon=True
+    )
+    thread.start()
+    after = {number: handler or signal.SIG_DFL for number, handler in before.items()}
+    try:
+        yield signals
+    except SystemExit:
+        after = dict.fromkeys(numbers, signal.SIG_IGN)
+        raise
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in after.items():
+            signal.signal(number, handler)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Replace the default action; Python also writes the number to the pipe, which the thread reads."""
+
+
+def _listen(reader: int, numbers: dict[int, str], signals: StopSignals) -> None:
+    while data := os.read(reader, 64):
+        for number in data:
+            if number in numbers:
+                signals.notice(numbers[number])
+
+
+CHECK_SECONDS = 0.25
+"""Approximate time between two checks of the stop conditions if iterations are shorter."""
+_MAX_ITERATIONS_BETWEEN_CHECKS = 100
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The decision to end a run early.
+
+    Attributes:
+        reason: a clause for the log.
+        status: exit status of the process.
+        wants_requeue: a scheduler should start the run again.
+        is_urgent: the end must come soon: an evaluation is skipped or interrupted.
+    """
+
+    reason: str
+    status: int = 0
+    wants_requeue: bool = False
+    is_urgent: bool = False
+
+
+class Stopped(Exception):
+    """Interrupts work that an urgent stop skips."""
+
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+        super().__init__(stop.reason)
+
+
+class StopConditions:
+    """Decides when the run must save and exit; every rank decides the same.
+
+    Ranks agree on it after every iteration, or less often if iterations take less than `CHECK_SECONDS`.
+
+    Args:
+        lease: on the checkpoint folder, if there is one.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        topology: Topology,
+        signals: StopSignals,
+        lease: FolderLease | None = None,
+    ) -> None:
+        self.config = config
+        self.topology = topology
+        self.signals = signals
+        self.lease = lease
+        self._checked_at = 0, 0.0  # iteration and minutes
+        self._iterations_between = 1
+        self._minutes = 0.0
+
+    def after(self, iteration: int) -> Stop | None:
+        """Return why to stop after `iteration`, or None to continue."""
+        if self.config.exit_interval and iteration % self.config.exit_interval == 0:
+            reason = f"iteration {iteration} is a multiple of --exit-interval {self.config.exit_interval}"
+            return Stop(reason, wants_requeue=True)
+        last, minutes_then = self._checked_at
+        if last < iteration < last + self._iterations_between:
+            return None
+        stop = self.now()
+        # From the minutes that all ranks agreed on, so that all check next after the same iteration.
+        seconds = 60.0 * (self._minutes - minutes_then) / max(1, iteration - last)
+        self._checked_at = iteration, self._minutes
+        shortest = CHECK_SECONDS / _MAX_ITERATIONS_BETWEEN_CHECKS
+        self._iterations_between = max(1, int(CHECK_SECONDS / max(seconds, shortest)))
+        return stop
+
+    def now(self) -> Stop | None:
+        """Return why to stop now, or None; an all-reduce of four numbers if any stop condition is set.
+
+        Raises:
+            LeaseLost: another run has taken over the checkpoint folder; on every rank.
+        """
+        config, lease = self.config, self.lease
+        if not (config.exit_signals or config.kill_switch_path or config.exit_duration_in_mins or lease):
+            return None
+        minutes, is_off, which, is_lost = self._agreed()
+        self._minutes = minutes
+        if is_lost:
+            assert lease is not None
+            raise lease.loss()
+        if is_off:
+            return Stop(f"--kill-switch-path {config.kill_switch_path} exists", is_urgent=True)
+        if which:
+            name = STOP_SIGNALS[int(which) - 1]
+            if name == "SIGINT":
+                return Stop("received SIGINT", INTERRUPTED, is_urgent=True)
+            return Stop(f"received {name}", TEMPORARY_FAILURE, wants_requeue=True, is_urgent=True)
+        if config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins:
+            reason = f"the run is older than --exit-duration-in-mins {config.exit_duration_in_mins:g}"
+            return Stop(reason, wants_requeue=True)
+        return None
+
+    def raise_if_urgent(self) -> None:
+        """Interrupt the caller's work if the run must end soon.
+
+        Raises:
+            Stopped: on every rank alike.
+        """
+        if (stop := self.now()) is not None and stop.is_urgent:
+            raise Stopped(stop)
+
+    def _agreed(self) -> list[float]:
+        """Return age in minutes, kill switch, signal and lost lease, each as its maximum over all ranks.
+
+        The tensor is on the host: a collective on the GPU would wait for all work that is queued there.
+        """
+        name = self.signals.received
+        with self.topology.events.during(CHECKPOINT):  # the lease is in the folder of checkpoints
+            is_lost = self.topology.rank == 0 and self.lease is not None and self.lease.is_lost()
+        seen = torch.tensor(
+            [
+                (time.monotonic() - self.signals.start) / 60.0,
+                self.topology.rank == 0 and is_switched_off(self.config),
+                0 if name is None else 1 + STOP_SIGNALS.index(name),
+                is_lost,
+            ],
+            dtype=torch.float64,
+            device="cpu",
+        )
+        return all_reduce(seen, self.topology.world, dist.ReduceOp.MAX, of="stop conditions").tolist()
+
+
+def is_switched_off(config: TrainingConfig) -> bool:
+    """Return whether the file of --kill-switch-path exists."""
+    return config.kill_switch_path is not None and Path(config.kill_switch_path).exists()
+
+
+def leave_if_switched_off(config: TrainingConfig, topology: Topology) -> None:
+    """End a run whose kill switch exists already, before any work is done.
+
+    Raises:
+        SystemExit: with status 0, on every rank.
+    """
+    seen = torch.tensor(float(topology.rank == 0 and is_switched_off(config)), device=topology.device)
+    if largest_of_all(seen, topology):
+        log.warning(
+            "--kill-switch-path %s exists: remove it to train; exiting before training",
+            config.kill_switch_path,
+        )
+        raise SystemExit(0)

@@ -1,1 +1,0 @@
-"""Why a run ends before its last iteration, and what a scheduler is told."""

@@ -1,0 +1,227 @@
+"""Write metrics to TensorBoard and Weights & Biases, under the names of Megatron-LM's dashboards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megalite.config import LoggingConfig
+from megalite.errors import UserError
+from megalite.files import make_writable
+from megalite.log import THIS_RANK, log
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.output_file import OutputFile
+from megalite.train.telemetry.timers import TimesByRank
+
+_SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
+GRAD_NORMS = "grad-norm by layer"
+_BIN_EDGES = np.concatenate(([0.0], 1e-12 * 1.1 ** np.arange(774)))  # of norms in histograms, up to 1e20
+_FLUSH_SECONDS = 120.0
+"""Events are held at most this long, as long as metrics keep coming."""
+
+
+def main_scalars(config: LoggingConfig, metrics: IterationMetrics) -> dict[str, float]:
+    """Return the scalars that are also plotted by consumed samples."""
+    scalars: dict[str, float] = {
+        "lm loss": metrics.lm_loss,
+        "learning-rate": metrics.learning_rate,
+        "grad-norm": metrics.grad_norm,
+        "loss-scale": metrics.loss_scale,
+    }
+    if config.log_batch_size_to_tensorboard:
+        scalars["batch-size"] = metrics.global_batch_size
+    if metrics.params_norm is not None:
+        scalars["params-norm"] = metrics.params_norm
+    if metrics.num_zeros is not None:
+        scalars["num-zeros"] = metrics.num_zeros
+    return scalars
+
+
+def run_scalars(
+    config: LoggingConfig, world_size: int, metrics: IterationMetrics, times: TimesByRank
+) -> dict[str, float]:
+    """Return the scalars of speed: time, throughput, memory, and the slowest rank's time of each timer."""
+    scalars = {"iteration-time": metrics.iteration_time_ms / 1e3, "world-size": float(world_size)}
+    if config.log_throughput:
+        scalars["throughput"] = metrics.tflops_per_gpu
+        scalars["tokens-per-second"] = metrics.tokens_per_second
+        if metrics.mfu is not None:
+            scalars["mfu"] = metrics.mfu
+    if config.log_memory_to_tensorboard:
+        scalars["mem-allocated-bytes"] = metrics.memory_allocated_mb * 2**20
+        scalars["mem-reserved-bytes"] = metrics.memory_reserved_mb * 2**20
+    if config.log_timers_to_tensorboard:
+        scalars |= {f"{name}-time": max(by_rank.values()) / 1e3 for name, by_rank in times.items()}
+    return scalars
+
+
+def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dict[str, float]:
+    """Return the scalars of an evaluation; a named dataset has the tag that BLOOM's dashboards use."""
+    folder = f"lm-loss-validation/{metrics.name}/" if metrics.name else ""
+    tag = f"{folder}{_SPLIT_TAGS[metrics.split]}"
+    scalars = {tag: metrics.lm_loss}
+    if config.log_validation_ppl_to_tensorboard:
+        scalars[f"{tag} ppl"] = metrics.ppl
+    return scalars
+
+
+class TensorBoardWriter:
+    """Writes scalars by iteration, the main ones by consumed samples too.
+
+    TensorBoard's own writer has a thread that a full disk ends for good. An `OutputFile`, which recovers from
+    a full disk, replaces it.
+
+    Args:
+        folder: TensorBoard's; a resumed run adds a file to it.
+        world_size: written as a scalar, to distinguish runs of several sizes.
+        config_text: the run's config, shown as text.
+
+    Raises:
+        UserError: TensorBoard is not installed, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, config: LoggingConfig, world_size: int, config_text: str) -> None:
+        try:
+            # Here, not above: an optional package that only one rank needs; its import takes a second.
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.summary.writer.record_writer import RecordWriter
+            from torch.utils.tensorboard import summary
+        except ImportError:
+            raise UserError(
+                f"--tensorboard-dir {folder} needs the package tensorboard, which is not installed: "
+                "pip install tensorboard, or omit the flag"
+            ) from None
+        make_writable(folder, "--tensorboard-dir")
+        self._config = config
+        self._world_size = world_size
+        self._summary, self._event = summary, Event
+        self._records = RecordWriter(OutputFile(folder / _file_name(), "--tensorboard-dir"))
+        self._num_held, self._flushed_at = 0, 0.0
+        self._add(file_version="brain.Event:2")
+        code = "".join(f"    {line}\n" for line in config_text.splitlines())
+        self._add(summary=summary.text("config", code))
+        self._flush()
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        for tag, value in main_scalars(self._config, metrics).items():
+            self._add_scalar(tag, value, metrics.iteration)
+            self._add_scalar(f"{tag} vs samples", value, metrics.consumed_samples)
+        for tag, value in run_scalars(self._config, self._world_size, metrics, times).items():
+            self._add_scalar(tag, value, metrics.iteration)
+        self._flush_if_due()
+
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        histogram = self._summary.histogram(GRAD_NORMS, np.array(list(norms.values())), _BIN_EDGES)
+        self._add(summary=histogram, step=iteration)
+        for layer, norm in norms.items():
+            self._add_scalar(f"{GRAD_NORMS}/{layer}", norm, iteration)
+        self._flush_if_due()
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        for tag, value in validation_scalars(self._config, metrics).items():
+            self._add_scalar(tag, value, metrics.iteration)
+        self._flush()  # evaluations are rare: their results do not wait for the queue to fill
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._records.close()
+
+    def _add_scalar(self, tag: str, value: float, step: int) -> None:
+        self._add(summary=self._summary.scalar(tag, value), step=step)
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._num_held += 1
+
+    def _flush_if_due(self) -> None:
+        is_old = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
+        if is_old or self._num_held >= self._config.tensorboard_queue_size:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._records.flush()
+        self._num_held, self._flushed_at = 0, time.monotonic()
+
+
+def _file_name() -> str:
+    """Return a new name in TensorBoard's pattern: time and host at which the file was begun, and a number."""
+    number = time.perf_counter_ns()  # distinguishes files of the same second
+    return f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{number}"
+
+
+class WandbWriter:
+    """Writes scalars by iteration, with the consumed samples as another axis to plot by.
+
+    Args:
+        folder: of wandb's own files; None for wandb's default.
+        config_text: the run's config as YAML, shown with the run.
+
+    Raises:
+        UserError: wandb is not installed, or the folder cannot be written.
+    """
+
+    def __init__(self, config: LoggingConfig, folder: Path | None, world_size: int, config_text: str) -> None:
+        try:
+            import wandb  # here, not above: an optional package that only one rank needs
+        except ImportError:
+            raise UserError(
+                f"--wandb-project {config.wandb_project} needs the package wandb, which is not installed: "
+                "pip install wandb, or omit the flag"
+            ) from None
+        if folder is not None:
+            make_writable(folder, "--wandb-save-dir")
+        self._wandb = wandb
+        self._config = config
+        self._world_size = world_size
+        self._is_failing = False
+        self._run: Any = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            dir=None if folder is None else str(folder),
+            config=yaml.safe_load(config_text),
+        )
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        scalars = {
+            **main_scalars(self._config, metrics),
+            **run_scalars(self._config, self._world_size, metrics, times),
+            "samples": metrics.consumed_samples,
+        }
+        self._send(lambda: self._run.log(scalars, step=metrics.iteration))
+
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        histogram = self._wandb.Histogram(list(norms.values()))
+        scalars = {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()}
+        self._send(lambda: self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration))
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        scalars = validation_scalars(self._config, metrics)
+        self._send(lambda: self._run.log(scalars, step=metrics.iteration))
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._send(lambda: self._run.finish(exit_code=int(has_failed)))
+
+    def _send(self, call: Callable[[], object]) -> None:
+        """Call wandb; log a failure of any kind when it begins, and when calls succeed again."""
+        try:
+            call()
+        except Exception as error:  # a full disk, a lost connection, the end of wandb's own process
+            if not self._is_failing:
+                log.warning(
+                    "--wandb-project %s cannot be written (%s: %s): training continues without it",
+                    self._config.wandb_project,
+                    type(error).__name__,
+                    error,
+                    extra=THIS_RANK,
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            log.warning("--wandb-project %s is written again", self._config.wandb_project, extra=THIS_RANK)
+        self._is_failing = False

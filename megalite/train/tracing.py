@@ -1,0 +1,276 @@
+"""Record what each rank does in an iteration, put the ranks on one clock, and write a file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megalite.distributed.observer import Observer, Wait
+from megalite.files import replace_file
+from megalite.pipeline.schedules import Action
+from megalite.train.telemetry.timers import BATCH_GENERATOR, Clock, Timed
+
+ITERATION = "iteration"
+DATA = "data"
+PART = "part"
+_WAITS = {"pp": "pp wait", "tp": "tp wait", "dp": "dp wait"}
+OTHER_WAIT = "other wait"
+
+
+class TraceSpan(NamedTuple):
+    """An interval of a rank's time.
+
+    Attributes:
+        category: "iteration"; the kind of an action; "pp wait" and the like; "data"; "part" for all others.
+        start: in seconds of the host's clock.
+        end: in seconds of the host's clock.
+        microbatch: of an action; None otherwise.
+        chunk: of an action; None otherwise.
+    """
+
+    name: str
+    category: str
+    start: float
+    end: float
+    microbatch: int | None = None
+    chunk: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Recorder(Observer[Timed]):
+    """Records the moments at which events begin and end; `spans` converts them to seconds.
+
+    Args:
+        clock: records the moments.
+        wall_clock: the host's clock, in which the spans are returned.
+    """
+
+    def __init__(self, clock: Clock[Any], wall_clock: Clock[float]) -> None:
+        self._clock = clock
+        # On a GPU the stream is empty here, so that both are the same moment.
+        self._origin, self._origin_seconds = clock.now(), wall_clock.now()
+        self._open: list[tuple[Timed, Any]] = []
+        self._done: list[tuple[Timed, str | None, Any, Any]] = []
+
+    def begins(self, what: Timed) -> None:
+        self._open.append((what, self._clock.now()))
+
+    def ends(self, what: Timed) -> None:
+        while self._open:  # an event that an exception interrupted never ends
+            begun, start = self._open.pop()
+            if begun == what:
+                self._done.append((what, None, start, self._clock.now()))
+                return
+
+    @contextmanager
+    def iteration(self, number: int) -> Iterator[None]:
+        """Record the block as this iteration, unless it raises."""
+        start = self._clock.now()
+        yield
+        self._done.append((f"{ITERATION} {number}", ITERATION, start, self._clock.now()))
+
+    def spans(self) -> list[TraceSpan]:
+        """Return the events that have ended, by their start; an event comes before those inside it."""
+        found = []
+        for what, category, start, end in self._done:
+            first = self._origin_seconds + self._clock.seconds(self._origin, start)
+            last = first + self._clock.seconds(start, end)
+            found.append(_span(what, category, first, last))
+        return sorted(found, key=lambda span: (span.start, -span.end))
+
+
+def _span(what: Timed, category: str | None, start: float, end: float) -> TraceSpan:
+    if isinstance(what, Action):
+        return TraceSpan(str(what), what.kind.value, start, end, what.microbatch, what.chunk)
+    if isinstance(what, Wait):
+        return TraceSpan(what.what, _WAITS.get(what.axis, OTHER_WAIT), start, end)
+    return TraceSpan(what, category or (DATA if what == BATCH_GENERATOR else PART), start, end)
+
+
+_NUM_CLOCK_SAMPLES = 20
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class ClockSamples:
+    """A rank's clock before and after each of several collectives of all ranks.
+
+    Attributes:
+        machine: ranks of one machine share one clock.
+    """
+
+    machine: str
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+class ClockOffset(NamedTuple):
+    """The seconds to add to a rank's clock to get rank 0's.
+
+    Attributes:
+        error: the largest possible error, in seconds.
+    """
+
+    seconds: float
+    error: float
+
+
+def sample_clocks(rank: int) -> ClockSamples:
+    """Read this rank's clock around collectives in host memory; every rank calls it at the same point."""
+    before, after, token = [], [], torch.zeros(1)
+    for _ in range(_NUM_CLOCK_SAMPLES):
+        before.append(time.perf_counter())
+        dist.all_reduce(token)
+        after.append(time.perf_counter())
+    machine = _BOOT.read_text().strip() if _BOOT.exists() else f"rank {rank}"
+    return ClockSamples(machine, tuple(before), tuple(after))
+
+
+def clock_offsets(samples: Sequence[ClockSamples]) -> list[ClockOffset]:
+    """Return the offset of each rank's clock against rank 0's.
+
+    No rank leaves a collective before all ranks have entered it. So for every collective, the offset of rank
+    r is at least rank 0's time before it minus rank r's time after it, and at most rank 0's time after it
+    minus rank r's time before it. The tightest of these bounds are used; the error of their middle is at most
+    half of their distance. Ranks of one machine have one clock and share their bounds; on rank 0's machine
+    the offset is zero.
+    """
+    first = samples[0]
+    bounds: dict[str, tuple[float, float]] = {first.machine: (0.0, 0.0)}
+    for each in samples:
+        low = max(a - b for a, b in zip(first.before, each.after, strict=True))
+        high = min(a - b for a, b in zip(first.after, each.before, strict=True))
+        known_low, known_high = bounds.get(each.machine, (low, high))
+        bounds[each.machine] = max(low, known_low), min(high, known_high)
+    offsets = {name: ClockOffset((low + high) / 2, (high - low) / 2) for name, (low, high) in bounds.items()}
+    return [offsets[each.machine] for each in samples]
+
+
+COMPUTE = "compute"
+_TERM_OF_CATEGORY = {
+    "pp wait": "bubble",
+    "tp wait": "tp wait",
+    "dp wait": "dp wait",
+    DATA: "data",
+    OTHER_WAIT: "other waits",
+}
+TERMS = (*_TERM_OF_CATEGORY.values(), COMPUTE)
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """Shares of the traced iterations' time, summed over all ranks.
+
+        bubble       waits along pp: for hidden states or gradients of another stage, for a message to be
+                     sent, and at the end of an iteration for stages that are not done
+        tp wait      collectives over tp, including the time of the messages
+        dp wait      waits for collectives over dp: the part that does not overlap with other work
+        data         waits for the samples of the next microbatch, and their copy to the device
+        other waits  collectives of all ranks (the gradient's norm)
+        compute      everything else: GEMMs, optimizer, and work of the host
+
+    Attributes:
+        shares: by these names; their sum is 1.
+    """
+
+    shares: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """Return the shares in whole percents whose sum is 100."""
+        percents = {name: math.floor(100 * share) for name, share in self.shares.items()}
+        by_remainder = sorted(self.shares, key=lambda name: percents[name] - 100 * self.shares[name])
+        for name in by_remainder[: 100 - sum(percents.values())]:
+            percents[name] += 1
+        return ", ".join(f"{name} {percent}%" for name, percent in percents.items())
+
+
+def time_breakdown(spans_by_rank: Iterable[Iterable[TraceSpan]]) -> TimeBreakdown:
+    """Return the shares of spans of whole iterations; waits and data are inside these and do not overlap."""
+    seconds: dict[str, float] = defaultdict(float)
+    total = 0.0
+    for spans in spans_by_rank:
+        for span in spans:
+            if span.category == ITERATION:
+                total += span.seconds
+            elif span.category in _TERM_OF_CATEGORY:
+                seconds[_TERM_OF_CATEGORY[span.category]] += span.seconds
+    seconds[COMPUTE] = total - sum(seconds.values())
+    return TimeBreakdown({name: seconds[name] / total if total else float(name == COMPUTE) for name in TERMS})
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rank's row of the trace file, with its spans in rank 0's clock.
+
+    Attributes:
+        coordinates: of the rank along pp, tp and dp.
+    """
+
+    rank: int
+    coordinates: tuple[int, int, int]
+    spans: Sequence[TraceSpan]
+
+    @property
+    def name(self) -> str:
+        pp, tp, dp = self.coordinates
+        return f"rank {self.rank} · pp {pp} tp {tp} dp {dp}"
+
+
+def write_trace(path: Path, lanes: Sequence[Lane], facts: Mapping[str, Any]) -> None:
+    """Write the file, under a temporary name until it is complete.
+
+    Args:
+        facts: written beside the events, as `otherData`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with replace_file(path) as file:
+        file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n'.encode())
+        for number, event in enumerate(_events(lanes)):
+            file.write(((",\n" if number else "") + json.dumps(event, ensure_ascii=False)).encode())
+        file.write(b"\n]}\n")
+
+
+def _events(lanes: Sequence[Lane]) -> Iterator[dict[str, Any]]:
+    origin = min((span.start for lane in lanes for span in lane.spans), default=0.0)
+    yield _metadata("process_name", 0, {"name": "megalite"})
+    for lane in lanes:
+        yield _metadata("thread_name", lane.rank, {"name": lane.name})
+        yield _metadata("thread_sort_index", lane.rank, {"sort_index": lane.rank})
+        for span in lane.spans:
+            yield _event(lane.rank, span, origin)
+
+
+def _metadata(name: str, rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": 0, "tid": rank, "args": arguments}
+
+
+def _event(rank: int, span: TraceSpan, origin: float) -> dict[str, Any]:
+    # In whole nanoseconds, so that rounding makes no span overlap the next one.
+    start, end = (round(1e9 * (moment - origin)) for moment in (span.start, span.end))
+    event = {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.category,
+        "pid": 0,
+        "tid": rank,
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
+    }
+    if span.microbatch is not None:
+        event["args"] = {"microbatch": span.microbatch, "chunk": span.chunk}
+    return event

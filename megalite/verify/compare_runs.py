@@ -1,0 +1,180 @@
+"""Compare recorded runs of different layouts, and report the differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.errors import ConfigError
+from megalite.log import log
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences that the order of floating-point sums can explain."""
+
+    loss: float
+    grad_norm: float
+    gradient: float
+    weight: float
+
+
+TOLERANCES = {
+    "fp64": Tolerance(loss=1e-11, grad_norm=1e-9, gradient=1e-9, weight=1e-9),
+    "fp32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-3, weight=math.inf),
+    "fp16": Tolerance(loss=1e-3, grad_norm=math.inf, gradient=0.05, weight=math.inf),
+    "bf16": Tolerance(loss=2e-3, grad_norm=math.inf, gradient=0.1, weight=math.inf),
+}
+"""Tolerances by params_dtype.
+
+In fp32 and below there is no bound for the weights: Adam divides a gradient that is as small as its rounding
+error by a value as small, so that the weight makes a step of the learning rate in a random direction. fp64 is
+the proof. In 16 bits runs drift apart over time: only the first gradient and the loss are compared.
+"""
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Largest relative differences between the runs of one layout and of the reference.
+
+    Attributes:
+        gradients, weights: by parameter, relative to the tensor's largest magnitude in the reference.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, float]
+    weights: Mapping[str, float]
+
+    def worst(self, tensors: Mapping[str, float], count: int = 1) -> list[tuple[str, float]]:
+        """Return the `count` parameters that differ most, and by how much."""
+        return sorted(tensors.items(), key=lambda pair: _nan_first(pair[1]), reverse=True)[:count]
+
+    def excesses(self, tolerance: Tolerance) -> list[str]:
+        """Describe each difference that is over its tolerance; empty if the runs are the same."""
+        ((gradient_name, gradient),) = self.worst(self.gradients)
+        ((weight_name, weight),) = self.worst(self.weights)
+        checks = [
+            ("loss", self.loss, tolerance.loss),
+            ("gradient norm", self.grad_norm, tolerance.grad_norm),
+            (f"gradient of {gradient_name}", gradient, tolerance.gradient),
+            (f"weight {weight_name}", weight, tolerance.weight),
+        ]
+        return [
+            f"{name} differs by {value:.1e}, over {limit:.0e}"
+            for name, value, limit in checks
+            if not value <= limit
+        ]
+
+
+def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
+    """Compare a run with the reference; both have the same parameters, as full tensors."""
+    assert run.weights.keys() == reference.weights.keys()
+    return RunComparison(
+        loss=_largest_relative(run.losses, reference.losses),
+        grad_norm=_largest_relative(run.grad_norms, reference.grad_norms),
+        gradients={
+            name: _difference(run.gradients[name], full) for name, full in reference.gradients.items()
+        },
+        weights={name: _difference(run.weights[name], full) for name, full in reference.weights.items()},
+    )
+
+
+def _largest_relative(values: Sequence[float], reference: Sequence[float]) -> float:
+    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(values, reference, strict=True)]
+    return max(differences, key=_nan_first)
+
+
+def _difference(tensor: Tensor, reference: Tensor) -> float:
+    return ((tensor - reference).abs().max() / reference.abs().max().clamp_min(1e-30)).item()
+
+
+def _nan_first(value: float) -> float:
+    """Sort NaN above all numbers: a run with NaN is not the same run."""
+    return math.inf if math.isnan(value) else value
+
+
+FP16_LOSS_SCALE = 4096.0
+"""Used instead of a dynamic loss scale, whose first iterations overflow and could not be compared."""
+
+_ROW = "{:<{width}} {:>6} {:>10} {:>10} {:>10} {:<42} {}"
+
+
+def verify_layouts(
+    config: Config, layouts: Sequence[Layout], num_iterations: int, num_worst: int = 1
+) -> bool:
+    """Run the config in each layout and on one rank, and log their differences.
+
+    Args:
+        num_iterations: of each run.
+        num_worst: number of parameters to show for each layout: those whose gradients differ most.
+
+    Returns:
+        True if every layout trains the same run, up to the order of floating-point sums.
+
+    Raises:
+        ConfigError: the config cannot run in some layouts; it names all of them, before anything runs.
+    """
+    global_batch_size = config.training.global_batch_size or (
+        config.training.micro_batch_size * max(layout.dp for layout in layouts)
+    )
+    config = with_constant_loss_scale(config)
+    configs = _applied(config, (Layout(), *layouts), global_batch_size)
+    tolerance = TOLERANCES[config.model.params_dtype]
+    log.info(
+        "%d iterations of %d samples in %s against one rank; differences are relative",
+        num_iterations,
+        global_batch_size,
+        config.model.params_dtype,
+    )
+    row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
+    log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
+    reference = record_run(configs[0], num_iterations, 1)
+    all_same = True
+    for layout, applied in zip(layouts, configs[1:], strict=True):
+        comparison = compare(record_run(applied, num_iterations, layout.world_size), reference)
+        excesses = comparison.excesses(tolerance)
+        all_same = all_same and not excesses
+        _log_rows(row, layout, comparison, "; ".join(excesses) or "the same run", num_worst)
+    log.info("every layout trains the same run" if all_same else "NOT the same run: see the rows above")
+    return all_same
+
+
+def _applied(config: Config, layouts: Sequence[Layout], global_batch_size: int) -> list[Config]:
+    """Return the config of each layout, or raise all of their problems at once."""
+    configs, problems = [], []
+    for layout in layouts:
+        try:
+            configs.append(layout.apply(config, global_batch_size))
+        except ConfigError as error:
+            problems += [f"layout {layout}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return configs
+
+
+def with_constant_loss_scale(config: Config) -> Config:
+    """Replace a dynamic loss scale by one whose gradients are finite from the first iteration on."""
+    if config.model.params_dtype != "fp16" or config.optimizer.loss_scale is not None:
+        return config
+    log.info("the loss scale is %g in all runs: a dynamic one begins with overflows", FP16_LOSS_SCALE)
+    optimizer = dataclasses.replace(config.optimizer, loss_scale=FP16_LOSS_SCALE)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _log_rows(
+    row: Callable[..., str], layout: Layout, comparison: RunComparison, verdict: str, num_worst: int
+) -> None:
+    worst = comparison.worst(comparison.gradients, num_worst)
+    loss, norm = f"{comparison.loss:.1e}", f"{comparison.grad_norm:.1e}"
+    for i, (name, gradient) in enumerate(worst):
+        cells = (str(layout), layout.world_size, loss, norm) if i == 0 else ("", "", "", "")
+        log.info(row(*cells, f"{gradient:.1e}", name, verdict if i == 0 else "").rstrip())

@@ -1,0 +1,155 @@
+"""Parse the names of layouts: ``tp2pp2dp2``, ``tp2mbs4``, ``pp2v2``, ``pp4zb``, ``tp2dp2+sp+zero1``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config import Config, ParallelConfig, check_config
+from megalite.config.recompute import Granularity
+from megalite.config.stage_layers import num_stages
+from megalite.errors import UserError
+from megalite.pipeline.schedules import SCHEDULES
+
+_SCHEDULES = {entry.layout_suffix: name for name, entry in SCHEDULES.items() if entry.layout_suffix}
+"""Schedule by its suffix in a layout's name; an interleaved schedule is named by its number of chunks."""
+_SUFFIXES = sorted(_SCHEDULES, reverse=True)  # zbv before zb, which is a prefix of it
+_SIZE = re.compile(rf"(tp|pp|dp|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
+_SWITCHES: dict[str, tuple[str, bool | int | str]] = {
+    "sp": ("sp", True),
+    "zero1": ("zero", 1),
+    "zero2": ("zero", 2),
+    "zero3": ("zero", 3),
+    "gather": ("gather", True),
+    "full": ("recompute", "full"),
+    "selective": ("recompute", "selective"),
+    "uneven": ("uneven", True),
+}
+"""Names after a plus, each with the attribute and value that it sets."""
+
+TABLE = (
+    *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
+    *("tp2+sp", "tp4+sp", "pp2gpipe", "pp2v2", "pp4zb", "pp2zbv", "pp2+uneven"),
+    *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather"),
+    *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
+    *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
+    "tp2pp2dp2+sp+zero1+gather+full",
+)
+"""Each technique alone, and the combinations that runs use: the layouts of ``--layouts all``."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes, and the options that replace the config's.
+
+    Attributes:
+        mbs: micro-batch size; None for the config's.
+        v: chunks per rank of an interleaved pipeline; None for the config's schedule.
+        schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
+        sp: turn on sequence parallelism, which the config may have on already.
+        zero: ZeRO stage; None for the config's.
+        gather: turn on `overlap_param_gather`, which the config may have on already.
+        recompute: full or selective; None for the config's.
+        uneven: give the first pipeline rank a single layer.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    mbs: int | None = None
+    v: int | None = None
+    schedule: str | None = None
+    sp: bool = False
+    zero: int | None = None
+    gather: bool = False
+    recompute: Granularity | None = None
+    uneven: bool = False
+
+    @staticmethod
+    def parse(name: str) -> Layout:
+        """Parse a name such as ``tp2pp2+sp``: sizes of axes (1 if not named), then switches after plus signs.
+
+        Raises:
+            UserError: the name has any other form.
+        """
+        sizes, *switches = name.split("+")
+        parts = _SIZE.findall(sizes)
+        is_made_of_parts = parts and "".join(map("".join, parts)) == sizes
+        if not is_made_of_parts or not set(switches) <= _SWITCHES.keys():
+            raise UserError(
+                f"layout {name!r} must consist of tp, pp, dp, v and mbs with a size, "
+                f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(_SWITCHES)}: "
+                "write tp2pp2, dp4, tp2mbs4, tp2+sp"
+            )
+        named: dict[str, Any] = {axis: int(size) for axis, size, _ in parts if axis}
+        schedule = next((schedule for _, _, schedule in parts if schedule), None)
+        switched = dict(_SWITCHES[switch] for switch in switches)
+        return Layout(**named, schedule=schedule, **switched)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        chunks = f"v{self.v}" if self.v else self.schedule or ""
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        names = {axis: f"{axis}{size}" for axis, size in sizes.items() if size > 1}
+        name = "".join(text + chunks * (axis == "pp") for axis, text in names.items())
+        if self.mbs is not None:
+            name += f"mbs{self.mbs}"
+        switches = [
+            f"+{switch}" for switch, (field, value) in _SWITCHES.items() if getattr(self, field) == value
+        ]
+        return "".join((name or "one rank", *switches))
+
+    def _with_schedule(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Return the config with this layout's schedule; without a pipeline, one without chunks."""
+        if self.v is None and self.schedule is None and self.pp > 1:
+            return parallel
+        schedule = parallel.pipeline_schedule
+        if self.v is not None:
+            schedule = "interleaved"
+        elif self.schedule is not None:
+            schedule = _SCHEDULES[self.schedule]
+        return dataclasses.replace(
+            parallel,
+            pipeline_schedule=schedule,
+            num_virtual_stages_per_pipeline_rank=self.v,
+            num_layers_per_virtual_pipeline_stage=None,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def apply(self, config: Config, global_batch_size: int) -> Config:
+        """Return the config of the same run in this layout.
+
+        Raises:
+            ConfigError: the config cannot run in this layout.
+        """
+        first_layers = config.parallel.decoder_first_pipeline_num_layers
+        parallel = dataclasses.replace(
+            config.parallel,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            data_parallel_size=self.dp,
+            sequence_parallel=self.sp or config.parallel.sequence_parallel,
+            zero_stage=config.parallel.zero_stage if self.zero is None else self.zero,
+            overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
+            decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
+        )
+        parallel = self._with_schedule(parallel)
+        if parallel.pipeline_layers is not None:
+            even = dataclasses.replace(parallel, pipeline_layers=None)
+            if len(parallel.pipeline_layers) != num_stages(dataclasses.replace(config, parallel=even)):
+                parallel = even
+        training = dataclasses.replace(
+            config.training,
+            micro_batch_size=self.mbs or config.training.micro_batch_size,
+            global_batch_size=global_batch_size,
+        )
+        recompute = dataclasses.replace(
+            config.recompute, recompute_granularity=self.recompute or config.recompute.recompute_granularity
+        )
+        applied = dataclasses.replace(config, parallel=parallel, training=training, recompute=recompute)
+        check_config(applied, self.world_size)
+        return applied

@@ -1,0 +1,68 @@
+"""Run a config for a few iterations in one layout, and record what must not depend on the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.tensor_parallel.parameter_shard import gather_full, spec_of
+from megalite.train.model_chunks import named_parameters
+from megalite.train.trainer import Trainer, start_trainer
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Results of a run.
+
+    Attributes:
+        losses, grad_norms: of each iteration.
+        gradients: of the first iteration, full tensors by parameter.
+        weights: after the last iteration, full tensors by parameter.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def record_run(config: Config, num_iterations: int, world_size: int) -> RunRecord:
+    """Train `num_iterations` iterations on `world_size` ranks of this machine.
+
+    Raises:
+        UserError: the config's data or tokenizer cannot be read.
+    """
+    stages = run_ranks(_record_rank, config.parallel, world_size, config, num_iterations, timeout=3600.0)
+    gradients: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for stage in stages:
+        gradients.update(stage.gradients)
+        weights.update(stage.weights)
+    return RunRecord(stages[0].losses, stages[0].grad_norms, gradients, weights)
+
+
+def _record_rank(topology: Topology, config: Config, num_iterations: int) -> RunRecord:
+    with start_trainer(config, topology) as trainer:
+        # Dropout masks are keyed by sample number: these are the first iteration's gradients.
+        trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
+        gradients = _gather(trainer, trainer.optimizer.gradient)
+        results = [trainer.step() for _ in range(num_iterations)]
+        trainer.optimizer.finish_weights()
+        weights = _gather(trainer, trainer.optimizer.weight)
+    return RunRecord([r.loss for r in results], [r.grad_norm for r in results], gradients, weights)
+
+
+def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Gather full tensors without padding of the vocabulary; the result is on the first tp and dp rank."""
+    topology, vocab_size = trainer.topology, trainer.config.model.vocab_size
+    full: dict[str, Tensor] = {}
+    for name, parameter in named_parameters(trainer.chunks):
+        tensor = gather_full(local(name), spec_of(parameter), topology)
+        is_vocabulary = name.startswith(("embedding.word.", "output."))
+        full[name] = tensor[:vocab_size].clone() if is_vocabulary else tensor
+    return full if topology.tp.is_first and topology.dp.is_first else {}

@@ -1,0 +1,93 @@
+"""What several ranks do together before anything is computed."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config import ParallelConfig
+from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.topology import Topology
+from megalite.errors import ConfigError, UserError
+
+
+def agree(topology, faulty):
+    """What each rank meets when the ranks `faulty` meet a mistake."""
+    passed = False
+    try:
+        with topology.agreed():
+            if topology.rank in faulty:
+                raise UserError(f"mistake of {topology.rank}")
+            passed = True
+    except UserError as error:
+        return passed, str(error)
+    return passed, None
+
+
+def agree_on_all(topology):
+    return [agree(topology, faulty) for faulty in ((), (1,), (0, 1))]
+
+
+def raise_as(topology, kind):
+    if topology.rank == 1:
+        raise ConfigError(["one", "two"]) if kind == "user" else ZeroDivisionError("of rank 1")
+    topology.tp.group.barrier().wait()  # rank 1 never comes
+
+
+def place(topology):
+    return topology.rank, topology.pp.rank, topology.dp.rank, topology.tp.rank
+
+
+def test_one_ranks_mistake_is_everybodys():
+    results = run_ranks(agree_on_all, ParallelConfig(), 2)
+    assert results == [
+        [(True, None), (True, "mistake of 1"), (False, "mistake of 0")],
+        [(True, None), (False, "mistake of 1"), (False, "mistake of 0")],
+    ]
+
+
+def _agree_after(topology: Topology, seconds: float) -> tuple[bool, float]:
+    start = time.monotonic()
+    with topology.agreed():
+        if topology.rank == 0:
+            time.sleep(seconds)
+    with topology.agreed():  # and the next meeting is another one
+        pass
+    return topology.rank == 0, time.monotonic() - start
+
+
+def test_who_waits_for_one_at_work_does_not_time_out() -> None:
+    timeout_minutes: Any = 1 / 60
+    parallel = ParallelConfig(distributed_timeout_minutes=timeout_minutes)
+    assert all(took >= 4 for _, took in run_ranks(_agree_after, parallel, 3, 4.0))
+
+
+def test_places_of_real_ranks():
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert run_ranks(place, parallel, 4) == [(0, 0, 0, 0), (1, 0, 0, 1), (2, 1, 0, 0), (3, 1, 0, 1)]
+
+
+def test_world_of_another_size_is_everybodys_mistake():
+    with pytest.raises(UserError, match="world size 3 is not tp 2"):
+        run_ranks(place, ParallelConfig(tensor_model_parallel_size=2), 3)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("user", ConfigError), ("defect", RankError)])
+def test_a_rank_that_raises_ends_those_that_wait(kind, error):
+    with pytest.raises(error) as caught:
+        run_ranks(raise_as, ParallelConfig(tensor_model_parallel_size=2), 2, kind, timeout=20.0)
+    if kind == "user":
+        assert str(caught.value) == "one\ntwo"
+    else:
+        assert "rank 1:" in str(caught.value) and "ZeroDivisionError: of rank 1" in str(caught.value)
+
+
+def _timeouts(topology: Topology) -> list[float]:
+    groups = [axis.group for axis in (topology.pp, topology.dp, topology.tp)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_axis_has_the_timeout_that_was_given() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_timeout_minutes=3)
+    assert run_ranks(_timeouts, parallel, 2) == [[180.0] * 3] * 2

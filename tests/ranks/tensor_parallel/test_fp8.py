@@ -1,0 +1,96 @@
+"""Products in 8 bits over tensor-parallel ranks: slices are rounded as the whole is, by one scale."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.config import ParallelConfig
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter_shard import LayerContext, gather_full, spec_of
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
+
+S, B, WIDTH, OUT = 8, 2, 64, 96
+KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+FORMS = list(itertools.product((False, True), (False, True)))
+"""Whether sequence parallel, whether the weight gradient is stored for later."""
+
+
+def _full(name: str, *shape: int) -> Tensor:
+    """The same on every rank; its last numbers in each dim are largest, so that slices differ in scale."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+    for dim, size in enumerate(shape):
+        steps = torch.linspace(0.1, 5.0, size).view(
+            [-1 if other == dim else 1 for other in range(len(shape))]
+        )
+        numbers = numbers * steps
+    return numbers.bfloat16()
+
+
+def _layer(topology: Topology, kind: str, sequence_parallel: bool, stored: bool) -> dict[str, Tensor]:
+    tp = topology.tp
+    store = WeightGradientStore()
+    context = LayerContext(
+        topology,
+        torch.bfloat16,
+        sequence_parallel=sequence_parallel,
+        weight_gradient_store=store if stored else None,
+        fp8_format="hybrid",
+    )
+    layer = KINDS[kind](WIDTH, (OUT,) if kind == "column" else OUT, context, bias=False, std=1.0)  # type: ignore[arg-type]
+    spec = spec_of(layer.weight)
+    assert spec.shard is not None
+    layer.weight.data.copy_(_full("weight", *spec.full_shape).chunk(tp.size, spec.shard.dim)[tp.rank])
+    whole_dim = 0 if sequence_parallel else None
+    x_dim, y_dim = (whole_dim, 2) if kind == "column" else (2, whole_dim)
+
+    def mine(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor if dim is None else tensor.chunk(tp.size, dim)[tp.rank].contiguous()
+
+    def whole(tensor: Tensor, dim: int | None) -> Tensor:
+        if dim is None or tp.size == 1:
+            return tensor.detach()
+        slices = [torch.empty_like(tensor) for _ in range(tp.size)]
+        dist.all_gather(slices, tensor.detach().contiguous(), group=tp.group)
+        return torch.cat(slices, dim)
+
+    x = mine(_full("xx", S, B, WIDTH), x_dim).requires_grad_()
+    with store.collect() as gradients:
+        y = layer(x)
+        y.backward(mine(_full("ddd", S, B, OUT), y_dim))
+    run_stored(gradients)
+    assert x.grad is not None and layer.weight.grad is not None
+    gradient = gather_full(layer.weight.grad, spec, topology)
+    return {"y": whole(y, y_dim), "dx": whole(x.grad, x_dim), "dw": gradient}
+
+
+def _on_ranks(topology: Topology) -> dict[Any, dict[str, Tensor]]:
+    return {(kind, form): _layer(topology, kind, *form) for kind in KINDS for form in FORMS}
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, list[Any]]:
+    return {tp: run_ranks(_on_ranks, ParallelConfig(tensor_model_parallel_size=tp), tp) for tp in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_as_whole(kind: str, form: tuple[bool, bool], tp: int, worlds: dict[int, list[Any]]) -> None:
+    """What no sum over ranks makes is bitwise the same; the sums themselves are in bf16."""
+    reference = worlds[1][0][kind, (False, False)]
+    exact = {"column": ("y", "dw"), "row": ("dx", "dw")}[kind]
+    for rank in worlds[tp]:
+        for name, tensor in rank[kind, form].items():
+            if name in exact:
+                assert torch.equal(tensor, reference[name]), name
+            else:
+                error = (tensor.double() - reference[name].double()).norm()
+                assert error < 4e-3 * tp * reference[name].double().norm(), name

@@ -1,0 +1,172 @@
+"""Linear layers with whole and cut sequences, with weight gradients in backward, stored, and fused."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megalite.config import ParallelConfig
+from megalite.distributed.local_ranks import run_ranks
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter_shard import LayerContext, gather_full, spec_of
+from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
+from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
+
+S, B, WIDTH, OUT = 8, 3, 8, 12
+NUM_MICROBATCHES = 2
+FORMS = list(itertools.product((False, True), (False, True), (False, True)))
+"""Whether sequence parallel, whether weight gradients are stored for later, whether added to main_grad."""
+
+
+def full(name, *shape):
+    """The same numbers on every rank and in the test."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def tokens(microbatch):
+    return torch.randint(OUT, (S, B), generator=torch.Generator().manual_seed(microbatch))
+
+
+def fill(module, topology):
+    for name, parameter in module.named_parameters():
+        spec = spec_of(parameter)
+        whole = full(name, *spec.full_shape)
+        if spec.shard is not None:
+            whole = whole.chunk(topology.tp.size, spec.shard.dim)[topology.tp.rank]
+        parameter.data.copy_(whole)
+
+
+class Cut:
+    """How a rank sees tensors of one form."""
+
+    def __init__(self, topology, sequence_parallel):
+        self.tp = topology.tp
+        self.sequence_dim = 0 if sequence_parallel else None
+
+    def mine(self, tensor, dim):
+        return tensor if dim is None else tensor.chunk(self.tp.size, dim)[self.tp.rank].clone()
+
+    def whole(self, tensor, dim):
+        if dim is None or self.tp.size == 1:
+            return tensor.detach().clone()
+        slices = [torch.empty_like(tensor) for _ in range(self.tp.size)]
+        dist.all_gather(slices, tensor.detach().contiguous(), group=self.tp.group)
+        return torch.cat(slices, dim)
+
+
+def gradients_of(layer, topology, sequence_parallel):
+    """Full gradients, those of whole parameters summed over the ranks' positions where these are cut."""
+    found = {}
+    for name, parameter in layer.named_parameters():
+        spec = spec_of(parameter)
+        if spec.shard is None and sequence_parallel:
+            dist.all_reduce(parameter.grad, group=topology.tp.group)
+        found[name] = gather_full(parameter.grad, spec, topology)
+    return found
+
+
+def linear(kind, topology, sequence_parallel, stored, fused):
+    """Two microbatches through a layer, their weight gradients in backward or after it."""
+    store = WeightGradientStore()
+    context = LayerContext(
+        topology,
+        torch.float64,
+        sequence_parallel=sequence_parallel,
+        weight_gradient_store=store if stored else None,
+        fuses_weight_gradients=fused,
+    )
+    layer = kind(WIDTH, (2, OUT) if kind is ColumnParallelLinear else OUT, context, bias=True, std=1.0)
+    fill(layer, topology)
+    cut = Cut(topology, sequence_parallel)
+    x_dim, y_dim = (cut.sequence_dim, -1) if kind is ColumnParallelLinear else (-1, cut.sequence_dim)
+    hooks = []
+    layer.weight.register_post_accumulate_grad_hook(lambda _: hooks.append("weight"))
+    total = torch.zeros_like(layer.weight)
+    if fused:
+        layer.weight.main_grad = MainGrad(lambda: total, lambda: hooks.append("weight"))
+
+    results = {}
+    for number in range(NUM_MICROBATCHES):
+        x = cut.mine(full(f"x{number}", S, B, WIDTH), x_dim).requires_grad_()
+        y = layer(x)
+        halves = (2, OUT) if kind is ColumnParallelLinear else (OUT,)
+        grad = cut.mine(full(f"dy{number}", S, B, *halves), y_dim).flatten(2)
+        with store.collect() as gradients:
+            y.backward(grad)
+        assert len(hooks) == number + (not stored)
+        run_stored(gradients)
+        assert len(hooks) == number + 1
+        y = y.unflatten(-1, (*halves[:-1], -1))
+        results |= {f"y{number}": cut.whole(y, y_dim), f"dx{number}": cut.whole(x.grad, x_dim)}
+    if fused:
+        assert layer.weight.grad is None
+        layer.weight.grad = total
+    return results | gradients_of(layer, topology, sequence_parallel)
+
+
+def dense(kind):
+    halves = (2, OUT) if kind is ColumnParallelLinear else (OUT,)
+    weight, bias = full("weight", *halves, WIDTH), full("bias", *halves)
+    weight.requires_grad_(), bias.requires_grad_()
+    results = {}
+    for number in range(NUM_MICROBATCHES):
+        x = full(f"x{number}", S, B, WIDTH).requires_grad_()
+        y = F.linear(x, weight.flatten(0, -2), bias.flatten()).unflatten(-1, halves)
+        y.backward(full(f"dy{number}", S, B, *halves))
+        results |= {f"y{number}": y.detach(), f"dx{number}": x.grad}
+    return results | {"weight": weight.grad, "bias": bias.grad}
+
+
+def embedding(topology, sequence_parallel):
+    context = LayerContext(topology, torch.float64, sequence_parallel=sequence_parallel)
+    layer = VocabParallelEmbedding(OUT, WIDTH, context, std=1.0)
+    fill(layer, topology)
+    cut = Cut(topology, sequence_parallel)
+    y = layer(tokens(0))
+    y.backward(cut.mine(full("dy", S, B, WIDTH), cut.sequence_dim))
+    return {"y": cut.whole(y, cut.sequence_dim), **gradients_of(layer, topology, sequence_parallel)}
+
+
+def dense_embedding():
+    table = full("weight", OUT, WIDTH).requires_grad_()
+    y = F.embedding(tokens(0), table)
+    y.backward(full("dy", S, B, WIDTH))
+    return {"y": y.detach(), "weight": table.grad}
+
+
+def on_ranks(topology):
+    forms = {}
+    for form in FORMS:
+        forms["column", form] = linear(ColumnParallelLinear, topology, *form)
+        forms["row", form] = linear(RowParallelLinear, topology, *form)
+        forms["embedding", form] = embedding(topology, form[0])
+    return forms
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def results(request):
+    parallel = ParallelConfig(tensor_model_parallel_size=request.param)
+    return run_ranks(on_ranks, parallel, request.param)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layer", ["column", "row", "embedding"])
+def test_equals_dense(layer, form, results):
+    kinds = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+    expected = dense_embedding() if layer == "embedding" else dense(kinds[layer])
+    for result in results:
+        assert set(result[layer, form]) == set(expected)
+        for name, tensor in result[layer, form].items():
+            error = (tensor - expected[name]).abs().max()
+            assert error <= 1e-13, (name, error)
+
+
+@pytest.mark.parametrize("layer", ["column", "row"])
+def test_stored_is_bitwise_the_same(layer, results):
+    for result, cut, fused in itertools.product(results, (False, True), (False, True)):
+        at_once, stored = (result[layer, (cut, later, fused)] for later in (False, True))
+        for name, tensor in at_once.items():
+            assert torch.equal(stored[name], tensor), name

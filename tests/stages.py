@@ -1,0 +1,41 @@
+"""Stages of a model, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megalite.config import ModelConfig, RecomputeConfig
+from megalite.distributed.topology import Topology
+from megalite.model.attention_backends import build_core
+from megalite.model.attention_core import Core
+from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.recompute import apply_recompute
+from megalite.tensor_parallel.parameter_shard import LayerContext
+
+
+def build_stage(
+    model: ModelConfig,
+    topology: Topology,
+    layers: Iterable[int],
+    *,
+    recompute: RecomputeConfig | None = None,
+    attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
+    **context: Any,
+) -> GPTStage:
+    """Return this rank's stage: the first and last rank of pp have the first and last stage.
+
+    Args:
+        context: fields of `LayerContext`.
+    """
+    stage = GPTStage(
+        model,
+        LayerContext(topology, DTYPES[model.params_dtype], **context),
+        layers,
+        is_first=topology.pp.is_first,
+        is_last=topology.pp.is_last,
+        attention=attention,
+    )
+    if recompute is not None:
+        apply_recompute(stage, recompute)
+    return stage

@@ -1,0 +1,183 @@
+"""Reading ahead: the same microbatches in any order, no sample beyond the end, errors where they belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config import ParallelConfig
+from megalite.data.batch_loader import NUM_AHEAD, BatchLoader, Prefetcher, reads_data
+from megalite.data.build_datasets import DatasetSplits, NamedDataset
+from megalite.data.document_ends import DocumentEnds
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.train.run_datasets import UnreadDataset, datasets_on_every_stage
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """Sample i is i ten times over; sample `bad` is damaged."""
+
+    def __init__(self, size: int, bad: int = -1) -> None:
+        self.size, self.bad = size, bad
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == self.bad:
+            raise UserError(f"sample {index} is damaged")
+        if index >= self.size:
+            raise IndexError(index)
+        self.read.append(index)
+        return np.full(10, index)
+
+
+def test_what_is_read_ahead_is_what_is_asked_for() -> None:
+    with Topology.fake(ParallelConfig(), 3, 1, device="cpu") as topology:
+        dataset = Recorder(48)
+        load = BatchLoader(dataset, 2, topology)
+        for consumed in (0, 12, 24, 36):
+            for index in range(2):
+                first = consumed + (index * 3 + 1) * 2
+                batch = load(consumed, index)
+                assert batch.tokens[:, 0].tolist() == batch.sample_numbers.tolist() == [first, first + 1]
+                assert batch.labels.shape == (2, 9)
+    assert sorted(dataset.read) == [s for s in range(48) if s // 2 % 3 == 1]  # each once, none of other ranks
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [5, 0, 5, 0, 11]])
+def test_any_order_gives_the_same(order: list[int]) -> None:
+    prefetcher = Prefetcher(Recorder(24), 2, CPU)
+    for index in order:
+        samples = np.arange(2 * index, 2 * index + 2)
+        batch = prefetcher.take(samples)
+        assert batch.tokens[:, 0].tolist() == batch.sample_numbers.tolist() == samples.tolist()
+        assert len(prefetcher._reads) <= NUM_AHEAD
+
+
+def test_a_damaged_sample_is_an_error_when_it_is_asked_for() -> None:
+    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+        load = BatchLoader(Recorder(8, bad=3), 1, topology)
+        for index in range(3):
+            load(0, index)
+        with pytest.raises(UserError, match="sample 3 is damaged") as caught:
+            load(0, 3)
+        assert caught.value.on_one_rank
+        assert load(0, 4).sample_numbers.tolist() == [4]
+
+
+def _readers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("prefetch")}
+
+
+def test_a_closed_loader_leaves_no_thread() -> None:
+    others = _readers()
+    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+        with BatchLoader(Recorder(24), 2, topology) as load:
+            load(0, 0)
+            assert len(_readers() - others) == 1
+        assert _readers() <= others
+        load.close()  # once more does nothing
+
+
+def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
+    """It does not wait for the read that is under way, which may hang as the error's cause does."""
+    others, readers = _readers(), set[threading.Thread]()
+
+    def fail() -> None:
+        with (
+            Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology,
+            BatchLoader(Recorder(24), 2, topology) as load,
+        ):
+            load(0, 0)
+            readers.update(_readers() - others)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    (reader,) = readers
+    reader.join(60.0)
+    assert not reader.is_alive()
+
+
+def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
+    others = _readers()
+    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+        load = BatchLoader(Recorder(24), 2, topology)
+        load(0, 0)
+        (reader,) = _readers() - others
+        del load
+        reader.join(60.0)
+        assert not reader.is_alive()
+
+
+def test_middle_stages_read_nothing() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=3)
+    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+        dataset: Any = UnreadDataset(8)
+        batch = BatchLoader(dataset, 2, topology)(4, 1)
+        assert batch.tokens.numel() == batch.labels.numel() == 0
+        assert batch.sample_numbers.tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("on_every_stage", [False, True])
+def test_middle_stages_read_documents_where_layers_need_them(on_every_stage: bool) -> None:
+    ends = DocumentEnds(5, True, True, True, on_every_stage)
+    parallel = ParallelConfig(pipeline_model_parallel_size=3)
+    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+        assert reads_data(topology, ends) == on_every_stage
+        batch = BatchLoader(Recorder(8), 2, topology, ends)(4, 0)
+    assert batch.sample_numbers.tolist() == [4, 5]
+    if on_every_stage:
+        assert batch.document_ids is not None and batch.position_ids is not None
+        assert batch.document_ids.tolist() == [[0] * 9, list(range(9))]  # sample 5 is ends of documents alone
+        assert batch.position_ids.tolist() == [list(range(9)), [0] * 9]
+    else:
+        assert batch.document_ids is None and batch.position_ids is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_gpu_takes_is_pinned_and_not_waited_for(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every stage: a copy from memory that is not pinned waits for all that the GPU has to do."""
+    pinned: list[int] = []
+    sent: list[tuple[bool, bool]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor
+
+    def send(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        assert device.type == "cuda"
+        sent.append((tensor.data_ptr() in pinned, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    with Topology.fake(ParallelConfig(pipeline_model_parallel_size=3), 3, rank, device="cpu") as topology:
+        on_gpu = dataclasses.replace(topology, device=torch.device("cuda"))
+        BatchLoader(Recorder(8), 2, on_gpu)(0, 0)
+    assert sent == [(True, True)] * 3  # tokens, labels, sample numbers
+
+
+def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=3)
+    sent: list[Any] = []
+    splits = DatasetSplits(Recorder(8), None, Recorder(3), (NamedDataset("valid", "law", Recorder(5)),))
+    with Topology.fake(parallel, 3, 0, device="cpu") as topology:
+        monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda told, src: sent.extend(told))
+        assert datasets_on_every_stage(splits, topology) is splits
+    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+        monkeypatch.setattr(
+            "torch.distributed.broadcast_object_list", lambda told, src: told.__setitem__(0, sent[0])
+        )
+        told = datasets_on_every_stage(None, topology)
+    assert list(told.sizes()) == list(splits.sizes()) == [("train", 8), ("test", 3), ("valid law", 5)]

@@ -1,0 +1,256 @@
+"""Who is where in the world, and what the launcher may say of it."""
+
+import itertools
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config import ParallelConfig
+from megalite.distributed import topology
+from megalite.distributed.topology import Launch, Topology
+from megalite.errors import UserError
+
+WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def layout(tp=1, pp=1, dp=None):
+    return ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, data_parallel_size=dp
+    )
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets exactly these variables of the launcher's."""
+
+    def set_variables(variables):
+        for name in (*WORLD, *LOCAL):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+@pytest.mark.parametrize("rank", [0, 7, 8, 1023, 1024, 2345, 4095])
+def test_ranks_of_a_large_world(rank):
+    tp_size, pp_size, dp_size = 8, 4, 128
+    with Topology.fake(layout(tp_size, pp_size), 4096, rank) as topology:
+        tp, dp, pp = rank % tp_size, rank // tp_size % dp_size, rank // (tp_size * dp_size)
+        assert (topology.tp.rank, topology.dp.rank, topology.pp.rank) == (tp, dp, pp)
+        assert (topology.tp.size, topology.dp.size, topology.pp.size) == (tp_size, dp_size, pp_size)
+        assert topology.tp.ranks == tuple((pp * dp_size + dp) * tp_size + i for i in range(tp_size))
+        assert topology.dp.ranks == tuple((pp * dp_size + i) * tp_size + tp for i in range(dp_size))
+        assert topology.pp.ranks == tuple((i * dp_size + dp) * tp_size + tp for i in range(pp_size))
+        for axis in (topology.tp, topology.dp, topology.pp):
+            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+            assert (axis.is_first, axis.is_last) == (axis.rank == 0, axis.rank == axis.size - 1)
+        assert topology.is_reporter == (rank == 4095)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), list(itertools.product((1, 2, 3), repeat=3)))
+def test_every_layout_of_small_worlds(tp, pp, dp):
+    world_size = tp * pp * dp
+    places = set()
+    for rank in range(world_size):
+        with Topology.fake(layout(tp, pp, dp), world_size, rank) as topology:
+            places.add((topology.pp.rank, topology.dp.rank, topology.tp.rank))
+            for axis in (topology.tp, topology.dp, topology.pp):
+                assert axis.ranks[axis.rank] == rank
+    assert len(places) == world_size
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size"),
+    [(layout(2, 2), 6), (layout(2, 2), 2), (layout(1, 1, 3), 4), (layout(2, 1, 1), 4)],
+)
+def test_world_of_another_size_is_refused_before_any_process_group(parallel, world_size):
+    launch = Launch(world_size - 1, world_size, 0, 1)  # a process group would wait for the others
+    cause = rf"world size {world_size} is not tp .* start \d+ ranks"
+    with pytest.raises(UserError, match=cause), Topology.start(parallel, launch):
+        pass
+    with pytest.raises(UserError, match=cause), Topology.fake(parallel, world_size, 0):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_one_rank_needs_no_network(environment):
+    environment({})
+    with Topology.start(ParallelConfig(), Launch.from_environment()) as topology:
+        assert (topology.rank, topology.world_size) == (0, 1)
+        assert topology.is_reporter
+    assert not dist.is_initialized()
+
+
+def test_process_group_ends_with_an_error():
+    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+
+
+def pretend_gpus(monkeypatch, count, visible):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "launch", "index"),
+    [(8, "", Launch(11, 16, 3, 8), 3), (1, "5", Launch(3, 8, 3, 8), 0), (1, "", Launch(3, 8, 0, 1), 0)],
+)
+def test_each_rank_has_a_gpu(monkeypatch, count, visible, launch, index):
+    pretend_gpus(monkeypatch, count, visible)
+    assert topology._pick_device("auto", launch) == torch.device("cuda", index)
+    assert topology._pick_device("gloo", launch) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, "1 GPU:"), (2, "2 GPUs:")])
+def test_more_ranks_than_gpus_are_refused_on_each_of_them(monkeypatch, count, told):
+    pretend_gpus(monkeypatch, count, "")
+    for rank in range(4):
+        with pytest.raises(UserError, match=f"4 ranks on a machine with {told} .*--distributed-backend gloo"):
+            topology._pick_device("auto", Launch(rank, 4, rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ({}, Launch(0, 1, 0, 1)),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}, Launch(0, 1, 0, 1)),  # a cluster's profile sets them
+        (WORLD, Launch(3, 8, 3, 8)),
+        ({**WORLD, **LOCAL}, Launch(3, 8, 1, 2)),
+        ({**WORLD, "LOCAL_WORLD_SIZE": "2"}, Launch(3, 8, 1, 2)),
+    ],
+)
+def test_launch_from_environment(variables, launch, environment):
+    environment(variables)
+    assert Launch.from_environment() == launch
+
+
+@pytest.mark.parametrize("missing", WORLD)
+def test_each_missing_variable_is_named(missing, environment):
+    environment({name: value for name, value in WORLD.items() if name != missing})
+    with pytest.raises(UserError, match=rf"set but not {missing}: set all four"):
+        Launch.from_environment()
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "1.0", "²"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", *LOCAL])
+def test_no_number_is_named(name, text, environment):
+    environment({**WORLD, name: text})
+    with pytest.raises(UserError, match=f"{name}='{text}' is not a number"):
+        Launch.from_environment()
+
+
+def test_a_failure_on_a_gpu_is_told_without_a_wait_for_the_other_ranks(monkeypatch):
+    pretend_gpus(monkeypatch, 1, "")
+    left = []
+    monkeypatch.setattr(topology, "_join", lambda *_: None)
+    monkeypatch.setattr(topology, "_from_mesh", lambda *_: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
+    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+        raise ZeroDivisionError
+    assert not left
+    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+        pass
+    assert left
+
+
+def test_a_rank_that_refuses_its_flags_ends_the_others(environment):
+    """It has no config to compare, and the others would wait for it until their time-out."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"})
+    raised = []
+
+    def start():
+        try:
+            with Topology.start(layout(), Launch(0, 2, 0, 2), must_agree={"--seed": "5"}):
+                pass
+        except UserError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    with pytest.raises(UserError, match=r"^unknown flag --lrr$"), topology.refusal_reported():
+        raise UserError("unknown flag --lrr")
+    thread.join(30.0)
+    assert raised == ["rank 1 alone: unknown flag --lrr"]
+
+
+def test_a_refusal_of_all_ranks_is_not_waited_with(environment, monkeypatch):
+    monkeypatch.setattr(topology, "_SECONDS_TO_REFUSE", 0.3)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    for variables in ({}, {"RANK": "1"}, free | {"RANK": "0"}, free | {"RANK": "1"}):
+        environment(variables)
+        with pytest.raises(UserError, match="of them all"), topology.refusal_reported():
+            raise UserError("of them all")
+
+
+def addresses_that_listen(port):
+    """Local addresses of this machine's sockets that listen on a port, in the kernel's hexadecimal."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, _, state = line.split()[1:4]
+            if state == "0A" and int(address.split(":")[1], 16) == port:
+                found.add(address.split(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the table of sockets is Linux's")
+@pytest.mark.parametrize("master", ["127.0.0.1", "localhost"])
+def test_the_store_of_one_machines_ranks_listens_on_loopback(environment, master):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment(WORLD | {"MASTER_ADDR": master, "MASTER_PORT": str(port)})
+    start, timeout = topology._store_of_start, timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: start(Launch(rank, 2, rank, 2), timeout), range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert addresses_that_listen(port) <= {"0100007F", "00000000000000000000000001000000"}
+    assert addresses_that_listen(port)
+
+
+def test_a_taken_port_is_told(environment):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environment(WORLD | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        with (
+            pytest.raises(UserError, match=rf"no rendezvous at .* 127.0.0.1:{port} \(.*in use\)"),
+            Topology.start(layout(2), Launch(0, 2, 0, 2)),
+        ):
+            pass
+
+
+def test_ranks_whose_rank_0_is_gone_wait_no_longer_than_their_time_out(monkeypatch):
+    """Each of them says so, as rank 0 does not; torch's own wait may take twice the time-out."""
+    monkeypatch.setattr(topology, "rendezvous", lambda *_, **__: pytest.fail("torch's own wait"))
+    parallel, launch = ParallelConfig(distributed_timeout_minutes=0.001), Launch(1, 2, 1, 2)
+    with socket.socket() as taken:  # a port at which nothing listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with (
+            pytest.raises(UserError, match=r"rank 1: no rendezvous at .*nothing listened there") as error,
+            Topology.start(parallel, launch),
+        ):
+            pass
+    assert error.value.on_one_rank

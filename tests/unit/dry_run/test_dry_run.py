@@ -1,0 +1,127 @@
+"""A dry run from its command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megalite.config.command_line import parse
+from megalite.config.validate import problems_of
+from megalite.dry_run.dry_run import dry_run
+from megalite.dry_run.dry_run_report import summarize_actions
+from megalite.errors import ConfigError, UserError
+from megalite.pipeline.schedules import SCHEDULES
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 1000 --mock-data"
+)
+RUN = "--dry-run --train-iters 20 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 4 --micro-batch-size 2"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def run(line: str) -> None:
+    dry_run(*parse(shlex.split(line)))
+
+
+def object_of(line: str, folder: Path) -> dict[str, object]:
+    path = folder / "dry.json"
+    run(f"{line} --dry-run-json {path}")
+    return json.loads(path.read_text())
+
+
+def test_a_rank_of_a_large_world(tmp_path: Path) -> None:
+    layout = "--tp 8 --pp 4 --global-batch-size 1024 --bf16 --use-distributed-optimizer"
+    found = object_of(f"{MODEL} {RUN} {layout} --world-size 4096 --rank 1234", tmp_path)
+    assert found["world_size"] == 4096
+    assert found["axes"] == {
+        "pp": {"rank": 1, "size": 4},
+        "dp": {"rank": 26, "size": 128},
+        "tp": {"rank": 2, "size": 8},
+    }
+    assert found["schedule"]["peak_in_flight"] == 3
+    assert len(found["schedule"]["actions"]) == 2 * 4
+    assert found["schedule"]["actions"][:3] == ["forward 0", "forward 1", "forward 2"]
+    assert found["iterations"] == 20
+    assert found["consumed_samples"] == 20 * 1024
+    assert found["consumed_tokens"] == 20 * 1024 * 32
+    assert found["learning_rate"] == {"first": pytest.approx(2.5e-4), "last": pytest.approx(1e-4)}
+    messages = [call for call in found["collectives"] if call["kind"] == "send"]
+    hidden = 32 * 2 * 64 * 2
+    assert messages == [{"axis": "pp", "kind": "send", "dtype": "bfloat16", "num_bytes": hidden, "count": 8}]
+    buffers = found["buffer_bytes"]
+    assert buffers["total"] == sum(size for name, size in buffers.items() if name != "total")
+    assert buffers["gradients"] == 2 * buffers["weights"]
+    assert 128 * buffers["moments"] == 4 * buffers["weights"]
+
+
+def test_the_report_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"{MODEL} {RUN} --tp 2 --pp 2 --global-batch-size 16 --rank 3")
+    text = capsys.readouterr().out
+    for words in (
+        "dry run of rank 3 of 4: pp 1 of 2, dp 0 of 1, tp 1 of 2",
+        "8 microbatches, at most 1 in flight",
+        "8 x (forward, backward)",
+        "data skipped: --mock-data reads no corpus",
+        "the run: 20 iterations, 320 samples, 10,240 tokens",
+        "learning rate: 0.00025 at the first iteration, 0.0001 at the last",
+    ):
+        assert words in text, text
+
+
+def test_it_leaves_no_process_group_and_no_meta_implementation_behind() -> None:
+    import torch
+    import torch.distributed as dist
+
+    run(f"{MODEL} {RUN} --pp 2")
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError):
+        torch.empty((), device="meta").item()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    [
+        ("--rank 4 --tp 2", 4, "--rank 4 is not one of 4 ranks: pass 0 to 3"),
+        ("--zero-stage 3", 4, "--dry-run with --zero-stage 3"),
+        ("--dry-run-json /no/such/folder/f.json", 1, "there is no folder /no/such/folder"),
+        ("--tp 8 --pp 4", 48, "48"),
+    ],
+)
+def test_what_it_refuses(flags: str, world_size: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(f"{MODEL} {RUN} {flags} --world-size {world_size}")
+    assert any(words in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_a_launcher_of_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="the launcher has started 4"):
+        run(f"{MODEL} {RUN}")
+
+
+def test_its_options_do_nothing_without_it() -> None:
+    config, notices = parse(shlex.split(f"{MODEL} --train-iters 2 --lr 1e-3 --rank 1 --world-size 8"))
+    assert not problems_of(config, 1)
+    text = " ".join(notices)
+    assert "--rank 1 has no effect" in text
+    assert "--world-size 8 has no effect" in text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "words"),
+    [
+        ("1f1b", 0, "4 x forward, 2 x (backward, forward), 4 x backward"),
+        ("1f1b", 3, "6 x (forward, backward)"),
+        ("gpipe", 1, "6 x forward, 6 x backward"),
+    ],
+)
+def test_repeated_actions_are_counted(schedule: str, rank: int, words: str) -> None:
+    stages = SCHEDULES[schedule].stage_map(4)
+    assert summarize_actions(SCHEDULES[schedule].train(rank, stages, 6)) == words

@@ -1,0 +1,102 @@
+"""Finding a run's files, and saying what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config import LoggingConfig
+from megalite.errors import UserError
+from megalite.report.page import page
+from megalite.report.run_folder import open_run
+from megalite.train.telemetry.dashboards import TensorBoardWriter
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from tests.run_folder import evaluation, iteration, write_metrics, write_restarted_run
+
+
+def test_a_folder_and_its_metrics_file_are_the_same_run(tmp_path: Path) -> None:
+    folder = write_restarted_run(tmp_path / "mine")
+    for path in (folder, folder / "metrics.jsonl"):
+        run = open_run(path)
+        assert (run.name, run.source) == ("mine", folder / "metrics.jsonl")
+        assert [checkpoint.iteration for checkpoint in run.checkpoints] == [100]
+        assert run.config.startswith("model:") and run.config_source.endswith("iter_0000100/config.yaml")
+        assert run.logs == (folder / "train.log",)
+
+
+def test_several_runs_in_one_folder(tmp_path: Path) -> None:
+    """Which of them a checkpoint beside them is of, nobody can tell."""
+    folder = write_restarted_run(tmp_path)
+    other = write_metrics(folder / "other.jsonl", [iteration(1, 0.0, 1.0)])
+    with pytest.raises(
+        UserError, match=r"several runs: pass one or more of them: .*metrics\.jsonl .*other\.jsonl"
+    ):
+        open_run(folder)
+    run = open_run(other)
+    assert (run.name, run.checkpoints, run.config, run.logs) == ("other", (), "", ())
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_nothing_of_a_run(tmp_path: Path, has_folder: bool) -> None:
+    path = tmp_path if has_folder else tmp_path / "missing"
+    with pytest.raises(
+        UserError, match="no metrics of a run: train with --metrics-file" if has_folder else "does not exist"
+    ):
+        open_run(path)
+
+
+def _metrics(number: int, loss: float) -> IterationMetrics:
+    record = iteration(number, 0.0, 0.0, lm_loss=loss)
+    return IterationMetrics(
+        **{name: value for name, value in record.items() if "_time" not in name or "ms" in name}
+    )
+
+
+def test_tensorboards_files_where_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts, the second of which makes iteration 2 again."""
+    pytest.importorskip("tensorboard")
+    for start, numbers in enumerate([(1, 2), (2, 3)]):
+        monkeypatch.setattr("time.time", lambda start=start: 1000.0 + start)
+        config = LoggingConfig(log_throughput=True, log_memory_to_tensorboard=True)
+        writer = TensorBoardWriter(tmp_path / "board", config, 4, "model:\n  num_layers: 4\n")
+        for number in numbers:
+            writer.iteration(_metrics(number, loss=10.0 * start + number), {})
+        writer.validation(ValidationMetrics(numbers[-1], 8, "valid", 4.5, "books"))
+        writer.close()
+    run = open_run(tmp_path)
+    assert [(row.iteration, row.values["lm_loss"]) for row in run.history.iterations] == [
+        (1, 1.0),
+        (2, 12.0),
+        (3, 13.0),
+    ]
+    assert run.history.iterations[0].values["tokens_per_second"] == 2048.0
+    assert run.history.iterations[0].values["iteration_time_ms"] == pytest.approx(500.0)
+    assert run.history.iterations[0].values["memory_reserved_mb"] == pytest.approx(40_000.0)
+    assert [(row.name, row.iteration) for row in run.history.evaluations] == [("valid books", 3)]
+    assert run.config == "model:\n  num_layers: 4"
+
+
+@pytest.mark.parametrize("others", [1e-320, 5e-324, 0.0, 1.0, 1e308])
+def test_figures_at_the_ends_of_a_floats_range_are_drawn(tmp_path: Path, others: float) -> None:
+    rows = [iteration(number, 0.0, 1.0) for number in range(1, 9)]
+    for row in rows:
+        row |= {"iteration_time_ms": 1e-320, "tokens_per_second": others, "wall_time": 1e-320}
+    rows[4] |= {"iteration_time_ms": others, "lm_loss": others, "grad_norm": 1e-320}
+    write_metrics(tmp_path / "metrics.jsonl", rows)
+    assert "Iteration time" in page([open_run(tmp_path)])
+
+
+def test_an_evaluation_alone_is_no_run(tmp_path: Path) -> None:
+    write_metrics(tmp_path / "m.jsonl", [evaluation(1, 0.0, 1.0, 3.0)])
+    with pytest.raises(UserError, match="has no metrics of an iteration"):
+        open_run(tmp_path)
+
+
+def test_what_is_only_called_like_a_trace_is_told(tmp_path: Path) -> None:
+    folder = write_restarted_run(tmp_path)
+    broken = folder / "trace.json"
+    broken.write_text("[1, 2")
+    assert f"not drawn: trace {broken} cannot be read" in page([open_run(folder)])
+    with pytest.raises(UserError, match="cannot be read"):
+        page([open_run(folder, trace=broken)])

@@ -1,0 +1,206 @@
+"""Products in 8 bits against the products of what the 8 bits stand for, and against 16 bits.
+
+``torch._scaled_mm`` runs on a CPU as well, which a run does not take: it would be slower than bf16 there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from megalite.config import ModelConfig
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.microbatch import Microbatch
+from megalite.model.compiled import compile_layers
+from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8, Fp8Gemm, amax, check_device, in_fp8, scaled_gemm
+from megalite.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    LinearContext,
+    RowParallelLinear,
+    column_linear,
+)
+from megalite.tensor_parallel.parameter_shard import LayerContext
+from tests.stages import build_stage
+
+BF16 = torch.bfloat16
+FORMATS = {"hybrid": E5M2, "e4m3": E4M3}
+STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+"""Half the distance of neighbours, as a part of the number."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products this small gain nothing by threads, and lose much where others want the cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(BF16)
+
+
+def _meant(x: Fp8) -> Tensor:
+    return x.numbers.double() * x.scale.double()
+
+
+def _context(topology: Topology, **options: object) -> LayerContext:
+    return LayerContext(topology, BF16, **options)  # type: ignore[arg-type]
+
+
+def _input_gradient(gemm: Fp8Gemm, grad: Tensor, weight: Tensor) -> Tensor:
+    return gemm.input_gradient(grad, weight, gemm.scales(grad, weight))
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_rounding_is_to_the_nearest_of_any_scale(dtype: torch.dtype, scale: float) -> None:
+    x = _normal(64, 48, seed=0, scale=scale)
+    rounded = in_fp8(x, dtype, amax(x))
+    error = (_meant(rounded) - x.double()).abs()
+    smallest = torch.finfo(dtype).smallest_normal * rounded.scale.double()
+    assert (error <= STEP[dtype] * x.double().abs().clamp_min(smallest) * (1 + 1e-6)).all()
+    assert rounded.numbers.double().abs().max() == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["graph", "product"])
+@pytest.mark.parametrize("fp8_format", FORMATS)
+def test_products_are_those_of_what_8_bits_mean(fp8_format: str, fused: bool, one_rank: Topology) -> None:
+    """In the forward and backward for torch.compile, and in those of the linear layer."""
+    context = LinearContext.of(_context(one_rank, fuses_weight_gradients=fused, fp8_format=fp8_format))
+    x = _normal(5, 3, 64, seed=1).requires_grad_()
+    weight = nn.Parameter(_normal(2, 24, 64, seed=2))  # two dims of output features
+    bias = nn.Parameter(_normal(2, 24, seed=3))
+    grad = _normal(5, 3, 48, seed=4, scale=1e-3)
+    y = column_linear(x, weight, bias, context)
+    y.backward(grad)
+    rows, flat, grads = x.detach().flatten(0, 1), weight.detach().flatten(0, 1), grad.flatten(0, 1)
+    in_8_bits = [_meant(in_fp8(part, E4M3, amax(part))) for part in (rows, flat)]
+    grad_in_8_bits = _meant(in_fp8(grads, FORMATS[fp8_format], amax(grads)))
+    expected = in_8_bits[0] @ in_8_bits[1].t() + bias.detach().double().flatten()
+    close = {"rtol": 2.0**-8, "atol": 1e-4}  # half a unit in the last place of bf16, and sums in fp32
+    torch.testing.assert_close(y.detach().flatten(0, 1).double(), expected, **close)
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    expected = grad_in_8_bits @ in_8_bits[1]
+    torch.testing.assert_close(x.grad.flatten(0, 1).double(), expected, rtol=2.0**-8, atol=1e-7)
+    assert torch.equal(weight.grad.flatten(0, 1), grads.t() @ rows)  # in 16 bits
+    assert torch.equal(bias.grad.flatten(), grads.sum(0))
+    sixteen = nn.functional.linear(x.detach(), flat, bias.detach().flatten())
+    assert 0.01 < _distance(y.detach(), sixteen) < 0.06
+
+
+def test_factors_that_are_not_contiguous(one_rank: Topology) -> None:
+    gemm = Fp8Gemm("hybrid", one_rank.tp)
+    x, weight = _normal(32, 6, 4, seed=1).permute(2, 1, 0), _normal(32, 48, seed=2).t()
+    grad = _normal(48, 6, 4, seed=3).permute(2, 1, 0)
+    assert torch.equal(gemm.forward(x, weight, None), gemm.forward(x.contiguous(), weight.contiguous(), None))
+    assert torch.equal(
+        _input_gradient(gemm, grad, weight),
+        _input_gradient(gemm, grad.contiguous(), weight.contiguous()),
+    )
+
+
+def test_zeros_stay_zeros(one_rank: Topology) -> None:
+    zeros, weight = torch.zeros(4, 2, 32, dtype=BF16), _normal(16, 32, seed=0)
+    gemm = Fp8Gemm("hybrid", one_rank.tp)
+    assert not gemm.forward(zeros, weight, None).any()
+    assert not gemm.forward(zeros, torch.zeros_like(weight), None).any()
+    assert not _input_gradient(gemm, torch.zeros(4, 2, 16, dtype=BF16), weight).any()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("fp8_format", FORMATS)
+def test_what_is_not_finite_is_not_hidden(bad: float, fp8_format: str, one_rank: Topology) -> None:
+    """The run's guard must see it: a saturated infinity would train on."""
+    gemm = Fp8Gemm(fp8_format, one_rank.tp)
+    x, grad, weight = (_normal(*shape, seed=0) for shape in ((3, 2, 32), (3, 2, 16), (16, 32)))
+    for tensor in (x, grad):
+        tensor[1, 1, 5] = bad
+    assert not gemm.forward(x, weight, None)[1, 1].isfinite().any()
+    assert not _input_gradient(gemm, grad, weight)[1, 1].isfinite().any()
+
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=32,
+    vocab_size=64,
+    params_dtype="bf16",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+def _curve(topology: Topology, fp8_format: str | None, num_steps: int = 50) -> list[float]:
+    """Mean losses of training to count: each token is the one before plus its sample's step."""
+    stage = build_stage(MODEL, topology, range(2), seed=1, fp8_format=fp8_format)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
+    losses = []
+    for step in range(num_steps):
+        first, by = torch.randint(1, 64, (2, 8, 1), generator=torch.Generator().manual_seed(step))
+        ids = (first + by * torch.arange(33)) % 64
+        optimizer.zero_grad()
+        loss = stage(Microbatch(ids[:, :-1], ids[:, 1:], torch.arange(8)), None) / (8 * 32)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("fp8_format", ["hybrid", pytest.param("e4m3", marks=pytest.mark.slow)])
+def test_the_curve_is_that_of_16_bits(fp8_format: str, one_rank: Topology) -> None:
+    eight, sixteen = _curve(one_rank, fp8_format), _curve(one_rank, None)
+    assert sixteen[-1] < 0.9 * sixteen[0]
+    assert eight != sixteen
+    assert eight == pytest.approx(sixteen, rel=0.02)
+
+
+def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
+    stage = build_stage(MODEL, one_rank, range(1), seed=1, fp8_format="hybrid")
+    linears = [each for each in stage.modules() if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
+    assert len(linears) == 4
+    for layer in linears:
+        x = _normal(4, 1, layer.weight.shape[-1], seed=0)
+        in_8_bits = [
+            in_fp8(part, E4M3, amax(part)) for part in (x.flatten(0, 1), layer.weight.flatten(0, -2))
+        ]
+        y = layer(x).detach().flatten(0, 1)
+        expected = scaled_gemm(*in_8_bits, None, BF16, is_fast=True)
+        bias = layer.bias.detach().flatten() if layer.adds_bias else 0.0
+        torch.testing.assert_close(y, expected + bias, rtol=2.0**-7, atol=1e-4)
+        assert not torch.equal(y, nn.functional.linear(x, layer.weight.flatten(0, -2)).flatten(0, 1) + bias)
+    hidden = _normal(4, 1, 64, seed=0)
+    plain = nn.functional.linear(stage.final_norm(hidden), stage.output_weight)
+    assert torch.equal(stage.logits(hidden), plain)
+
+
+def test_a_compiled_layer_multiplies_in_8_bits_too(one_rank: Topology) -> None:
+    counters.clear()
+    torch.compiler.reset()
+    stages = [build_stage(MODEL, one_rank, range(2), seed=1, fp8_format="hybrid") for _ in range(2)]
+    compile_layers(stages[1], "aot_eager")
+    ids = torch.arange(66).view(2, 33) % 64
+    for stage in stages:
+        stage(Microbatch(ids[:, :-1], ids[:, 1:], torch.arange(2)), None).backward()
+    for (name, parameter), compiled in zip(stages[0].named_parameters(), stages[1].parameters(), strict=True):
+        assert parameter.grad is not None and compiled.grad is not None
+        assert _distance(compiled.grad, parameter.grad) < 0.05, name
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_device_without_8_bits_is_refused() -> None:
+    with pytest.raises(UserError, match=r"compute capability 8.9 or later.*this run is on cpu"):
+        check_device(torch.device("cpu"), "hybrid")

@@ -1,0 +1,43 @@
+"""Test the start-up lines that describe the data of a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.data.indexed_dataset import IndexedWriter
+from megalite.distributed.topology import Topology
+from megalite.train.setup import announce
+from megalite.train.trainer import start_trainer
+
+
+def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
+    tmp_path: Path, one_rank: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Test batches of 2, 4 and then 4 samples, from a corpus of 40 training and 20 validation samples."""
+    prefix = str(tmp_path / "corpus")
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(60):
+            writer.add_document([np.arange(8)])
+    config = Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=16),
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(data_path=(prefix,), split="2,1,0"),
+        training=TrainingConfig(
+            train_samples=11, global_batch_size=4, rampup_batch_size=(2, 2, 2), eval_interval=2, eval_iters=2
+        ),
+    )
+    caplog.set_level(logging.INFO, logger="megalite")
+    with start_trainer(config, one_rank) as trainer:
+        announce(trainer)
+        sizes = dict(trainer.datasets.sizes())
+    lines = [record.getMessage() for record in caplog.records]
+    assert sizes["train"] > 10
+    assert sizes["valid"] > 8
+    assert f"train dataset: the run trains on 10 of its {sizes['train']} samples (3 iterations)" in lines
+    assert f"valid dataset: each evaluation uses 8 of its {sizes['valid']} samples (--eval-iters 2)" in lines
+    assert "global batch: 4 samples (data-parallel size 1 x 4 microbatches of 1 samples)" in lines

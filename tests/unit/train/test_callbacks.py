@@ -1,0 +1,115 @@
+"""The hooks of the training loop: their order, a user's own stop, and the clean-up after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.config import CheckpointConfig, Config, DataConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Topology
+from megalite.train.callbacks import default_callbacks
+from megalite.train.loop import Callback, TrainingLoop, train
+from megalite.train.stopping import RequeueNote, Stop, StopConditions, StopSignals
+from megalite.train.telemetry.metrics import ValidationMetrics
+from megalite.train.telemetry.writers import Writers
+from megalite.train.train_step import StepResult
+from megalite.train.trainer import start_trainer
+
+
+class Recorder(Callback):
+    """Notes each hook that is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_start(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"start at {loop.iteration}")
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"before {loop.next_iteration}")
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        assert result.plan.iteration == loop.iteration
+        self.calls.append(f"after {loop.iteration}")
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        self.calls.append(f"between {loop.iteration} and {loop.next_iteration}")
+
+    def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
+        self.calls.append(f"{metrics.split} at {metrics.iteration}")
+
+    def on_save(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"save at {loop.iteration}")
+
+    def on_end(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"end at {loop.iteration}")
+
+
+class StopAtLoss(Callback):
+    """Stops the run once the loss is low enough."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss = loss
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        if loop.stop is None and result.loss < self.loss:
+            loop.stop = Stop(f"the loss is below {self.loss}")
+
+
+def _run(topology: Topology, callbacks: list[Callback], folder: Path | None = None, **training: int) -> int:
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(
+            **{"global_batch_size": 2, "micro_batch_size": 1, "train_iters": 2, "eval_iters": 1, **training}
+        ),
+        checkpoint=CheckpointConfig(save=str(folder) if folder else None, save_interval=1),
+    )
+    stop_conditions = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
+    with Writers(config.logging, topology, "") as writers, start_trainer(config, topology) as trainer:
+        return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers)])
+
+
+def test_hooks_are_called_in_order(one_rank: Topology, tmp_path: Path) -> None:
+    recorder = Recorder()
+    assert _run(one_rank, [recorder], tmp_path, eval_interval=1) == 0
+    assert recorder.calls == [
+        "start at 0",
+        *("before 1", "after 1", "between 1 and 2", "valid at 1", "save at 1"),
+        *("before 2", "after 2", "between 2 and 3", "valid at 2", "save at 2"),
+        "test at 2",
+        "end at 2",
+    ]
+
+
+def test_a_callback_stops_the_run(one_rank: Topology, tmp_path: Path) -> None:
+    recorder = Recorder()
+    assert _run(one_rank, [recorder, StopAtLoss(100.0)], tmp_path, train_iters=10) == 0
+    assert recorder.calls == ["start at 0", "before 1", "after 1", "between 1 and 2", "save at 1", "end at 1"]
+    assert (tmp_path / "latest").read_text() == "iter_0000001\n"
+
+
+def test_a_callback_cleans_up_after_an_error(one_rank: Topology) -> None:
+    ended = []
+
+    class Failing(Callback):
+        @contextmanager
+        def running(self, loop: TrainingLoop) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                ended.append(loop.iteration)
+
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+            raise KeyError
+
+    recorder = Recorder()
+    with pytest.raises(KeyError):
+        _run(one_rank, [recorder, Failing()])
+    assert ended == [1]
+    assert recorder.calls == ["start at 0", "before 1", "after 1"]
