@@ -27,6 +27,7 @@ from megalite.config import (
 )
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.record_run import record_run
@@ -180,7 +181,8 @@ def meet_overflow(topology: Topology, config: Config) -> list[tuple[bool, float]
         (model,) = trainer.chunks
         tokens = torch.arange(S)[None]
         before = trainer.optimizer.weight("layers.0.mlp.up.weight")
-        (model(tokens, tokens, torch.zeros(1, dtype=torch.int64), None) * scale).backward()
+        microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
+        (model(microbatch, None) * scale).backward()
         norm = trainer.optimizer.finish_gradients()
         trainer.optimizer.step(1e-2, 0.1, norm)
         trainer.optimizer.scaler.update(overflowed=not norm.isfinite())
