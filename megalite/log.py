@@ -7,7 +7,12 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # Python 3.10 cannot subscript it
 
 log = logging.getLogger("megalite")
 
@@ -34,7 +39,7 @@ class _Formatter(logging.Formatter):
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(_StreamHandler):
     """Write messages to a stream; report on standard error once if that fails, and let the run continue.
 
     Messages that the stream cannot write at exit are dropped: Python would exit with status 120 otherwise.
