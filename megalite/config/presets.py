@@ -12,6 +12,8 @@ from dataclasses import replace
 from megalite.config.model import ModelConfig
 
 _GPT = ModelConfig(vocab_size=50257)
+# The paper names weight decay as the only regularization (appendix B), and each sample is seen about once.
+_GPT3 = replace(_GPT, hidden_dropout=0.0, attention_dropout=0.0)
 _BLOOM = ModelConfig(
     seq_length=2048,
     vocab_size=250680,
@@ -51,8 +53,8 @@ def _tiny(family: ModelConfig) -> ModelConfig:
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2-124m": _sized(_GPT, 12, 768, 12, 1024),
     # The paper has 24 heads of 128, which is not its hidden size of 2048; 16 heads is what is used.
-    "gpt-1.3b": _sized(_GPT, 24, 2048, 16, 2048),
-    "gpt3-175b": _sized(_GPT, 96, 12288, 96, 2048),
+    "gpt-1.3b": _sized(_GPT3, 24, 2048, 16, 2048),
+    "gpt3-175b": _sized(_GPT3, 96, 12288, 96, 2048),
     "bloom-560m": _sized(_BLOOM, 24, 1024, 16, 2048),
     "bloom-176b": _sized(_BLOOM, 70, 14336, 112, 2048),
     "llama2-7b": replace(_sized(_LLAMA, 32, 4096, 32, 4096), ffn_hidden_size=11008, vocab_size=32000),
