@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from megalite.config import ParallelConfig
 from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
 
-_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "megalite.distributed.topology"]
+_PRELOADED = ("torch.distributed.fsdp", "megalite.distributed.topology", "megalite.train.trainer", "pytest")
+"""Modules that ranks import, and that the fork server imports for them if this process uses them."""
 
 
 class RankError(RuntimeError):
@@ -47,7 +49,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     # The fork server imports these once: a rank then starts in hundredths of a second instead of seconds.
-    context.set_forkserver_preload([*_PRELOADED, function.__module__])
+    context.set_forkserver_preload([*(name for name in _PRELOADED if name in sys.modules), function.__module__])
     parallel = dataclasses.replace(parallel, distributed_backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
