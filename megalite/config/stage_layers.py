@@ -167,4 +167,4 @@ def layer_parameters(model: ModelConfig) -> int:
     """Return the number of elements of one layer's matrices."""
     queries = model.num_attention_heads * model.head_dim
     attention = model.hidden_size * 2 * (queries + model.num_kv_heads * model.head_dim)
-    return attention + (3 if model.activation == "swiglu" else 2) * model.hidden_size * model.ffn_size
+    return attention + (3 if model.is_gated else 2) * model.hidden_size * model.ffn_size

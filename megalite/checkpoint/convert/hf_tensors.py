@@ -152,7 +152,7 @@ def _multi_head(config: ModelConfig) -> dict[str, object]:
 
 
 def _gpt2_fixed(config: ModelConfig) -> dict[str, object]:
-    activation = "gelu" if config.activation == "swiglu" else config.activation
+    activation = "gelu" if config.is_gated else config.activation
     return {**_multi_head(config), "embed_layernorm": False, "activation": activation}
 
 
