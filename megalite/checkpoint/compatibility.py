@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.comparison import RESUME_RULES, OnResume, fields_with
+from megalite.config.resume_rules import RESUME_RULES, OnResume, fields_with
 from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
 from megalite.data.corpus_record import DataRecord, data_differences
 from megalite.data.tokenizers.tokenizer_digest import digest_of
@@ -16,11 +16,14 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.optim.parameter_schedules import OptimizerSchedules
 
-SAME_SHAPES = ("seq_length", "norm_epsilon", "rotary_base")
+SAME_SHAPE_FIELDS = ("seq_length", "norm_epsilon", "rotary_base")
 """Model fields that change what the weights compute but not their shapes: free with --finetune."""
 UNTIED = "untie_embeddings_and_output_weights"
-_ALIKE = {"activation": ("gelu", "gelu_exact", "relu"), "position_embedding_type": ("rope", "alibi", "none")}
-"""Values between which the shapes of weights are the same."""
+SAME_SHAPE_VALUES = {
+    "activation": ("gelu", "gelu_exact", "relu"),
+    "position_embedding_type": ("rope", "alibi", "none"),
+}
+"""Values of a field among which the weights keep their shapes: free with --finetune too."""
 _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
 
 
@@ -38,7 +41,7 @@ class Difference(NamedTuple):
 def compatibility_record(
     config: Config, topology: Topology, data: DataRecord | None = None
 ) -> dict[str, Any]:
-    """Return what run.json records of a run for later ones to compare; `comparison` has each field's rule.
+    """Return what run.json records of a run for later ones to compare; `resume_rules` has each field's rule.
 
     Only rank 0, which writes and warns, knows the tokenizer.
 
@@ -164,9 +167,9 @@ def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) 
 
 def _keeps_shapes(difference: Difference) -> bool:
     """Return whether the weights of one model fit into the other: --finetune then loads them."""
-    alike = _ALIKE.get(difference.name, ())
-    return difference.name in (*SAME_SHAPES, UNTIED) or (
-        difference.saved in alike and difference.here in alike
+    values = SAME_SHAPE_VALUES.get(difference.name, ())
+    return difference.name in (*SAME_SHAPE_FIELDS, UNTIED) or (
+        difference.saved in values and difference.here in values
     )
 
 

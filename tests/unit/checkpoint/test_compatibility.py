@@ -19,8 +19,8 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.comparison import RESUME_RULES, OnResume
 from megalite.config.fields import ConfigField, config_fields
+from megalite.config.resume_rules import RESUME_RULES, OnResume
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.optim.parameter_schedules import OptimizerSchedules
