@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalite.distributed.observer import Observer, Wait, observed
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.tensor_parallel.tied_embedding import EDGES
+from megalite.tensor_parallel.tied_embedding import EMBEDDING_GRADS
 
 M = TypeVar("M")
 
@@ -164,7 +164,7 @@ _COMPUTING = {
 }
 _WAITS = {
     **{("pp", name): name for name in LEVELS if name.endswith(("-recv", "-send"))},
-    ("pp", EDGES): EDGES,
+    ("pp", EMBEDDING_GRADS): EMBEDDING_GRADS,
     ("dp", "all-gather"): "params-all-gather",
 }
 
