@@ -9,7 +9,6 @@ run's --dp it also shows the data-parallel rank of each sample.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -62,5 +61,4 @@ def _text(span: SampleSpan, tokenizer: Tokenizer | None, num_chars: int) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])
