@@ -192,7 +192,7 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
 def _model_advice(refused: list[Difference]) -> str:
     if any(difference.name == UNTIED for difference in refused):
         return (
-            "its output weight differs from its word embedding, and a tied model has only one of them: give "
+            "its output weight differs from its word embedding, and a tied model has only one of them: pass "
             "--untie-embeddings-and-output-weights, or --finetune to drop it"
         )
     return "use the checkpoint's values, or remove --load"
@@ -207,7 +207,7 @@ def _compare_runs(
     advice = "use the checkpoint's values, or remove --load"
     for name, value, _ in differences:
         if name == "global_batch_size" and config.training.global_batch_size is None:
-            advice = f"give --global-batch-size {value}, which by default follows the number of replicas"
+            advice = f"pass --global-batch-size {value}, which by default follows the number of replicas"
     return _Findings(
         [_mistake(checkpoint, "belongs to another run", differences, f"{advice}; {_FINETUNE_ADVICE}")], []
     )
@@ -225,13 +225,13 @@ def _compare_schedules(
         notice = f"the command line's schedule is used, not the checkpoint's: {_listed(differences)}"
         return _Findings([], [notice])
     if saved.keys() & {"lr_warmup_iters"} != here.keys() & {"lr_warmup_iters"}:
-        advice = "one is counted in iterations, the other in samples: give --override-opt-param-scheduler"
+        advice = "one is counted in iterations, the other in samples: pass --override-opt-param-scheduler"
     elif config.checkpoint.use_checkpoint_opt_param_scheduler:
         kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
         return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
     else:
         advice = (
-            "give --override-opt-param-scheduler to continue with the new one, or "
+            "pass --override-opt-param-scheduler to continue with the new one, or "
             "--use-checkpoint-opt-param-scheduler to keep the old one"
         )
         decay = next((each for each in differences if each.name.startswith("lr_decay_")), None)
@@ -302,7 +302,7 @@ def _compare_tokenizers(saved: str | None, here: str | None, checkpoint: Path) -
     if None in (saved, here) or saved == here:
         return _Findings([], [])
     notice = (
-        f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: give the same "
+        f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: pass the same "
         "tokenizer unless you know that they are equal"
     )
     return _Findings([], [notice])

@@ -1,7 +1,7 @@
 """Manage a run's folder of checkpoints: find them, order them for loading, and delete old ones.
 
-SAVE/latest                 name of the newest whole checkpoint
-SAVE/iter_0000010/          a whole checkpoint
+SAVE/latest                 name of the newest complete checkpoint
+SAVE/iter_0000010/          a complete checkpoint
 SAVE/.iter_0000020.5f3a….partial one that is being written, or was when its run died
 SAVE/.latest.5f3a….partial  a text that is about to replace `latest`
 SAVE/.iter_0000010.replaced the previous iter_0000010; it counts until the new one, which is whole, is renamed
@@ -78,10 +78,10 @@ def list_checkpoints(folder: Path) -> Listing:
     names = tuple(found[iteration] for iteration in (*past, *later))
     notices = []
     if problem:
-        notices.append(f"{folder / LATEST} {problem}: the newest whole checkpoint is loaded")
+        notices.append(f"{folder / LATEST} {problem}: the newest complete checkpoint is loaded")
     if later:
         notices.append(
-            f"{folder / LATEST} names {name_of(newest)}, and {found[later[0]]} is newer: give "
+            f"{folder / LATEST} names {name_of(newest)}, and {found[later[0]]} is newer: pass "
             f"--load-iteration {later[0]} to load that instead"
         )
     return Listing(names, tuple(notices))
@@ -130,7 +130,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a whole checkpoint to its own name; a previous one with that name is deleted afterwards.
+    """Rename a complete checkpoint to its own name; a previous one with that name is deleted afterwards.
 
     At each moment `iterations_in` finds one of the two.
 

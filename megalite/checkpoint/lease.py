@@ -232,7 +232,7 @@ class HeldLease(FolderLease):
                     remove_leftovers(folder)
         except OSError as error:
             raise UserError(
-                f"--save {folder} cannot be written ({error.strerror}: {error.filename}): give another folder"
+                f"--save {folder} cannot be written ({error.strerror}: {error.filename}): pass another folder"
             ) from None
         return lease
 
@@ -303,7 +303,7 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
             log.info("--save %s is in use (%s): waiting to see whether that run is alive", folder, who)
         elif (content, touched) != first:
             raise UserError(
-                f"--save {folder} is in use by another run ({who}): end that one, or give another folder; "
+                f"--save {folder} is in use by another run ({who}): end that one, or pass another folder; "
                 f"a dead run is detected after {ABANDONED_SECONDS:g} s"
             )
         elif time.monotonic() > deadline:

@@ -157,7 +157,7 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
     if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
         raise UserError(
             f"checkpoint {manifest.folder} has no optimizer state (it was saved with --no-save-optim, or "
-            "converted): give --no-load-optim to continue with Adam's moments at zero, or --finetune to "
+            "converted): pass --no-load-optim to continue with Adam's moments at zero, or --finetune to "
             "start a new run from its weights"
         )
 

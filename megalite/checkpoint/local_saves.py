@@ -255,5 +255,5 @@ def _run_id(save: Path) -> str:
     try:
         replace_text(file, f"{run_id} {save.stat().st_ino}\n")
     except OSError as error:
-        raise UserError(f"--save {save} cannot be written ({error.strerror}): give another folder") from None
+        raise UserError(f"--save {save} cannot be written ({error.strerror}): pass another folder") from None
     return run_id

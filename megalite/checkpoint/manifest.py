@@ -42,7 +42,7 @@ _MAX_BYTES = {RUN: 1 << 24, CONFIG: 1 << 24, SUMS: 1 << 28, INDEX: 1 << 32}
 
 
 class DamagedCheckpoint(UserError):
-    """Raised for a folder that is not a whole checkpoint.
+    """Raised for a folder that is not a complete checkpoint.
 
     Attributes:
         folder: the checkpoint's.

@@ -220,7 +220,7 @@ class Saver:
         if self._running is None:
             return False
         log.warning(
-            "iteration %d is not saved: %s is still being written after %.0f s; give a larger %s",
+            "iteration %d is not saved: %s is still being written after %.0f s; pass a larger %s",
             iteration,
             self._running.job.final,
             time.monotonic() - self._running.started_at,

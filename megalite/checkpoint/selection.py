@@ -79,19 +79,20 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
             log.warning("checkpoint %s is damaged and skipped: %s", folder / name, "; ".join(problems))
     if not damaged:
         return None
-    advice = "give another --load-iteration" if iteration is not None else "load another"
+    advice = "pass another --load-iteration" if iteration is not None else "load another"
     raise UserError(
-        f"--load {folder} has no whole checkpoint to load ({' | '.join(damaged)}): {advice}, or remove --load"
+        f"--load {folder} has no complete checkpoint to load ({' | '.join(damaged)}): {advice}, or remove "
+        "--load"
     )
 
 
 def _listing(folder: Path, iteration: int | None) -> Listing:
     try:
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"--load {folder} is not a folder: give the one that --save wrote")
+            raise UserError(f"--load {folder} is not a folder: pass the one that --save wrote")
         if (folder / RUN).exists() and not (folder / LATEST).exists():
             raise UserError(
-                f"--load {folder} is one checkpoint: give the folder above it, {folder.absolute().parent}, "
+                f"--load {folder} is one checkpoint: pass the folder above it, {folder.absolute().parent}, "
                 "and --load-iteration if it is not the latest"
             )
         found = iterations_in(folder)
@@ -160,6 +161,6 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _different(folder: Path, what: str) -> UserError:
     return UserError(
-        f"--load {folder} is not the same on all ranks ({what}): give a folder on a file system that all "
+        f"--load {folder} is not the same on all ranks ({what}): pass a folder on a file system that all "
         "ranks share"
     )

@@ -227,7 +227,7 @@ class _BlendBuild:
         if self.split == "train" and 0 < num_samples < self.options.batch_size:
             raise UserError(
                 f"there are {num_samples} samples of {self.options.seq_length} tokens to train on, fewer "
-                f"than one batch of {self.options.batch_size}: give more text or a smaller batch "
+                f"than one batch of {self.options.batch_size}: use more text or a smaller batch "
                 "(--global-batch-size)"
             )
 

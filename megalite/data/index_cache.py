@@ -228,7 +228,7 @@ def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) ->
 def _warn_not_kept(entry: _Entry, error: OSError) -> None:
     log.warning(
         "the index of the %s split of %s cannot be kept in %s (%s), so every rank builds its own: "
-        "give a folder that can be written with --data-cache-path",
+        "pass a folder that can be written with --data-cache-path",
         *(entry.key.split, entry.key.prefix, entry.folder, error.strerror),
     )
 

@@ -40,7 +40,7 @@ def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
     if config.vocab_size is not None and table.shape[0] < config.vocab_size:
         raise UserError(
             f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
-            "give a smaller one"
+            "pass a smaller one"
         )
     return torch.cat((table, table.new_zeros(config.padded_vocab_size(1) - table.shape[0], *table.shape[1:])))
 

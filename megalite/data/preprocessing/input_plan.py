@@ -55,7 +55,7 @@ class InputPlan:
         for path in files if len(job.json_keys) > 1 else ():
             if input_kind(path, job.text_documents) in TEXT_DOCUMENTS:
                 raise UserError(
-                    f"{path} is plain text, which has one text a document: give one key in --json-keys, "
+                    f"{path} is plain text, which has one text a document: pass one key in --json-keys, "
                     f"not {len(job.json_keys)}"
                 )
         self.files = files
