@@ -1,4 +1,4 @@
-"""Record what a checkpoint depends on, and find in what a run that loads it differs."""
+"""Record what a checkpoint depends on, and find how a run that loads it differs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
 
 
 class _Findings(NamedTuple):
-    """Hold what a comparison found: mistakes refuse the checkpoint, notices are logged."""
+    """Hold the result of a comparison: mistakes that refuse the checkpoint, and notices for the log."""
 
     mistakes: list[str]
     notices: list[str]

@@ -101,7 +101,7 @@ class LeaseHolder:
 
     @staticmethod
     def parse(content: bytes) -> LeaseHolder | None:
-        """Return the holder that a lease names; None if the file is not whole (yet)."""
+        """Return the holder that a lease names; None if the file is not complete (yet)."""
         try:
             record = parse_json(content)
             holder = LeaseHolder(**record)
@@ -355,7 +355,7 @@ def _newest(folder: Path) -> tuple[int, bytes, int] | None:
 
 
 def _machine() -> str:
-    """Return a name of the booted system and of its process numbers, which differ between containers."""
+    """Return an id of this boot and of this namespace of process ids: containers have their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Read and write what a checkpoint's folder says about itself: four text files.
+"""Read and write the four text files that describe a checkpoint folder.
 
     run.json      format, versions, progress, model, run and layout: small, for people and for checks
     config.yaml   the config of the run that saved it

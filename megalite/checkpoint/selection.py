@@ -1,4 +1,4 @@
-"""Select the checkpoint of a folder that every rank loads: the latest one that is whole."""
+"""Select the checkpoint of a folder that every rank loads: the latest complete one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Finding(NamedTuple):
 
 
 def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = None) -> Manifest | None:
-    """Return the checkpoint that `latest` names, or the newest whole one before it; every rank calls this.
+    """Return the checkpoint that `latest` names, or the newest complete one before it; every rank calls this.
 
     Every byte of it has been read and verified; the ranks divide the reading.
 
@@ -59,8 +59,8 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
         None if the folder holds no checkpoint.
 
     Raises:
-        UserError: none is whole; another version wrote it; the folder cannot be read, or ranks see different
-            folders. Raised on every rank.
+        UserError: none is complete; another version wrote it; the folder cannot be read, or ranks see
+            different folders. Raised on every rank.
     """
     with topology.agreed():
         listing = _listing(folder, iteration)
@@ -124,7 +124,7 @@ def _listing_of_first(folder: Path, listing: Listing, topology: Topology) -> Lis
 
 
 def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest of a checkpoint that every rank finds whole; or None and what is wrong."""
+    """Return the manifest of a checkpoint that every rank finds complete; or None and what is wrong."""
     manifest: Manifest | None = None
     finding = _Finding()
     with topology.agreed():  # nothing is raised: it waits for the rank that reads longest

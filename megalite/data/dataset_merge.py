@@ -74,7 +74,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     """Merge datasets in this order into OUTPUT_PREFIX.bin and .idx.
 
     The tokens are copied from file to file, the index through blocks of fixed size. The final names appear
-    once both files are whole, the .idx last.
+    once both files are complete, the .idx last.
 
     Raises:
         UserError: an input is damaged, the token types differ, the output exists, is an input or a URL, or

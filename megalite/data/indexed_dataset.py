@@ -273,7 +273,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedWriter:
-    """Write PREFIX.bin and PREFIX.idx; the names appear when both files are whole.
+    """Write PREFIX.bin and PREFIX.idx; the names appear when both files are complete.
 
     A context manager: leaving it commits, leaving it by an exception discards. The .idx is renamed last, so
     that a dataset with an .idx is complete.
@@ -303,7 +303,7 @@ class IndexedWriter:
         return len(self._document_ends) - 1
 
     def add_document(self, sequences: Sequence[npt.ArrayLike]) -> None:
-        """Append one document of any number of sequences, also none."""
+        """Append one document of any number of sequences, even none."""
         parts = [np.asarray(sequence) for sequence in sequences]
         for part in parts:
             self._append(part, np.array([part.size]))
@@ -376,7 +376,7 @@ class IndexedWriter:
 
 
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:
-    """Rename whole files to PREFIX.{suffix}, in this order, the .idx last; first remove the old .idx.
+    """Rename complete files to PREFIX.{suffix}, in this order, the .idx last; first remove the old .idx.
 
     So a dataset with an .idx is complete, and a new .bin is never read through an old .idx.
 

@@ -36,7 +36,7 @@ class ReduceHandle(NamedTuple):
 
 
 class GradientBuffer:
-    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the whole sum.
+    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
     Where weights have the gradients' dtype, every ``.grad`` is a view of the buffer and autograd accumulates
     in place. Otherwise `accumulate` adds a parameter's gradient to the buffer and frees it.
@@ -256,7 +256,7 @@ class GradReducer:
                 )
 
     def finish(self) -> None:
-        """Start what has not started, since parameters may have had no gradient, and wait for all of it."""
+        """Start the remaining reductions, since parameters may have had no gradient, and wait for all."""
         while self._waiting:
             self._start_next()
         if self.tied_buffer is not None:

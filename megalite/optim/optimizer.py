@@ -191,9 +191,8 @@ class BaseOptimizer(ABC):
     def gradient_squares(self) -> dict[str, Tensor]:
         """Return the sum of squares of each parameter's complete gradient that this rank counts, by name.
 
-        The ranks of the world together count each element once. After an update the gradients are unscaled
-        and
-        clipped: only their ratios are those of before.
+        The ranks of the world together count each element once. An update unscales and clips the
+        gradients: only their ratios stay the same.
         """
         return {
             shard.name: sum_of_squares([shard.gradient], self.topology.device)

@@ -137,7 +137,7 @@ def memory_bandwidth(gpu: Gpu) -> float:
 
 
 def memory_seconds(run: PlannedRun, num_bytes: float) -> float:
-    """Return the seconds to read or write so many bytes of GPU memory."""
+    """Return the seconds to read or write this many bytes of GPU memory."""
     return num_bytes / memory_bandwidth(run.cluster.gpu)
 
 

@@ -26,7 +26,7 @@ def _sharded_biases(model: ModelConfig) -> int:
 
 
 def _replicated_vectors(model: ModelConfig) -> int:
-    """Return the size of what each tp rank holds whole: two norms, and biases of row-parallel layers."""
+    """Return the parameters that are replicated over tp: two norms, and biases of row-parallel layers."""
     return 2 * norm_parameters(model) + (2 * model.hidden_size if model.add_bias_linear else 0)
 
 

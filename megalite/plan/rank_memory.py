@@ -116,7 +116,7 @@ _DROPPED = {
 
 
 def kept_elements(run: PlannedRun) -> float:
-    """Return the elements that one layer saves of a microbatch, unless it is recomputed whole."""
+    """Return the elements that one layer saves of a microbatch, unless it is fully recomputed."""
     parts = layer_elements(run)
     dropped = {part for module in run.config.recompute.modules for part in _DROPPED[module]}
     return sum(size for name, size in parts.items() if name not in dropped)

@@ -135,7 +135,7 @@ def open_view(folder: Path, iteration: int | None = None) -> FolderView:
         return HFView(folder)
     kind = kind_of(folder)
     if kind != "megalite":
-        raise UserError(f"{folder} is of {kind}: convert it first (tools/convert_checkpoint.py)")
+        raise UserError(f"{folder} is a checkpoint of {kind}: convert it first (tools/convert_checkpoint.py)")
     return CheckpointView(find_checkpoint(folder, iteration))
 
 

@@ -352,7 +352,7 @@ class RowParallelLinear(nn.Module):
         self.weight = new_parameter(weight, context)  # [out, in/tp]
         self.bias = (
             new_parameter(ParameterSpec((out_features,), decay=False), context) if bias else None
-        )  # [out], whole on every rank
+        )  # [out], replicated on every rank
         self.skip_bias_add = skip_bias_add
 
     def forward(self, x: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class MegatronSource:
     def _check_names(self) -> None:
         folder, shards = self._checkpoint.folder, self._checkpoint.shards
         if missing := sorted(self._specs.keys() - shards.keys()):
-            raise UserError(f"{folder} lacks {few(missing)}: is the config of another model?")
+            raise UserError(f"{folder} lacks {few(missing)}: does the config belong to another model?")
         others = sorted(shards.keys() - self._specs.keys())
         if others == [_OUTPUT]:
             pairs = zip(shards[_OUTPUT], shards[_WORD], strict=True)

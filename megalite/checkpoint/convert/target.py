@@ -51,7 +51,7 @@ class ConversionPlan:
     Attributes:
         specs: every parameter of the model.
         max_bytes: of one file of weights, if the format has several.
-        final: the folder's name once it is whole.
+        final: the folder's name once it is complete.
         hugging_face: as in the source.
     """
 

@@ -98,7 +98,7 @@ class InputPlan:
             begin += size
 
     def _is_mine(self, position: int) -> bool:
-        """Return whether this part of the input has what begins at a position in all files' bytes."""
+        """Return whether a piece that begins at this position, in the bytes of all files, is in this part."""
         index, count = self._job.partition
         return position * count // max(sum(self._sizes), 1) == index
 

@@ -59,7 +59,7 @@ def num_cores() -> int:
 
 
 def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> PreprocessingSummary:
-    """Tokenize all documents; each output appears under its name once it is whole.
+    """Tokenize all documents; each output appears under its name once it is complete.
 
     A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` continues. A run
     that fails leaves nothing; if it had resumed an earlier run, it leaves the finished pieces.

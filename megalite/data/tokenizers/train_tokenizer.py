@@ -129,7 +129,7 @@ TRAINERS: dict[str, Callable[[Iterable[str], int], bytes]] = {
 
 
 def write_tokenizer(path: Path, train: Callable[[], bytes], overwrite: bool = False) -> None:
-    """Train a tokenizer and write its file; the name appears once it is whole.
+    """Train a tokenizer and write its file; the name appears once it is complete.
 
     Raises:
         UserError: the file exists or cannot be written, a library is missing, or training is not possible.

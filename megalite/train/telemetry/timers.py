@@ -118,7 +118,7 @@ class Timers(Observer[Timed]):
         self._uses: dict[str, list[_Use]] = {}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Add the block's time to the timer `name`, also if the block raises."""
+        """Add the block's time to the timer `name`, even if the block raises."""
         return observed(self.observers, name)
 
     def begins(self, what: Timed) -> None:

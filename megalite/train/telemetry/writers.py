@@ -32,7 +32,7 @@ class MetricsWriter(Protocol):
         """Write the result of an evaluation."""
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write what is not written yet, and whether the run has failed."""
+        """Write the rest, and whether the run has failed."""
 
 
 class DashboardWriter(MetricsWriter, Protocol):
@@ -254,7 +254,7 @@ class Writers:
             writer.validation(metrics)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write what is not written yet and close the files; a second call does nothing."""
+        """Write the rest and close the files; a second call does nothing."""
         writers: list[MetricsWriter] = [*self._logs, *self._dashboards]
         self._logs, self._dashboards = [], []
         while writers:
