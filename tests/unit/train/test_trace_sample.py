@@ -120,7 +120,7 @@ def test_tool(corpora: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main(["--iteration", "1", *FLAGS, "--mock-data", "--vocab-size", "9", "--global-batch-size", "2"])
 
 
-def test_fill_in_middle_samples_have_the_same_origins(corpora: list[str], tmp_path: Path) -> None:
+def test_fill_in_middle_samples_have_the_same_spans(corpora: list[str], tmp_path: Path) -> None:
     flags = flags_of(corpora[:1], "--global-batch-size", "2")
     plain, _ = parse(flags)
     tokenizer = tmp_path / "tokenizer.json"
