@@ -13,7 +13,7 @@ import pytest
 from megalite.config.entry_point import run_main
 
 ROOT = Path(__file__).parents[3]
-MORE_THAN_A_BUFFER = ["--stages", "64", "--microbatches", "400"]
+MORE_THAN_A_BUFFER = ["--stages", "16", "--microbatches", "256"]
 RUN = "from megalite.config.entry_point import run_main; run_main(main, [])"
 
 
