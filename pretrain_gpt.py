@@ -17,12 +17,12 @@ from megalite.distributed.topology import Launch, Topology, refusal_reported
 from megalite.dry_run.dry_run import dry_run
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, train
-from megalite.train.out_of_memory import memory_explained
+from megalite.train.out_of_memory import explain_out_of_memory
 from megalite.train.resume import resume
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, listen, open_writers, prepare_process, settings_of
-from megalite.train.stopping import StopConditions, StopSignals, leave_if_switched_off
+from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.trainer import Trainer
 
 
@@ -47,13 +47,13 @@ def main(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> None:
 def pretrain(config: Config, launch: Launch, signals: StopSignals, callbacks: Sequence[Callback]) -> int:
     """Join the other ranks, train, and return the exit status."""
     with Topology.start(config.parallel, launch, must_agree=settings_of(config)) as topology:
-        leave_if_switched_off(config.training, topology)
+        exit_if_switched_off(config.training, topology)
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease)
             datasets = build_data(run)
             with (
                 open_writers(run) as writers,
-                memory_explained(run.config, topology),
+                explain_out_of_memory(run.config, topology),
                 Trainer(run, datasets) as trainer,
             ):
                 announce(trainer)

@@ -137,7 +137,7 @@ def gpu_targets(compiler: str) -> list[str]:
 
 
 def is_stale(object_file: str, source: str) -> bool:
-    """Whether a source must be compiled again: it, a header or this file changed."""
+    """Return whether a source must be compiled again: it, a header or this file changed."""
     built = Path(object_file)
     needed = [Path(source), *map(Path, HEADERS), Path("setup.py")]
     return not built.exists() or any(path.stat().st_mtime > built.stat().st_mtime for path in needed)

@@ -65,24 +65,24 @@ def drawn(title: str, table: Table) -> str:
     scale = WIDTH / max(largest, 1.0)
     bottom = TOP + sum(heights)
     drawing = Drawing(LEFT + WIDTH + RIGHT, bottom + 30)
-    drawing.words(16, 24, title, 14)
+    drawing.text(16, 24, title, 14)
     x = float(LEFT)
     for name, colour in zip(table.columns, COLOURS, strict=False):
         drawing.box(x, 36, 12, 12, colour)
-        drawing.words(x + 17, 46, name, 11)
+        drawing.text(x + 17, 46, name, 11)
         x += 36 + 6.2 * len(name)
-    drawing.words(LEFT + scale, bottom + 16, "1: as fast", 11, anchor="middle")
+    drawing.text(LEFT + scale, bottom + 16, "1: as fast", 11, anchor="middle")
     y = float(TOP)
     for (name, cells), height in zip(table.rows, heights, strict=True):
-        drawing.words(LEFT - 10, y + (height - GAP) / 2 + 4, name, 12, anchor="end")
+        drawing.text(LEFT - 10, y + (height - GAP) / 2 + 4, name, 12, anchor="end")
         for cell, colour in zip(cells, COLOURS, strict=False):
             if cell is not None:
                 drawing.box(LEFT, y, cell * scale, BAR - 2, colour)
-                drawing.words(LEFT + cell * scale + 5, y + BAR - 3, f"{cell:.2f}", 10)
+                drawing.text(LEFT + cell * scale + 5, y + BAR - 3, f"{cell:.2f}", 10)
                 y += BAR
         y += GAP
     drawing.box(LEFT + scale, TOP - 6, 1, bottom - TOP + 6, INK)
-    return drawing.text()
+    return drawing.content()
 
 
 def speed_of(name: str) -> str:

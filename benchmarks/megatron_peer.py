@@ -87,7 +87,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.num_kv_heads,
         "normalization": model.normalization,
         "add_bias_linear": model.add_bias_linear,
-        "gated_linear_unit": model.activation == "swiglu",
+        "gated_linear_unit": model.is_gated,
         "activation_func": _ACTIVATIONS[model.activation],
         "params_dtype": DTYPES[model.params_dtype],
         "bf16": model.params_dtype == "bf16",

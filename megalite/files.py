@@ -115,7 +115,7 @@ def new_file(path: str | os.PathLike[str], buffering: int = -1) -> Iterator[Bina
 
 
 def partial_name(final: Path) -> Path:
-    """Return a hidden name beside a file or folder, for writing it before it is whole.
+    """Return a hidden name beside a file or folder, for writing it until it is complete.
 
     The name is new each time: no two processes write to the same one.
     """

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megalite.dry_run import traffic
-from megalite.dry_run.traffic import Call, Traffic
+from megalite.dry_run.traffic import CollectiveCall, Traffic
 
 __all__ = ["Traffic", "by_bytes", "ring_bytes"]
 
 
-def by_bytes(calls: Mapping[Call, int]) -> Counter[tuple[str, str, int]]:
+def by_bytes(calls: Mapping[CollectiveCall, int]) -> Counter[tuple[str, str, int]]:
     """Number of calls by axis, kind and bytes of the whole tensor."""
     counted: Counter[tuple[str, str, int]] = Counter()
     for call, count in calls.items():
@@ -21,5 +21,7 @@ def by_bytes(calls: Mapping[Call, int]) -> Counter[tuple[str, str, int]]:
 
 def ring_bytes(calls: Mapping[tuple[str, str, int], int], axis: str, size: int) -> float:
     """Bytes that a rank sends on an axis, where collectives run in rings."""
-    typed = {Call(name, kind, "", num_bytes): count for (name, kind, num_bytes), count in calls.items()}
+    typed = {
+        CollectiveCall(name, kind, "", num_bytes): count for (name, kind, num_bytes), count in calls.items()
+    }
     return traffic.ring_bytes(typed, axis, size)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -145,5 +144,4 @@ def _put(text: str, topology: Topology) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -58,5 +57,4 @@ def _difference(flags: argparse.Namespace) -> bool:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])

@@ -11,7 +11,6 @@ The exit status is 1 if a dataset is damaged, a token id is outside of the vocab
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -113,5 +112,4 @@ def _describe(dataset: IndexedDataset, summary: DatasetSummary) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])

@@ -8,10 +8,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from megalite.config.entry_point import run_main
 from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
 from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, num_cores, preprocess
@@ -218,18 +219,18 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Ended(number)
 
 
-def _program(arguments: list[str]) -> int:
-    """Run `main`, and return its status or that of the signal that ends it, at whatever moment."""
+def _program(arguments: Sequence[str]) -> None:
+    """Run `main`, and exit with its status or that of the signal that ends it, at whatever moment."""
     try:
         for number in _END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, _end)
-        return main(arguments)
+        raise SystemExit(main(list(arguments)))
     except _Ended as ended:
         name = "interrupted" if ended.number == signal.SIGINT else signal.Signals(ended.number).name
         newline = "\n" if sys.stderr.isatty() else ""  # the progress bar has none
         sys.stderr.write(f"{newline}{name}: run the same command with --resume to continue\n")
-        return 128 + ended.number
+        raise SystemExit(128 + ended.number) from None
 
 
 def main(arguments: list[str]) -> int:
@@ -243,7 +244,6 @@ def main(arguments: list[str]) -> int:
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         return 1
     bar.end()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the work is done: `| head` ends the program silently
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
     if summary.was_complete:
         print(f"{outputs}: complete already")
@@ -255,4 +255,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_program(sys.argv[1:]))
+    run_main(_program, sys.argv[1:])

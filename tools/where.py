@@ -9,7 +9,6 @@ run's --dp it also shows the data-parallel rank of each sample.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -37,8 +36,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     for sample in trace_iteration(config, own.iteration):
         print(_heading(sample))
-        for origin in sample.origins:
-            print(f"  {_position(origin)}: {_text(origin, tokenizer, own.chars)}")
+        for span in sample.spans:
+            print(f"  {_position(span)}: {_text(span, tokenizer, own.chars)}")
 
 
 def _heading(sample: TracedSample) -> str:
@@ -46,21 +45,20 @@ def _heading(sample: TracedSample) -> str:
     return f"sample {sample.number}{rank}"
 
 
-def _position(origin: SampleSpan) -> str:
-    sequence = "" if origin.sequence == origin.document else f" sequence {origin.sequence}"
+def _position(span: SampleSpan) -> str:
+    sequence = "" if span.sequence == span.document else f" sequence {span.sequence}"
     return (
-        f"{origin.prefix} document {origin.document}{sequence} "
-        f"tokens {origin.offset} to {origin.offset + len(origin.tokens) - 1}"
+        f"{span.prefix} document {span.document}{sequence} "
+        f"tokens {span.offset} to {span.offset + len(span.tokens) - 1}"
     )
 
 
-def _text(origin: SampleSpan, tokenizer: Tokenizer | None, num_chars: int) -> str:
+def _text(span: SampleSpan, tokenizer: Tokenizer | None, num_chars: int) -> str:
     """Return the start of a piece on one line; its token ids if there is no tokenizer."""
-    ids = origin.tokens[: num_chars + 1].tolist()  # a token usually has at least one character
+    ids = span.tokens[: num_chars + 1].tolist()  # a token usually has at least one character
     text = repr(tokenizer.decode(ids))[1:-1] if tokenizer else " ".join(map(str, ids))
     return text if len(text) <= num_chars else f"{text[:num_chars]}…"
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program silently
     run_main(main, sys.argv[1:])

@@ -24,35 +24,35 @@ def light(colour: Colour) -> Colour:
 def overview() -> str:
     """Draw one model on 8 ranks: tensor-parallel slices, pipeline stages and data-parallel replicas."""
     drawing = Drawing(760, 310)
-    drawing.words(
+    drawing.text(
         16, 24, "A GPT of 12 layers on 8 ranks: --tp 2 --pp 2, which leaves 2 data-parallel replicas", 14
     )
     stages = (("stage 0", "embedding,", "layers 0-5"), ("stage 1", "layers 6-11,", "output, loss"))
     for stage, lines in enumerate(stages):
         y = 66 + 112 * stage
         for number, line in enumerate(lines):
-            drawing.words(16, y + 28 + 16 * number, line, 12)
+            drawing.text(16, y + 28 + 16 * number, line, 12)
         for replica in range(2):
             x = 112 + 336 * replica
             for tp in range(2):
                 rank = (stage * 2 + replica) * 2 + tp
                 drawing.box(x + 144 * tp, y, 112, 72, RANKS[tp], PAPER)
-                drawing.words(x + 144 * tp + 56, y + 32, f"rank {rank}", 13, PAPER, "middle")
-                drawing.words(x + 144 * tp + 56, y + 50, "half of each matrix", 11, PAPER, "middle")
+                drawing.text(x + 144 * tp + 56, y + 32, f"rank {rank}", 13, PAPER, "middle")
+                drawing.text(x + 144 * tp + 56, y + 50, "half of each matrix", 11, PAPER, "middle")
                 if stage == 0:
                     drawing.arrow(x + 144 * tp + 48, y + 76, x + 144 * tp + 48, y + 108)
                     drawing.arrow(x + 144 * tp + 64, y + 108, x + 144 * tp + 64, y + 76)
             drawing.box(x + 118, y + 22, 20, 28, PAPER, INK)
-            drawing.words(x + 128, y + 40, "tp", 11, anchor="middle")
+            drawing.text(x + 128, y + 40, "tp", 11, anchor="middle")
         drawing.arrow(412, y + 36, 370, y + 36)
         drawing.arrow(400, y + 36, 444, y + 36)
         drawing.box(397, y + 22, 20, 28, PAPER, INK)
-        drawing.words(407, y + 40, "dp", 11, anchor="middle")
+        drawing.text(407, y + 40, "dp", 11, anchor="middle")
     for replica in range(2):
         x = 112 + 336 * replica
-        drawing.words(x + 128, 56, f"replica {replica}", 12, anchor="middle")
+        drawing.text(x + 128, 56, f"replica {replica}", 12, anchor="middle")
         drawing.box(x + 118, 144, 20, 28, PAPER, INK)
-        drawing.words(x + 128, 162, "pp", 11, anchor="middle")
+        drawing.text(x + 128, 162, "pp", 11, anchor="middle")
     for number, line in enumerate(
         (
             "tp: each layer sums its partial results over the ranks that share its matrices.",
@@ -60,23 +60,23 @@ def overview() -> str:
             "dp: replicas train on different samples and average their gradients.",
         )
     ):
-        drawing.words(16, 268 + 16 * number, line, 11)
-    return drawing.text()
+        drawing.text(16, 268 + 16 * number, line, 11)
+    return drawing.content()
 
 
 def tensor_parallel() -> str:
     """Draw the two linear layers of an MLP on two ranks, from the shared input to the all-reduced output."""
     drawing = Drawing(720, 260)
-    drawing.words(16, 24, "An MLP on two tensor-parallel ranks: A is cut by columns, B by rows", 14)
+    drawing.text(16, 24, "An MLP on two tensor-parallel ranks: A is cut by columns, B by rows", 14)
     for rank, y in enumerate((56, 156)):
         colour = RANKS[rank]
-        drawing.words(16, y + 34, f"rank {rank}", 12)
+        drawing.text(16, y + 34, f"rank {rank}", 12)
         _tensor(drawing, 70, y, 60, 60, light(INK), "x", "[s, b, h]")
-        drawing.words(146, y + 34, "×", 16)
+        drawing.text(146, y + 34, "×", 16)
         _tensor(drawing, 170, y, 40, 60, colour, f"A{rank}", "[h, f/2]")
         drawing.arrow(222, y + 30, 254, y + 30)
         _tensor(drawing, 262, y, 40, 60, light(colour), f"y{rank}", "[s, b, f/2]")
-        drawing.words(318, y + 34, "×", 16)
+        drawing.text(318, y + 34, "×", 16)
         _tensor(drawing, 342, y + 15, 60, 30, colour, f"B{rank}", "[f/2, h]")
         drawing.arrow(414, y + 30, 446, y + 30)
         _tensor(drawing, 454, y, 60, 60, light(colour), f"z{rank}", "partial z")
@@ -84,9 +84,9 @@ def tensor_parallel() -> str:
         _tensor(drawing, 640, y, 60, 60, light(INK), "z", "z0 + z1")
         drawing.arrow(612, y + 30, 636, y + 30)
     drawing.box(566, 56, 44, 160, light(RED), RED)
-    drawing.words(588, 132, "all-", 11, anchor="middle")
-    drawing.words(588, 146, "reduce", 11, anchor="middle")
-    return drawing.text()
+    drawing.text(588, 132, "all-", 11, anchor="middle")
+    drawing.text(588, 146, "reduce", 11, anchor="middle")
+    return drawing.content()
 
 
 def _tensor(
@@ -94,16 +94,14 @@ def _tensor(
 ) -> None:
     drawing.box(x, y, width, height, colour, INK)
     ink = PAPER if sum(colour) < 3 * 150 else INK
-    drawing.words(x + width / 2, y + height / 2 + 4, name, 12, ink, "middle")
-    drawing.words(x + width / 2, y + height + 14, shape, 10, anchor="middle")
+    drawing.text(x + width / 2, y + height / 2 + 4, name, 12, ink, "middle")
+    drawing.text(x + width / 2, y + height + 14, shape, 10, anchor="middle")
 
 
 def sequence_parallel() -> str:
     """Draw which part of the activations each of four ranks holds at each step of a block."""
     drawing = Drawing(720, 250)
-    drawing.words(
-        16, 24, "Activations that each rank holds in one block, with --tp 4 --sequence-parallel", 14
-    )
+    drawing.text(16, 24, "Activations that each rank holds in one block, with --tp 4 --sequence-parallel", 14)
     steps = (
         ("norm", "[s/4, b, h]", True),
         ("all-gather", "", None),
@@ -115,11 +113,11 @@ def sequence_parallel() -> str:
     for title, shape, by_sequence in steps:
         if by_sequence is None:
             drawing.box(x, 52, 40, 152, light(RED), RED)
-            drawing.words(x + 20, 226, title, 11, anchor="middle")
+            drawing.text(x + 20, 226, title, 11, anchor="middle")
             x += 70
             continue
-        drawing.words(x + 60, 222, title, 11, anchor="middle")
-        drawing.words(x + 60, 238, shape, 10, anchor="middle")
+        drawing.text(x + 60, 222, title, 11, anchor="middle")
+        drawing.text(x + 60, 238, shape, 10, anchor="middle")
         for rank, colour in enumerate(RANKS):
             for piece in range(4):
                 if by_sequence:
@@ -130,14 +128,14 @@ def sequence_parallel() -> str:
                     drawing.box(x, 52 + 40 * rank + 8 * piece, 120, 8, fill, PAPER)
         x += 150
     for rank in range(4):
-        drawing.words(16, 72 + 40 * rank, f"rank {rank}", 12)
-    return drawing.text()
+        drawing.text(16, 72 + 40 * rank, f"rank {rank}", 12)
+    return drawing.content()
 
 
 def data_parallel() -> str:
     """Draw the last microbatch of an iteration on two replicas: buckets are reduced during backward."""
     drawing = Drawing(720, 230)
-    drawing.words(
+    drawing.text(
         16,
         24,
         "The last microbatch of an iteration on two replicas: gradients are reduced during backward",
@@ -145,27 +143,27 @@ def data_parallel() -> str:
     )
     spans = (("forward", 84, 120, BLUE), ("backward", 204, 240, GREEN), ("update", 488, 60, VIOLET))
     for replica, y in enumerate((48, 128)):
-        drawing.words(16, y + 20, f"replica {replica}", 12)
+        drawing.text(16, y + 20, f"replica {replica}", 12)
         for name, x, width, colour in spans:
             drawing.box(x, y, width, 28, colour, PAPER)
-            drawing.words(x + width / 2, y + 18, name, 11, PAPER, "middle")
-        drawing.words(16, y + 48, "network", 11)
+            drawing.text(x + width / 2, y + 18, name, 11, PAPER, "middle")
+        drawing.text(16, y + 48, "network", 11)
         drawing.box(84, y + 34, 560, 20, WAITING)
         for number, (x, width) in enumerate(((264, 56), (324, 56), (384, 56), (444, 40))):
             drawing.box(x, y + 34, width, 20, light(RED), RED)
-            drawing.words(
+            drawing.text(
                 x + width / 2, y + 48, f"bucket {number}" if width > 40 else str(number), 10, anchor="middle"
             )
         drawing.box(548, y + 34, 96, 20, light(ORANGE), ORANGE)
-        drawing.words(596, y + 48, "weights (ZeRO)", 10, anchor="middle")
-    drawing.words(
+        drawing.text(596, y + 48, "weights (ZeRO)", 10, anchor="middle")
+    drawing.text(
         16,
         214,
         "Only the last bucket is reduced after backward. With --overlap-param-gather, weights are gathered "
         "during the next forward.",
         11,
     )
-    return drawing.text()
+    return drawing.content()
 
 
 STATES = (("weights", 2, BLUE), ("gradients", 4, ORANGE), ("main weights, moments", 12, GREEN))
@@ -184,48 +182,48 @@ def bytes_a_parameter(stage: int, replicas: int) -> Sequence[float]:
 def zero_stages(replicas: int = 8) -> str:
     """Draw the bytes per parameter that one replica holds at each ZeRO stage."""
     drawing = Drawing(720, 210)
-    drawing.words(16, 24, f"Bytes per parameter on each of {replicas} replicas, --bf16 with Adam", 14)
+    drawing.text(16, 24, f"Bytes per parameter on each of {replicas} replicas, --bf16 with Adam", 14)
     for stage in SHARED:
         y, x = 44 + 32 * stage, 110.0
         sizes = bytes_a_parameter(stage, replicas)
-        drawing.words(16, y + 16, f"--zero-stage {stage}", 11)
+        drawing.text(16, y + 16, f"--zero-stage {stage}", 11)
         for size, (_, _, colour) in zip(sizes, STATES, strict=True):
             drawing.box(x, y, 30 * size, 24, colour, PAPER)
             x += 30 * size
-        drawing.words(x + 8, y + 16, f"{sum(sizes):.2f}".rstrip("0").rstrip("."), 12)
+        drawing.text(x + 8, y + 16, f"{sum(sizes):.2f}".rstrip("0").rstrip("."), 12)
     x = 110.0
     for name, _, colour in STATES:
         drawing.box(x, 184, 12, 12, colour)
-        drawing.words(x + 17, 194, name, 11)
+        drawing.text(x + 17, 194, name, 11)
         x += 40 + 6.5 * len(name)
-    return drawing.text()
+    return drawing.content()
 
 
 def layout() -> str:
     """Draw the positions of the 16 ranks of tp 4, pp 2, dp 2 on two nodes of 8."""
     drawing = Drawing(720, 230)
-    drawing.words(16, 24, "--tp 4 --pp 2 on two nodes of 8: rank = (pp × 2 + dp) × 4 + tp", 14)
+    drawing.text(16, 24, "--tp 4 --pp 2 on two nodes of 8: rank = (pp × 2 + dp) × 4 + tp", 14)
     for node in range(2):
         drawing.box(16 + 352 * node, 40, 336, 150, WAITING, INK)
-        drawing.words(24 + 352 * node, 58, f"node {node}: stage {node}", 12)
+        drawing.text(24 + 352 * node, 58, f"node {node}: stage {node}", 12)
         for replica in range(2):
             y = 70 + 58 * replica
-            drawing.words(24 + 352 * node, y + 28, f"dp {replica}", 11)
+            drawing.text(24 + 352 * node, y + 28, f"dp {replica}", 11)
             for tp in range(4):
                 x = 64 + 352 * node + 70 * tp
                 drawing.box(x, y, 62, 46, RANKS[tp] if replica == 0 else light(RANKS[tp]), PAPER)
                 rank = (node * 2 + replica) * 4 + tp
                 ink = PAPER if replica == 0 else INK
-                drawing.words(x + 31, y + 20, f"rank {rank}", 11, ink, "middle")
-                drawing.words(x + 31, y + 36, f"tp {tp}", 10, ink, "middle")
-    drawing.words(
+                drawing.text(x + 31, y + 20, f"rank {rank}", 11, ink, "middle")
+                drawing.text(x + 31, y + 36, f"tp {tp}", 10, ink, "middle")
+    drawing.text(
         16,
         214,
         "A row is a tensor-parallel group; a column of a node is a data-parallel group; "
         "the same position on both nodes is a pipeline.",
         11,
     )
-    return drawing.text()
+    return drawing.content()
 
 
 PICTURES: Mapping[str, Callable[[], str]] = {

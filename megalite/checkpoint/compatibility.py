@@ -1,4 +1,4 @@
-"""Record what a checkpoint depends on, and find in what a run that loads it differs."""
+"""Record what a checkpoint depends on, and find how a run that loads it differs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.comparison import RESUME_RULES, OnResume, fields_with
+from megalite.config.resume_rules import RESUME_RULES, OnResume, fields_with
 from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
 from megalite.data.corpus_record import DataRecord, data_differences
 from megalite.data.tokenizers.tokenizer_digest import digest_of
@@ -16,11 +16,14 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.optim.parameter_schedules import OptimizerSchedules
 
-SAME_SHAPES = ("seq_length", "norm_epsilon", "rotary_base")
+SAME_SHAPE_FIELDS = ("seq_length", "norm_epsilon", "rotary_base")
 """Model fields that change what the weights compute but not their shapes: free with --finetune."""
 UNTIED = "untie_embeddings_and_output_weights"
-_ALIKE = {"activation": ("gelu", "gelu_exact", "relu"), "position_embedding_type": ("rope", "alibi", "none")}
-"""Values between which the shapes of weights are the same."""
+SAME_SHAPE_VALUES = {
+    "activation": ("gelu", "gelu_exact", "relu"),
+    "position_embedding_type": ("rope", "alibi", "none"),
+}
+"""Values of a field among which the weights keep their shapes: free with --finetune too."""
 _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
 
 
@@ -38,7 +41,7 @@ class Difference(NamedTuple):
 def compatibility_record(
     config: Config, topology: Topology, data: DataRecord | None = None
 ) -> dict[str, Any]:
-    """Return what run.json records of a run for later ones to compare; `comparison` has each field's rule.
+    """Return what run.json records of a run for later ones to compare; `resume_rules` has each field's rule.
 
     Only rank 0, which writes and warns, knows the tokenizer.
 
@@ -84,7 +87,7 @@ def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
 
 
 class _Findings(NamedTuple):
-    """Hold what a comparison found: mistakes refuse the checkpoint, notices are logged."""
+    """Hold the result of a comparison: mistakes that refuse the checkpoint, and notices for the log."""
 
     mistakes: list[str]
     notices: list[str]
@@ -164,9 +167,9 @@ def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) 
 
 def _keeps_shapes(difference: Difference) -> bool:
     """Return whether the weights of one model fit into the other: --finetune then loads them."""
-    alike = _ALIKE.get(difference.name, ())
-    return difference.name in (*SAME_SHAPES, UNTIED) or (
-        difference.saved in alike and difference.here in alike
+    values = SAME_SHAPE_VALUES.get(difference.name, ())
+    return difference.name in (*SAME_SHAPE_FIELDS, UNTIED) or (
+        difference.saved in values and difference.here in values
     )
 
 
@@ -189,7 +192,7 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
 def _model_advice(refused: list[Difference]) -> str:
     if any(difference.name == UNTIED for difference in refused):
         return (
-            "its output weight differs from its word embedding, and a tied model has only one of them: give "
+            "its output weight differs from its word embedding, and a tied model has only one of them: pass "
             "--untie-embeddings-and-output-weights, or --finetune to drop it"
         )
     return "use the checkpoint's values, or remove --load"
@@ -204,7 +207,7 @@ def _compare_runs(
     advice = "use the checkpoint's values, or remove --load"
     for name, value, _ in differences:
         if name == "global_batch_size" and config.training.global_batch_size is None:
-            advice = f"give --global-batch-size {value}, which by default follows the number of replicas"
+            advice = f"pass --global-batch-size {value}, which by default follows the number of replicas"
     return _Findings(
         [_mistake(checkpoint, "belongs to another run", differences, f"{advice}; {_FINETUNE_ADVICE}")], []
     )
@@ -222,13 +225,13 @@ def _compare_schedules(
         notice = f"the command line's schedule is used, not the checkpoint's: {_listed(differences)}"
         return _Findings([], [notice])
     if saved.keys() & {"lr_warmup_iters"} != here.keys() & {"lr_warmup_iters"}:
-        advice = "one is counted in iterations, the other in samples: give --override-opt-param-scheduler"
+        advice = "one is counted in iterations, the other in samples: pass --override-opt-param-scheduler"
     elif config.checkpoint.use_checkpoint_opt_param_scheduler:
         kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
         return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
     else:
         advice = (
-            "give --override-opt-param-scheduler to continue with the new one, or "
+            "pass --override-opt-param-scheduler to continue with the new one, or "
             "--use-checkpoint-opt-param-scheduler to keep the old one"
         )
         decay = next((each for each in differences if each.name.startswith("lr_decay_")), None)
@@ -299,7 +302,7 @@ def _compare_tokenizers(saved: str | None, here: str | None, checkpoint: Path) -
     if None in (saved, here) or saved == here:
         return _Findings([], [])
     notice = (
-        f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: give the same "
+        f"checkpoint {checkpoint} was trained with another tokenizer, so ids mean other text: pass the same "
         "tokenizer unless you know that they are equal"
     )
     return _Findings([], [notice])

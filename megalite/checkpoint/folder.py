@@ -1,10 +1,10 @@
 """Manage a run's folder of checkpoints: find them, order them for loading, and delete old ones.
 
-SAVE/latest                 name of the newest whole checkpoint
-SAVE/iter_0000010/          a whole checkpoint
+SAVE/latest                 name of the newest complete checkpoint
+SAVE/iter_0000010/          a complete checkpoint
 SAVE/.iter_0000020.5f3a….partial one that is being written, or was when its run died
 SAVE/.latest.5f3a….partial  a text that is about to replace `latest`
-SAVE/.iter_0000010.replaced the previous iter_0000010; it counts until the new one, which is whole, is renamed
+SAVE/.iter_0000010.replaced the previous iter_0000010; it counts until the new, complete one is renamed
 SAVE/.iter_0000010.deleted  one that is being deleted
 """
 
@@ -44,7 +44,7 @@ def name_of(iteration: int) -> str:
 
 
 def iterations_in(folder: Path) -> dict[int, str]:
-    """Return the names of the checkpoints in a folder, whole or not, by iteration and oldest first.
+    """Return the names of the checkpoints in a folder, complete or not, by iteration and oldest first.
 
     Raises:
         OSError: the folder cannot be read.
@@ -78,10 +78,10 @@ def list_checkpoints(folder: Path) -> Listing:
     names = tuple(found[iteration] for iteration in (*past, *later))
     notices = []
     if problem:
-        notices.append(f"{folder / LATEST} {problem}: the newest whole checkpoint is loaded")
+        notices.append(f"{folder / LATEST} {problem}: the newest complete checkpoint is loaded")
     if later:
         notices.append(
-            f"{folder / LATEST} names {name_of(newest)}, and {found[later[0]]} is newer: give "
+            f"{folder / LATEST} names {name_of(newest)}, and {found[later[0]]} is newer: pass "
             f"--load-iteration {later[0]} to load that instead"
         )
     return Listing(names, tuple(notices))
@@ -90,7 +90,7 @@ def list_checkpoints(folder: Path) -> Listing:
 def outdated(
     iterations: Iterable[int], newest: int, keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Return the checkpoints to delete now that `newest` is whole, oldest first.
+    """Return the checkpoints to delete now that `newest` is complete, oldest first.
 
     Those that stay are the last `keep_last` up to the newest, those that `keep_every` divides, and all later
     than the newest, which belong to another course of the run. With `keep_every` alone only the newest stays
@@ -130,7 +130,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a whole checkpoint to its own name; a previous one with that name is deleted afterwards.
+    """Rename a complete checkpoint to its own name; a previous one with that name is deleted afterwards.
 
     At each moment `iterations_in` finds one of the two.
 
@@ -146,7 +146,7 @@ def put_in_place(aside: Path, final: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what earlier runs have left unfinished; what cannot be deleted stays.
+    """Delete the unfinished saves of earlier runs; those that cannot be deleted stay.
 
     Call it between saves, and only as the folder's one writer (see `lease`): then all that is unfinished
     belongs to runs that have ended or have lost the folder.
@@ -163,7 +163,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_latest(folder: Path) -> str:
-    """Return what the folder's `latest` says.
+    """Return the content of the folder's `latest`.
 
     Raises:
         OSError: it is missing, not a regular file, or longer than any name.

@@ -101,7 +101,7 @@ class LeaseHolder:
 
     @staticmethod
     def parse(content: bytes) -> LeaseHolder | None:
-        """Return the holder that a lease names; None if the file is not whole (yet)."""
+        """Return the holder that a lease names; None if the file is not complete (yet)."""
         try:
             record = parse_json(content)
             holder = LeaseHolder(**record)
@@ -232,7 +232,7 @@ class HeldLease(FolderLease):
                     remove_leftovers(folder)
         except OSError as error:
             raise UserError(
-                f"--save {folder} cannot be written ({error.strerror}: {error.filename}): give another folder"
+                f"--save {folder} cannot be written ({error.strerror}: {error.filename}): pass another folder"
             ) from None
         return lease
 
@@ -303,7 +303,7 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
             log.info("--save %s is in use (%s): waiting to see whether that run is alive", folder, who)
         elif (content, touched) != first:
             raise UserError(
-                f"--save {folder} is in use by another run ({who}): end that one, or give another folder; "
+                f"--save {folder} is in use by another run ({who}): end that one, or pass another folder; "
                 f"a dead run is detected after {ABANDONED_SECONDS:g} s"
             )
         elif time.monotonic() > deadline:
@@ -355,7 +355,7 @@ def _newest(folder: Path) -> tuple[int, bytes, int] | None:
 
 
 def _machine() -> str:
-    """Return a name of the booted system and of its process numbers, which differ between containers."""
+    """Return an id of this boot and of this namespace of process ids: containers have their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -157,7 +157,7 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
     if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
         raise UserError(
             f"checkpoint {manifest.folder} has no optimizer state (it was saved with --no-save-optim, or "
-            "converted): give --no-load-optim to continue with Adam's moments at zero, or --finetune to "
+            "converted): pass --no-load-optim to continue with Adam's moments at zero, or --finetune to "
             "start a new run from its weights"
         )
 
@@ -194,7 +194,7 @@ def load_checkpoint(
     local: LocalSaves | None = None,
     data: DataRecord | None = None,
 ) -> LoadPlan | None:
-    """Copy the checkpoint of `load_iteration`, or else the latest whole one, into this rank's tensors.
+    """Copy the checkpoint of `load_iteration`, or else the latest complete one, into this rank's tensors.
 
     Every rank calls this; every rank returns the same or raises the same.
 
@@ -239,12 +239,14 @@ def _newest_local(
             "the non-persistent checkpoint of iteration %d is skipped: --save has a newer one", iteration
         )
         return None
-    log.info("the non-persistent checkpoint of iteration %d is loaded: --save has none as new", iteration)
+    log.info(
+        "the non-persistent checkpoint of iteration %d is loaded: it is newer than those in --save", iteration
+    )
     return manifest
 
 
 def _newest_persistent(folder: Path, topology: Topology) -> int:
-    """Return the newest iteration that rank 0 sees, whole or not; -1 if there is none."""
+    """Return the newest iteration that rank 0 sees, complete or not; -1 if there is none."""
     newest = [-1]
     if topology.rank == 0:
         with suppress(OSError):  # reported when the folder is read next

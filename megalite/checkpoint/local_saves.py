@@ -6,8 +6,8 @@ Such a save needs no file system that all nodes share, and each node writes only
 helps a run that is started again on the same nodes, in the same layout: in another layout no single rank's
 folder holds a rank's tensors, and the run loads its last persistent checkpoint, as it does if a node is gone.
 
-A rank keeps its older save until the new one is whole on every rank, so at most two. A whole persistent save
-makes those up to its iteration superfluous: they are deleted.
+A rank keeps its older save until the new one is complete on every rank, so at most two. A complete persistent
+save makes those up to its iteration superfluous: they are deleted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LocalSaves:
 
     @staticmethod
     def of(config: CheckpointConfig, topology: Topology) -> LocalSaves | None:
-        """Return this run's, whose name is in its folder of persistent checkpoints; every rank calls it.
+        """Return this run's local saves, named in its folder of persistent checkpoints; every rank calls it.
 
         Returns:
             None if the config has no such saves.
@@ -83,7 +83,7 @@ class LocalSaves:
         return LocalSaves(folder, topology)
 
     def newest(self, tensors: Tensors) -> tuple[int, Manifest] | None:
-        """Return the newest iteration that every rank has whole, each in its own layout; every rank calls it.
+        """Return the newest iteration that every rank has saved fully in its layout; every rank calls it.
 
         Every byte of it has been read and verified. Skipped iterations are logged.
 
@@ -106,7 +106,7 @@ class LocalSaves:
         return None if newest is None else (newest, whole[newest])
 
     def remove_up_to(self, iteration: int) -> None:
-        """Delete the saves that a whole persistent checkpoint makes superfluous, on this rank."""
+        """Delete the saves that a complete persistent checkpoint makes superfluous, on this rank."""
         self._remove([number for number in self._found() if number <= iteration])
 
     def keep_only(self, iteration: int) -> None:
@@ -122,7 +122,7 @@ class LocalSaves:
         self._remove(list(self._found())[:-number])
 
     def remove_all(self) -> None:
-        """Delete the run's whole folder on this node, when every rank has reached the run's end."""
+        """Delete the run's folder on this node, when every rank has reached the run's end."""
         shutil.rmtree(self.folder.parent, ignore_errors=True)
 
     def _found(self) -> dict[int, str]:
@@ -176,7 +176,7 @@ class LocalSave:
         return self.saves.folder / name_of(self.contents.iteration)
 
     def run(self, agreement: SaveAgreement) -> None:
-        """Write it, and delete older ones once it is whole on every rank; every rank calls this.
+        """Write it, and delete older ones once it is complete on every rank; every rank calls this.
 
         Raises:
             SaveError: some rank could not; on every rank, and each keeps its older ones.
@@ -228,7 +228,7 @@ def _joined(answers: Sequence[SaveAnswer]) -> str:
 
 
 def _warn_of_skipped(found: Sequence[tuple[list[int], dict[int, str]]], common: set[int]) -> None:
-    """Warn of each iteration that some rank has and that is not whole on all of them."""
+    """Warn of each iteration that some rank has and that is not complete on all of them."""
     for iteration in sorted({each for whole, bad in found for each in (*whole, *bad)} - common):
         problems = [bad[iteration] for _, bad in found if iteration in bad]
         missing = [rank for rank, (whole, bad) in enumerate(found) if iteration not in {*whole, *bad}]
@@ -255,5 +255,5 @@ def _run_id(save: Path) -> str:
     try:
         replace_text(file, f"{run_id} {save.stat().st_ino}\n")
     except OSError as error:
-        raise UserError(f"--save {save} cannot be written ({error.strerror}): give another folder") from None
+        raise UserError(f"--save {save} cannot be written ({error.strerror}): pass another folder") from None
     return run_id

@@ -1,4 +1,4 @@
-"""Read and write what a checkpoint's folder says about itself: four text files.
+"""Read and write the four text files that describe a checkpoint folder.
 
     run.json      format, versions, progress, model, run and layout: small, for people and for checks
     config.yaml   the config of the run that saved it
@@ -42,7 +42,7 @@ _MAX_BYTES = {RUN: 1 << 24, CONFIG: 1 << 24, SUMS: 1 << 28, INDEX: 1 << 32}
 
 
 class DamagedCheckpoint(UserError):
-    """Raised for a folder that is not a whole checkpoint.
+    """Raised for a folder that is not a complete checkpoint.
 
     Attributes:
         folder: the checkpoint's.

@@ -87,7 +87,7 @@ class ParameterRange:
 
     @staticmethod
     def of(tensor: Tensor | ParameterShard, topology: Topology) -> ParameterRange:
-        """Return the range of what this rank holds; a plain tensor is whole on every rank."""
+        """Return the range of what this rank holds; a plain tensor is replicated on every rank."""
         if isinstance(tensor, Tensor):
             shape = tuple(tensor.shape)
             return ParameterRange(shape, 0, 0, shape, 0, tensor.numel())

@@ -1,4 +1,4 @@
-"""Record how far a run is."""
+"""Record the progress of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint: each element once, what replicas hold alike divided among them by bytes."""
+"""Write a checkpoint: each element once; replicas share the writing of equal elements by bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ that hold a tied table cut it alike, so that a reader finds two equal pieces."""
 
 
 def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES) -> dict[str, FilePiece]:
-    """Return what this rank writes of what it holds.
+    """Return the pieces that this rank writes of the tensors that it holds.
 
     It writes its own shards; a share by bytes of what all replicas hold, equal up to one tensor of
     `cut_bytes`; and the plain tensors if it is a stage's first rank. Every rank computes the same division.

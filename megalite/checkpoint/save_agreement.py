@@ -25,7 +25,7 @@ _DONE, _FAILED = "+", "-"
 
 
 class SaveError(UserError):
-    """Raised for a checkpoint that could not be written; what was there before it still is."""
+    """Raised for a checkpoint that could not be written; earlier ones are unchanged."""
 
 
 class SaveAnswer(NamedTuple):

@@ -32,7 +32,7 @@ from megalite.log import log
 
 
 class SaveJob(Protocol):
-    """Write something with all ranks."""
+    """Write one kind of checkpoint, together with all ranks."""
 
     @property
     def final(self) -> Path: ...
@@ -157,7 +157,7 @@ class Saver:
 
         Args:
             tensors: what this rank holds, by name. Call `before_update` before they are written to.
-            is_last: nothing is trained afterwards: on return the checkpoint is whole.
+            is_last: nothing is trained afterwards: on return the checkpoint is complete.
 
         Raises:
             SaveError: this save, or one before it, failed and the run must end; on every rank.
@@ -220,7 +220,7 @@ class Saver:
         if self._running is None:
             return False
         log.warning(
-            "iteration %d is not saved: %s is still being written after %.0f s; give a larger %s",
+            "iteration %d is not saved: %s is still being written after %.0f s; pass a larger %s",
             iteration,
             self._running.job.final,
             time.monotonic() - self._running.started_at,
@@ -275,7 +275,7 @@ class Saver:
             log.warning("%s; training continues, and the next save tries again", error)
 
     def _on_success(self, job: SaveJob, is_last: bool) -> None:
-        """Log a checkpoint that is whole, and delete what it supersedes."""
+        """Log a complete checkpoint, and delete what it supersedes."""
         log.info("saved checkpoint %s", job.final)
         if self.local is not None and isinstance(job, Save):
             if is_last:

@@ -1,4 +1,4 @@
-"""Select the checkpoint of a folder that every rank loads: the latest one that is whole."""
+"""Select the checkpoint of a folder that every rank loads: the latest complete one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Finding(NamedTuple):
 
 
 def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = None) -> Manifest | None:
-    """Return the checkpoint that `latest` names, or the newest whole one before it; every rank calls this.
+    """Return the checkpoint that `latest` names, or the newest complete one before it; every rank calls this.
 
     Every byte of it has been read and verified; the ranks divide the reading.
 
@@ -59,8 +59,8 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
         None if the folder holds no checkpoint.
 
     Raises:
-        UserError: none is whole; another version wrote it; the folder cannot be read, or ranks see different
-            folders. Raised on every rank.
+        UserError: none is complete; another version wrote it; the folder cannot be read, or ranks see
+            different folders. Raised on every rank.
     """
     with topology.agreed():
         listing = _listing(folder, iteration)
@@ -79,19 +79,20 @@ def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = 
             log.warning("checkpoint %s is damaged and skipped: %s", folder / name, "; ".join(problems))
     if not damaged:
         return None
-    advice = "give another --load-iteration" if iteration is not None else "load another"
+    advice = "pass another --load-iteration" if iteration is not None else "load another"
     raise UserError(
-        f"--load {folder} has no whole checkpoint to load ({' | '.join(damaged)}): {advice}, or remove --load"
+        f"--load {folder} has no complete checkpoint to load ({' | '.join(damaged)}): {advice}, or remove "
+        "--load"
     )
 
 
 def _listing(folder: Path, iteration: int | None) -> Listing:
     try:
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"--load {folder} is not a folder: give the one that --save wrote")
+            raise UserError(f"--load {folder} is not a folder: pass the one that --save wrote")
         if (folder / RUN).exists() and not (folder / LATEST).exists():
             raise UserError(
-                f"--load {folder} is one checkpoint: give the folder above it, {folder.absolute().parent}, "
+                f"--load {folder} is one checkpoint: pass the folder above it, {folder.absolute().parent}, "
                 "and --load-iteration if it is not the latest"
             )
         found = iterations_in(folder)
@@ -123,7 +124,7 @@ def _listing_of_first(folder: Path, listing: Listing, topology: Topology) -> Lis
 
 
 def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest of a checkpoint that every rank finds whole; or None and what is wrong."""
+    """Return the manifest of a checkpoint that every rank finds complete; or None and what is wrong."""
     manifest: Manifest | None = None
     finding = _Finding()
     with topology.agreed():  # nothing is raised: it waits for the rank that reads longest
@@ -160,6 +161,6 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _different(folder: Path, what: str) -> UserError:
     return UserError(
-        f"--load {folder} is not the same on all ranks ({what}): give a folder on a file system that all "
+        f"--load {folder} is not the same on all ranks ({what}): pass a folder on a file system that all "
         "ranks share"
     )

@@ -70,7 +70,7 @@ class DiskFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; without `finish` it is not whole."""
+        """Close the file; without `finish` it is incomplete."""
         os.close(self._descriptor)
         self._buffer = None  # not closed: an error that is being raised may still hold a view of it
 
@@ -95,7 +95,7 @@ class DiskFile:
             content = content[written:]
 
     def _start_writing_out(self, num_bytes: int) -> None:
-        """Let the disk start on what is written, if the system can: the sync then waits for less.
+        """Start to write the bytes so far to the disk, if the system can: the sync then waits for less.
 
         Linux starts to write out pages that are announced as no longer needed, and keeps them until then.
         """
@@ -146,7 +146,7 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Hold what one file has of a tensor.
+    """Hold one file's part of a tensor.
 
     Attributes:
         tensor: its elements, in the shape that the file records.

@@ -1,9 +1,10 @@
-"""The entry point of a program: how it ends on an error of the user."""
+"""The entry point of a program: how it ends on an error of the user, and without a reader of its output."""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ _SECONDS_FOR_THE_FIRST_RANK = 10.0
 """Seconds that other ranks wait for rank 0 to report: torchrun ends all ranks as soon as one has failed."""
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
+_BROKEN_PIPE = 141
+"""Exit status where the reader of the output has closed the pipe: that of a program that SIGPIPE ends."""
 
 
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -25,6 +28,9 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
 
     Rank 0 prints one `error: ` line per mistake; another rank prints only what it alone may have met.
     torchrun prints the lines again at the end of its report. Any other exception keeps its traceback.
+
+    A program whose reader closes the pipe (`| head`) ends silently when it prints more. What it printed last
+    may still be in Python's buffer at the end: then it is dropped, and the exit status is the program's own.
     """
     try:
         main(arguments)
@@ -46,6 +52,29 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         rank = os.environ.get("RANK", "0")
         sys.stderr.write(f"error: rank {rank} lost the connection to another rank: see that rank's message\n")
         raise SystemExit(1) from None
+    except BrokenPipeError:
+        if not _output_has_no_reader():  # a socket, or the pipe to another process
+            raise
+        raise SystemExit(_BROKEN_PIPE) from None
+    finally:
+        _flush_output()
+
+
+def _output_has_no_reader() -> bool:
+    """Return whether standard output is a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are reported even if no event is requested
+    return bool(poll.poll(0))
+
+
+def _flush_output() -> None:
+    """Write buffered output now: at exit, Python would report a closed pipe and change the exit status."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        pass  # such as a full disk: Python reports it at exit
 
 
 def _record_for_torchrun(lines: Sequence[str]) -> None:

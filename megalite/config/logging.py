@@ -87,8 +87,8 @@ class LoggingConfig:
         """Return the detail of the timers, resolved."""
         if self.timing_log_level is not None:
             return self.timing_log_level
-        has_board = self.tensorboard_dir is not None or self.wandb_project is not None
-        return 1 if self.log_timers_to_tensorboard and has_board else 0
+        has_dashboard = self.tensorboard_dir is not None or self.wandb_project is not None
+        return 1 if self.log_timers_to_tensorboard and has_dashboard else 0
 
     @property
     def traced_iterations(self) -> range:
@@ -96,6 +96,6 @@ class LoggingConfig:
         return iteration_range(self.trace_pipeline or "") or range(0)
 
     @property
-    def board_interval(self) -> int:
+    def dashboard_interval(self) -> int:
         """Return the iterations between points in TensorBoard and Weights & Biases, resolved."""
         return self.tensorboard_log_interval or self.log_interval

@@ -15,7 +15,9 @@ Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "flex", "fused", "unfused", "local"]
 
-_SWIGLU_FFN_MULTIPLE = 64
+GATED_ACTIVATIONS = frozenset({"swiglu"})
+"""Activations of two halves: the gate, and the values that it multiplies."""
+_GATED_FFN_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,18 @@ class ModelConfig:
     sums are in fp32."""
 
     @property
+    def is_gated(self) -> bool:
+        """Return whether the MLP's first GEMM has two halves: the gate and the values."""
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
     def ffn_size(self) -> int:
         """Return the width of the MLP, resolved."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation == "swiglu":
+        if self.is_gated:
             # Three matrices of 8/3 h hold as many weights as two of 4 h.
-            return _round_up(-(-8 * self.hidden_size // 3), _SWIGLU_FFN_MULTIPLE)
+            return _round_up(-(-8 * self.hidden_size // 3), _GATED_FFN_MULTIPLE)
         return 4 * self.hidden_size
 
     @property

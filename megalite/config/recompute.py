@@ -51,7 +51,7 @@ class RecomputeConfig:
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     def groups(self, num_layers: int) -> list[tuple[range, bool]]:
-        """Return a stage's layers, counted from 0, in groups, each with whether it is recomputed whole."""
+        """Return a stage's layers, counted from 0, in groups, each with whether it is fully recomputed."""
         if self.recompute_granularity != "full":
             return [(range(num_layers), False)]
         if self.recompute_method == "block":

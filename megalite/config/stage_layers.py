@@ -8,7 +8,7 @@ from functools import cache
 
 from megalite.config.config import Config
 from megalite.config.model import ModelConfig
-from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES
+from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap
 
 SPLITS = (
     "decoder_first_pipeline_num_layers",
@@ -43,6 +43,11 @@ def num_chunks(config: Config) -> int:
 def num_stages(config: Config) -> int:
     """Return the number of global stages, over all ranks."""
     return config.parallel.pp * num_chunks(config)
+
+
+def stage_map(config: Config) -> StageMap:
+    """Return the map between global stages and the chunks of the pipeline ranks."""
+    return SCHEDULES[config.parallel.schedule].stage_map(config.parallel.pp, num_chunks(config))
 
 
 def layers_per_stage(config: Config) -> tuple[int, ...]:
@@ -167,4 +172,4 @@ def layer_parameters(model: ModelConfig) -> int:
     """Return the number of elements of one layer's matrices."""
     queries = model.num_attention_heads * model.head_dim
     attention = model.hidden_size * 2 * (queries + model.num_kv_heads * model.head_dim)
-    return attention + (3 if model.activation == "swiglu" else 2) * model.hidden_size * model.ffn_size
+    return attention + (3 if model.is_gated else 2) * model.hidden_size * model.ffn_size

@@ -38,13 +38,13 @@ def parse_data_path(
     """
     values = [value.strip() for value in values]
     if not values:
-        raise UserError(f"there is no dataset: give {flag} PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
+        raise UserError(f"there is no dataset: pass {flag} PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
     if len(values) % 2:
         for value in values:
             if len(values) > 1 and _number(value) is not None and not os.path.exists(f"{value}.idx"):
                 raise UserError(
                     f"{flag} has {len(values)} values, an odd number, so that all are prefixes, "
-                    f"but {value} is a number: give WEIGHT PREFIX WEIGHT PREFIX ..., or only prefixes"
+                    f"but {value} is a number: pass WEIGHT PREFIX WEIGHT PREFIX ..., or only prefixes"
                 )
         return values, None
     weights = [_number(value) for value in values[::2]]
@@ -52,7 +52,7 @@ def parse_data_path(
         return values, None
     for value, weight in zip(values[::2], weights, strict=True):
         if weight is None or not 0 < weight < math.inf:
-            raise UserError(f"{flag} has {value} before a prefix: give a positive weight there")
+            raise UserError(f"{flag} has {value} before a prefix: write a positive weight there")
     return values[1::2], tuple(weight for weight in weights if weight is not None)
 
 

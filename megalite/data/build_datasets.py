@@ -1,4 +1,4 @@
-"""Build the datasets of a run: the parts of corpora that each split reads in; samples of each split out."""
+"""Build the datasets of a run, from the parts of corpora that each split reads to its samples."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DatasetSplits:
 
 
 class BuildOptions(NamedTuple):
-    """Hold what is the same for every dataset of a run.
+    """Hold the options that all datasets of a run share.
 
     Attributes:
         seq_length: S; a sample holds S + 1 tokens.
@@ -227,7 +227,7 @@ class _BlendBuild:
         if self.split == "train" and 0 < num_samples < self.options.batch_size:
             raise UserError(
                 f"there are {num_samples} samples of {self.options.seq_length} tokens to train on, fewer "
-                f"than one batch of {self.options.batch_size}: give more text or a smaller batch "
+                f"than one batch of {self.options.batch_size}: use more text or a smaller batch "
                 "(--global-batch-size)"
             )
 

@@ -172,7 +172,7 @@ def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split:
 
 
 def _shape(blend: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what is read of which corpus, without the corpora themselves."""
+    """Return the parts that are read and their weights, without the corpora themselves."""
     return blend["weights"], blend["blend_by"], [part[1:] for part in blend["parts"]]
 
 

@@ -163,7 +163,7 @@ def _weighted_group(flag: str, group: str) -> Blend:
     name = name.strip()
     if not name or not colon:
         raise UserError(
-            f"{flag} has the group {group!r} without a name: give NAME: WEIGHT BEGIN:END PREFIX, ..."
+            f"{flag} has the group {group!r} without a name: write NAME: WEIGHT BEGIN:END PREFIX, ..."
         )
     if "/" in name:  # it is part of file names
         raise UserError(f"{flag} has a group called {name}: give it a name without a slash")
@@ -178,12 +178,12 @@ def _weighted_source(flag: str, name: str, text: str) -> tuple[float, CorpusSour
         begin_text, end_text = range_text.split(":")
         weight, begin, end = float(weight_text), float(begin_text), float(end_text)
     except ValueError:
-        raise UserError(f"{flag} has {text.strip()!r} in {name}: give WEIGHT BEGIN:END PREFIX") from None
+        raise UserError(f"{flag} has {text.strip()!r} in {name}: write WEIGHT BEGIN:END PREFIX") from None
     if not 0 < weight < math.inf:
-        raise UserError(f"{flag} has weight {weight_text} for {prefix} in {name}: give one greater than 0")
+        raise UserError(f"{flag} has weight {weight_text} for {prefix} in {name}: write one greater than 0")
     if not 0 <= begin < end <= 1:
         raise UserError(
-            f"{flag} has {range_text} for {prefix} in {name}: give a part from 0 to 1, as in 0:0.95"
+            f"{flag} has {range_text} for {prefix} in {name}: write a part from 0 to 1, as in 0:0.95"
         )
     return weight, CorpusSource(prefix, begin, end)
 

@@ -63,10 +63,10 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
         if halves := sorted(bins ^ indices):
             raise UserError(f"{halves[0]} has only one of .bin and .idx: complete it, or move it away")
         if not bins:
-            raise UserError(f"the folder {name} holds no .bin and .idx files: give another")
+            raise UserError(f"the folder {name} holds no .bin and .idx files: pass another")
         found += sorted(bins)
     if twice := next((prefix for prefix in found if found.count(prefix) > 1), None):
-        raise UserError(f"{twice} is named twice: its documents would count twice, give it a weight instead")
+        raise UserError(f"{twice} is named twice: its documents would count twice; give it a weight instead")
     return found
 
 
@@ -74,7 +74,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     """Merge datasets in this order into OUTPUT_PREFIX.bin and .idx.
 
     The tokens are copied from file to file, the index through blocks of fixed size. The final names appear
-    once both files are whole, the .idx last.
+    once both files are complete, the .idx last.
 
     Raises:
         UserError: an input is damaged, the token types differ, the output exists, is an input or a URL, or
@@ -85,9 +85,9 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     paths = [f"{output_prefix}{suffix}" for suffix in (".bin", ".idx")]
     inputs = {os.path.realpath(f"{prefix}.bin") for prefix in prefixes}
     if os.path.realpath(paths[0]) in inputs:
-        raise UserError(f"--output-prefix {output_prefix} is one of the inputs: give another")
+        raise UserError(f"--output-prefix {output_prefix} is one of the inputs: pass another")
     if not overwrite and (existing := next(filter(os.path.exists, paths), None)):
-        raise UserError(f"{existing} exists: give another --output-prefix, or --overwrite")
+        raise UserError(f"{existing} exists: pass another --output-prefix, or --overwrite")
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     _check_types(sources)
     digest_source = _source_of_digest(prefixes)
@@ -123,7 +123,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
 def _check_types(sources: Sequence[IndexedDataset]) -> None:
     """Check that all token types are equal: a vocabulary has one type."""
     if not sources:
-        raise UserError("there is no dataset to merge: give prefixes or folders")
+        raise UserError("there is no dataset to merge: pass prefixes or folders")
     first = sources[0]
     for source in sources[1:]:
         if source.dtype != first.dtype:

@@ -109,9 +109,9 @@ def find_marks(tokenizer: Tokenizer, names: dict[str, str]) -> tuple[int, int, i
     lacking = [f"{flag} {names[flag]}" for flag, found in ids.items() if found is None]
     if lacking:
         raise UserError(
-            f"{', '.join(lacking)}: not in the tokenizer's vocabulary; give the names of its tokens for this"
+            f"{', '.join(lacking)}: not in the tokenizer's vocabulary; pass the names of its tokens for this"
         )
     prefix, middle, suffix = (found for found in ids.values() if found is not None)
     if len({prefix, middle, suffix}) < 3:
-        raise UserError(f"{', '.join(names)} name the same token twice: give three different ones")
+        raise UserError(f"{', '.join(names)} name the same token twice: pass three different ones")
     return prefix, middle, suffix

@@ -67,7 +67,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int)
         UserError: there are no tokens.
     """
     if tokens_per_epoch < 1:
-        raise UserError("the documents hold no tokens: give other ones")
+        raise UserError("the documents hold no tokens: use others")
     num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
     total = (num_epochs * tokens_per_epoch - 1) // seq_length
     if num_samples is None or num_epochs == 1:
@@ -291,7 +291,7 @@ class GPTDataset:
         if num_tokens < seq_length + 1:
             raise UserError(
                 f"the {split_name} split of {indexed.prefix} holds {num_tokens} tokens in {len(sequences)} "
-                f"sequences, fewer than the {seq_length + 1} of one sample: give it more text, a larger "
+                f"sequences, fewer than the {seq_length + 1} of one sample: use more text, a larger "
                 "share in --split, or a smaller --seq-length"
             )
         arguments = (lengths, sequences, num_samples, seq_length, seed)
@@ -376,6 +376,6 @@ class GPTDataset:
                     raise UserError(
                         f"document {self.indexed.document_of(sequence)} of {self.indexed.prefix} has token "
                         f"id {wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the "
-                        "tokenizer of this model, or give a larger --vocab-size"
+                        "tokenizer of this model, or pass a larger --vocab-size"
                     )
         raise AssertionError("no token outside the vocabulary")

@@ -2,7 +2,7 @@
 
 An entry's name holds a digest of all that its arrays depend on, so that it is never stale. It is built under
 a lock that the system releases with the process that holds it. Each file is written under another name and
-renamed; the description comes last, and makes the entry whole. It holds a checksum of each array; an entry
+renamed; the description comes last, and makes the entry complete. It holds a checksum of each array; an entry
 that does not match is built again. Ranks wait outside of collectives: they watch the folder, not each other.
 """
 
@@ -104,7 +104,7 @@ class IndexCache:
         self._folder = None if folder is None else Path(folder)
 
     def get(self, key: CacheKey, names: Sequence[str], build: Callable[[], Arrays]) -> CachedArrays:
-        """Return the arrays of these names: mapped if the cache has them whole, else built, kept and mapped.
+        """Return the arrays of these names: mapped if the cache has all of them, else built, kept and mapped.
 
         If the folder cannot be written or locked, they are built in memory, and a warning says so.
         """
@@ -200,7 +200,7 @@ def _build_once(entry: _Entry, build: Callable[[], Arrays]) -> CachedArrays:
 
 
 def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) -> CachedArrays:
-    """Build the arrays and keep them; `problem` is what is wrong with those that are there."""
+    """Build the arrays and keep them; `problem` says why those that are there cannot be used."""
     key, start = entry.key, time.monotonic()
     if problem:
         log.warning(
@@ -220,7 +220,7 @@ def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) ->
         _warn_not_kept(entry, error)
         return CachedArrays(arrays)
     log.info("built in %.1f s and kept in %s", *(time.monotonic() - start, entry.folder), extra=THIS_RANK)
-    entry.lock.unlink(missing_ok=True)  # a process that waits for this lock finds the entry whole
+    entry.lock.unlink(missing_ok=True)  # a process that waits for this lock finds the entry complete
     kept = entry.load()
     return kept if isinstance(kept, CachedArrays) else CachedArrays(arrays)
 
@@ -228,7 +228,7 @@ def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) ->
 def _warn_not_kept(entry: _Entry, error: OSError) -> None:
     log.warning(
         "the index of the %s split of %s cannot be kept in %s (%s), so every rank builds its own: "
-        "give a folder that can be written with --data-cache-path",
+        "pass a folder that can be written with --data-cache-path",
         *(entry.key.split, entry.key.prefix, entry.folder, error.strerror),
     )
 

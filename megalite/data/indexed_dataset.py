@@ -139,10 +139,10 @@ def _open(path: str) -> MappedBytes:
 def _prefix_hint(path: str) -> str:
     """Return what the user may have meant by a prefix that names no file."""
     if is_remote(path):
-        return "; give the prefix of a .bin and an .idx file"
+        return "; pass the prefix of a .bin and an .idx file"
     prefix = Path(path).with_suffix("") if path.endswith((".bin", ".idx")) else Path(path)
     if prefix.suffix in (".bin", ".idx"):
-        return f"; give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
+        return f"; pass the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
     try:
         near = sorted(
             p.stem for p in prefix.parent.iterdir() if p.suffix == ".idx" and p.stem.startswith(prefix.name)
@@ -151,7 +151,7 @@ def _prefix_hint(path: str) -> str:
         near = []
     if near:
         return f"; did you mean {prefix.parent / near[0]}?"
-    return "; give the prefix of a .bin and an .idx file"
+    return "; pass the prefix of a .bin and an .idx file"
 
 
 def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
@@ -207,7 +207,7 @@ def _read_index(path: str) -> _Index:
         )
     if raw[expected:].any():
         raise UserError(
-            f"{path} is a multimodal dataset: some of its sequences are not text; give a dataset of text"
+            f"{path} is a multimodal dataset: some of its sequences are not text; pass a dataset of text"
         )
     offsets_at = HEADER.size + 4 * num_sequences
     return _Index(
@@ -273,7 +273,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedWriter:
-    """Write PREFIX.bin and PREFIX.idx; the names appear when both files are whole.
+    """Write PREFIX.bin and PREFIX.idx; the names appear when both files are complete.
 
     A context manager: leaving it commits, leaving it by an exception discards. The .idx is renamed last, so
     that a dataset with an .idx is complete.
@@ -291,7 +291,7 @@ class IndexedWriter:
         self.num_tokens = 0
         existing = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if os.path.exists(name)]
         if existing and not overwrite:
-            raise UserError(f"{existing[0]} exists: give another --output-prefix, or --overwrite")
+            raise UserError(f"{existing[0]} exists: pass another --output-prefix, or --overwrite")
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._bin = open_new(self._temporary("bin"), 1 << 20)
@@ -303,7 +303,7 @@ class IndexedWriter:
         return len(self._document_ends) - 1
 
     def add_document(self, sequences: Sequence[npt.ArrayLike]) -> None:
-        """Append one document of any number of sequences, also none."""
+        """Append one document of any number of sequences, even none."""
         parts = [np.asarray(sequence) for sequence in sequences]
         for part in parts:
             self._append(part, np.array([part.size]))
@@ -376,7 +376,7 @@ class IndexedWriter:
 
 
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:
-    """Rename whole files to PREFIX.{suffix}, in this order, the .idx last; first remove the old .idx.
+    """Rename complete files to PREFIX.{suffix}, in this order, the .idx last; first remove the old .idx.
 
     So a dataset with an .idx is complete, and a new .bin is never read through an old .idx.
 

@@ -127,8 +127,8 @@ class CachedBytes(MappedBytes):
 
     That file is sparse and has the full size, so that it can be mapped; all processes of a machine share it.
     A second file has one byte for each block, which says whether the block is there. A block is marked after
-    its bytes are on disk, so a marked block is whole, whatever kills the process or the machine. The files'
-    name is a digest of the URL and of the store's mark of this version: a changed object is read anew.
+    its bytes are on disk, so a marked block is complete, whatever kills the process or the machine. The
+    files' name is a digest of the URL and of the store's mark of this version: a changed object is read anew.
 
     The files outlive the run, for the next one. While they take more than half of the disk space that is
     there for them (theirs and free space), those that no process has open are removed, the least recently

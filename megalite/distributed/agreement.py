@@ -75,8 +75,8 @@ def check_agreement(store: Store, rank: int, world_size: int, record: RankRecord
         digests = store.multi_get([f"{prefix}/digest/{other}" for other in range(world_size)])
         kinds = _kinds(digests)
         representatives = [ranks[0] for ranks in kinds[:_MAX_KINDS]] if len(kinds) > 1 else []
-        store.set(f"{prefix}/asked", json.dumps(representatives))
-    requested: list[int] = json.loads(store.get(f"{prefix}/asked"))
+        store.set(f"{prefix}/requested", json.dumps(representatives))
+    requested: list[int] = json.loads(store.get(f"{prefix}/requested"))
     if not requested:
         return
     if rank in requested:

@@ -1,4 +1,4 @@
-"""Events that begin and end on this rank, and who observes them: timers, a trace, the watchdog."""
+"""Events that begin and end on this rank, and their observers: timers, a trace, the watchdog."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORE_BARRIER = "store barrier"
 
 
 class Observer(Protocol[T_contra]):
-    """Is called at the beginning and end of each event, in the order in which events nest."""
+    """Receives the beginning and end of each event, in the order in which events nest."""
 
     def begins(self, what: T_contra) -> None:
         """Handle an event's beginning; the input of a pipeline's action may still be on its way."""
@@ -73,7 +73,7 @@ class EventStack:
 
 @contextmanager
 def observed(observers: Sequence[Observer[T]], what: T) -> Iterator[None]:
-    """Post an event that begins and ends with the block, also if the block raises."""
+    """Post an event that begins and ends with the block, even if the block raises."""
     for observer in observers:
         observer.begins(what)
     try:

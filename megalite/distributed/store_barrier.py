@@ -46,7 +46,7 @@ def at_work(store: Store) -> Iterator[None]:
 
 
 def wait_for_all(store: Store, world_size: int) -> None:
-    """Return once every rank has called it, or no rank is at work that has not: no error, no time-out.
+    """Return once every rank has called it, or no missing rank is at work any more. There is no time-out.
 
     Every rank calls it equally often. No rank reaches the next barrier before all have reached this one, so
     the number of arrivals determines the barrier.

@@ -11,7 +11,7 @@ from megalite.config import Config
 from megalite.data.build_datasets import DatasetSplits
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.repetition import Repetition
-from megalite.dry_run.traffic import Call, Traffic
+from megalite.dry_run.traffic import CollectiveCall, Traffic
 from megalite.log import log
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.schedules import Action
@@ -65,7 +65,7 @@ class Counts:
 
     num_parameters: int
     buffers: Buffers
-    calls: Counter[Call]
+    calls: Counter[CollectiveCall]
     actions: tuple[Action, ...]
     peak_bytes: int
 
@@ -86,7 +86,7 @@ class _Mark:
 
     held: int
     peak: int
-    calls: Counter[Call]
+    calls: Counter[CollectiveCall]
 
 
 class _ActionObserver:
@@ -175,7 +175,7 @@ def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:
     return trainer.pipeline.num_actions(trainer.train_step.plan_iteration(trainer.progress).num_microbatches)
 
 
-def _extended(marks: Sequence[_Mark], times: int) -> tuple[Counter[Call], int] | None:
+def _extended(marks: Sequence[_Mark], times: int) -> tuple[Counter[CollectiveCall], int] | None:
     """Return the calls and the peak of an iteration in which the repeated part runs `times` more often.
 
     Args:

@@ -1,4 +1,4 @@
-"""Let a training iteration run on meta tensors: values that are read, a GPU's attention, and speed."""
+"""Let a training iteration run on meta tensors: fake values for reads, a GPU's attention, cached results."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _MetaOperators(Mode):
 
 
 class _HasValuesError(Exception):
-    """The result may depend on an argument's values."""
+    """Raised where the result may depend on an argument's values."""
 
 
 def _is_repeatable(func: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import Config
-from megalite.config.stage_layers import num_chunks
+from megalite.config.stage_layers import stage_map
 from megalite.distributed.topology import Axis
 from megalite.pipeline.messages import Step, plan_rank
 from megalite.pipeline.schedules import SCHEDULES, Action, actions_by_rank
@@ -46,11 +46,10 @@ class Repetition:
 
 def repetition_of(config: Config, pp: Axis, num_microbatches: int) -> Repetition | None:
     """Return the repetition in a rank's iteration of `num_microbatches`; None if there is none."""
-    schedule = SCHEDULES[config.parallel.schedule]
-    stages = schedule.stage_map(pp.size, num_chunks(config))
+    order, stages = SCHEDULES[config.parallel.schedule].train, stage_map(config)
 
     def steps_of(number: int) -> Sequence[Step]:
-        return plan_rank(pp.rank, actions_by_rank(schedule.train, stages, number), stages)
+        return plan_rank(pp.rank, actions_by_rank(order, stages, number), stages)
 
     return find_repetition(steps_of, pp.size, num_microbatches)
 

@@ -36,7 +36,7 @@ _OPERATORS = {
 """The operators that training uses; any other is a `KeyError`, so that none is missed."""
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective over an axis, or a message along it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Traffic(Mode):
     def __init__(self, topology: Topology) -> None:
         super().__init__()
         self._axes = {getattr(topology, name).group.group_name: name for name in AXES}
-        self.calls: Counter[Call] = Counter()
+        self.calls: Counter[CollectiveCall] = Counter()
 
     def __torch_dispatch__(
         self,
@@ -80,7 +80,7 @@ class Traffic(Mode):
         tensors = [leaf for leaf in tree_leaves(args[operator.whole]) if isinstance(leaf, torch.Tensor)]
         axis = self._axes.get(dist.ProcessGroup.unbox(group).group_name, "world")
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        self.calls[Call(axis, operator.kind, dtype, sum(tensor.nbytes for tensor in tensors))] += 1
+        self.calls[CollectiveCall(axis, operator.kind, dtype, sum(tensor.nbytes for tensor in tensors))] += 1
 
 
 def _is_group(argument: torch.ScriptObject) -> bool:
@@ -100,7 +100,7 @@ _RING_FACTORS: dict[str, Callable[[int], float]] = {
 }
 
 
-def ring_bytes(calls: Mapping[Call, int], axis: str, size: int) -> float:
+def ring_bytes(calls: Mapping[CollectiveCall, int], axis: str, size: int) -> float:
     """Return the bytes that a rank sends on an axis of `size` ranks with ring collectives.
 
     In an all-gather or reduce-scatter of n bytes every rank sends n (size - 1) / size; an all-reduce is one

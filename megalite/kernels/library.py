@@ -29,9 +29,11 @@ def _load(library: str, needed: str) -> str:
 
 
 def _load_cpu() -> str:
-    asked = os.environ.get(_CAPABILITY)
-    if asked is not None and asked not in _CAPABILITIES:
-        raise UserError(f"{_CAPABILITY}={asked} is none of {', '.join(_CAPABILITIES)}: unset it, or name one")
+    requested = os.environ.get(_CAPABILITY)
+    if requested is not None and requested not in _CAPABILITIES:
+        raise UserError(
+            f"{_CAPABILITY}={requested} is none of {', '.join(_CAPABILITIES)}: unset it, or name one"
+        )
     problem = _load(_LIBRARY, "a C++ compiler")
     if problem or hasattr(sys.modules[_LIBRARY], "capability"):
         return problem

@@ -26,7 +26,7 @@ def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 @functools.cache
-def has_widening_product(dtype: torch.dtype, total_dtype: torch.dtype, device: torch.device) -> bool:
+def has_widening_gemm(dtype: torch.dtype, total_dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the device multiplies in `dtype` into a sum in `total_dtype`; it is tried once.
 
     The test's product is 257, which needs more bits than bf16 has. A meta tensor, where nothing can be tried,
@@ -54,7 +54,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
 def _implementation(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Return PyTorch's own GEMM if it widens (as cuBLAS does), else the reference."""
     is_wider = total.dtype != grad.dtype
-    if is_wider and has_widening_product(grad.dtype, total.dtype, grad.device):
+    if is_wider and has_widening_gemm(grad.dtype, total.dtype, grad.device):
         _add_widened(total, grad, x)
     else:
         reference(total, grad, x)

@@ -43,7 +43,7 @@ class Attention(nn.Module):
             context,
             bias=bias,
             std=depth_scaled_std(std, config.num_layers),
-            adds_bias=False,
+            skip_bias_add=True,
         )
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")

@@ -16,7 +16,7 @@ from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 
 class PositionTable(nn.Module):
-    """Add a learned vector for each position; the table is whole on every rank."""
+    """Add a learned vector for each position; the table is replicated on every rank."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()

@@ -24,16 +24,14 @@ def _of_sum(function: Callable[[Tensor], Tensor]) -> Activation:
     return lambda x, bias: function(x if bias is None else x + bias)
 
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATION_FUNCTIONS: dict[str, Activation] = {
     "gelu": bias_gelu,
     "gelu_exact": _of_sum(F.gelu),
     "relu": _of_sum(F.relu),
     "swiglu": bias_swiglu,
 }
-ADD_BIAS = frozenset({"gelu", "swiglu"})
+FUSES_BIAS = frozenset({"gelu", "swiglu"})
 """Activations whose kernel adds the bias; for the others the GEMM before them adds it at no cost."""
-GATED = frozenset({"swiglu"})
-"""Activations of two halves, the gate and the value."""
 
 
 class MLP(nn.Module):
@@ -50,12 +48,12 @@ class MLP(nn.Module):
             config.add_bias_linear,
             config.init_method_std,
         )
-        up_shape = (2, ffn) if config.activation in GATED else (ffn,)
-        up_adds_bias = config.activation not in ADD_BIAS
-        self.up = ColumnParallelLinear(h, up_shape, context, bias=bias, std=std, adds_bias=up_adds_bias)
+        up_shape = (2, ffn) if config.is_gated else (ffn,)
+        fuses_bias = config.activation in FUSES_BIAS
+        self.up = ColumnParallelLinear(h, up_shape, context, bias=bias, std=std, skip_bias_add=fuses_bias)
         down_std = depth_scaled_std(std, config.num_layers)
-        self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, adds_bias=False)
-        self.activation = ACTIVATIONS[config.activation]
+        self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, skip_bias_add=True)
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -63,4 +61,4 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor) -> Tensor:
         """Map `up`'s ``[s, b, ffn/tp]``, or ``[s, b, 2 ffn/tp]`` if gated, to ``[s, b, ffn/tp]``."""
-        return self.activation(x, None if self.up.adds_bias else self.up.bias)
+        return self.activation(x, self.up.bias if self.up.skip_bias_add else None)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, whole on every tensor-parallel rank.
+"""LayerNorm and RMSNorm, replicated on every tensor-parallel rank.
 
 Shapes: s sequence, b microbatch, h hidden size.
 """

@@ -36,7 +36,7 @@ class ReduceHandle(NamedTuple):
 
 
 class GradientBuffer:
-    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the whole sum.
+    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
     Where weights have the gradients' dtype, every ``.grad`` is a view of the buffer and autograd accumulates
     in place. Otherwise `accumulate` adds a parameter's gradient to the buffer and frees it.
@@ -207,8 +207,10 @@ class GradReducer:
     Args:
         buffers: in the order in which backward fills them.
         overlap: reduce while backward runs; otherwise after it.
-        last: a buffer that is reduced after all others, however many gradients each of its parameters gets.
-        complete: called on the full buffer of `last`, ``[size]``, before it is reduced.
+        tied_buffer: that of a tied embedding, whose weight gets two gradients of a microbatch where one rank
+            has the first and the last stage. It is reduced after all others.
+        sum_tied_copies: called on the full `tied_buffer`, ``[size]``, before it is reduced, where two ranks
+            have a copy of the embedding each.
     """
 
     def __init__(
@@ -216,20 +218,20 @@ class GradReducer:
         buffers: Sequence[GradientBuffer],
         dp: Axis,
         overlap: bool,
-        last: GradientBuffer | None = None,
-        complete: Callable[[Tensor], None] | None = None,
+        tied_buffer: GradientBuffer | None = None,
+        sum_tied_copies: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.buffers = buffers
         self.dp = dp
         self.overlap = overlap
-        self.last = last
-        self.complete = complete
+        self.tied_buffer = tied_buffer
+        self.sum_tied_copies = sum_tied_copies
         self.num_microbatches = 0
         # Reductions to start: the buffer, and the number of gradients it must have.
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
         self._in_flight: deque[ReduceHandle] = deque()
         for buffer, entry, hook in self._hooks():
-            if buffer is last or dp.size > 1 or not buffer.grads_are_views:
+            if buffer is tied_buffer or dp.size > 1 or not buffer.grads_are_views:
                 entry.parameter.register_post_accumulate_grad_hook(hook)
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
@@ -254,18 +256,18 @@ class GradReducer:
                 )
 
     def finish(self) -> None:
-        """Start what has not started, since parameters may have had no gradient, and wait for all of it."""
+        """Start the remaining reductions, since parameters may have had no gradient, and wait for all."""
         while self._waiting:
             self._start_next()
-        if self.last is not None:
-            if self.complete is not None:
-                self.complete(self.last.full)
+        if self.tied_buffer is not None:
+            if self.sum_tied_copies is not None:
+                self.sum_tied_copies(self.tied_buffer.full)
             if self.dp.size > 1:
-                self._in_flight.append(self.last.start_reduce())
+                self._in_flight.append(self.tied_buffer.start_reduce())
         self._wait(0)
 
     def _all_buffers(self) -> list[GradientBuffer]:
-        return [*self.buffers, *([] if self.last is None else [self.last])]
+        return [*self.buffers, *([] if self.tied_buffer is None else [self.tied_buffer])]
 
     def _hooks(self) -> Iterator[tuple[GradientBuffer, BucketEntry, Callable[[Tensor], None]]]:
         """Yield for each parameter what to call once it has a new gradient."""
@@ -275,7 +277,7 @@ class GradReducer:
 
     def _on_gradient(self, buffer: GradientBuffer, entry: BucketEntry, _: Tensor) -> None:
         buffer.accumulate(entry)
-        if buffer is self.last:
+        if buffer is self.tied_buffer:
             return  # reduced by `finish`
         assert buffer.num_ready <= len(buffer.bucket.entries) * self.num_microbatches, (
             "more backward passes than passed to begin(): the bucket has already been reduced"

@@ -21,7 +21,7 @@ from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MESSAGE_DTYPES, Gr
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_shard import num_used
-from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_over_edges
+from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 
 BLOCKS = {"cpu": 2**16}
 """Elements whose squares are summed in one call, by device; elsewhere all, which the op itself splits.
@@ -191,9 +191,8 @@ class BaseOptimizer(ABC):
     def gradient_squares(self) -> dict[str, Tensor]:
         """Return the sum of squares of each parameter's complete gradient that this rank counts, by name.
 
-        The ranks of the world together count each element once. After an update the gradients are unscaled
-        and
-        clipped: only their ratios are those of before.
+        The ranks of the world together count each element once. An update unscales and clips the
+        gradients: only their ratios stay the same.
         """
         return {
             shard.name: sum_of_squares([shard.gradient], self.topology.device)
@@ -319,8 +318,8 @@ class Optimizer(BaseOptimizer):
         dp, overlap = topology.dp, parallel.overlap_grad_reduce
         if self.tied is None:
             return GradReducer(self.buffers, dp, overlap)
-        complete = partial(sum_over_edges, pp=topology.pp) if self.tied.is_copied else None
-        return GradReducer(self.buffers[:-1], dp, overlap, last=self.buffers[-1], complete=complete)
+        sum_copies = partial(sum_tied_embedding_grads, pp=topology.pp) if self.tied.is_copied else None
+        return GradReducer(self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies)
 
     def initialize_main(self, seed: int) -> None:
         """Draw the main weights anew where they are separate, so that they start unrounded.

@@ -34,7 +34,7 @@ class Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{_hex(fill)}"{around}/>'
         )
 
-    def words(
+    def text(
         self, x: float, y: float, text: str, size: float = 12, ink: Colour = INK, anchor: str = "start"
     ) -> None:
         """Add a line of text whose baseline is at y; `anchor` is start, middle or end."""
@@ -55,7 +55,7 @@ class Drawing:
             f'stroke="{_hex(ink)}"/><polygon points="{head}" fill="{_hex(ink)}"/>'
         )
 
-    def text(self) -> str:
+    def content(self) -> str:
         """Return the file's content."""
         return "\n".join([*self._parts, "</svg>", ""])
 
@@ -78,11 +78,11 @@ def schedule_svg(
     top, height = 3 * _LINE, _ROW + _GAP
     drawing = Drawing(max(chart_width + 1.5 * _MARGIN, _LEAST_WIDTH), top + num_ranks * height + 1.5 * _LINE)
     heading, _, peaks = title(schedule, num_microbatches, num_chunks, timeline).partition(", at most")
-    drawing.words(_MARGIN, _LINE, heading, 14)
-    drawing.words(_MARGIN, 2 * _LINE, f"at most{peaks}", 12)
+    drawing.text(_MARGIN, _LINE, heading, 14)
+    drawing.text(_MARGIN, 2 * _LINE, f"at most{peaks}", 12)
     for rank, slots in enumerate(timeline.slots):
         y = top + rank * height
-        drawing.words(6, y + 16, f"rank {rank}", 11)
+        drawing.text(6, y + 16, f"rank {rank}", 11)
         drawing.box(_MARGIN, y, chart_width, _ROW, WAITING)
         for slot in slots:
             _cell(drawing, slot.action, slot.start, slot.end, y, num_chunks)
@@ -90,11 +90,11 @@ def schedule_svg(
     x, y = float(_MARGIN), top + num_ranks * height + 6
     for kind in (kind for kind in COLOURS if kind in kinds):
         drawing.box(x, y, 12, 12, COLOURS[kind])
-        drawing.words(x + 17, y + 10, kind.value, 11)
+        drawing.text(x + 17, y + 10, kind.value, 11)
         x += 30 + 6.5 * len(kind.value)
     later = "; lighter: later chunk" if num_chunks > 1 else ""
-    drawing.words(x, y + 10, f"grey: waiting{later}", 11)
-    return drawing.text()
+    drawing.text(x, y + 10, f"grey: waiting{later}", 11)
+    return drawing.content()
 
 
 def _cell(drawing: Drawing, action: Action, start: float, end: float, y: float, num_chunks: int) -> None:
@@ -102,7 +102,7 @@ def _cell(drawing: Drawing, action: Action, start: float, end: float, y: float, 
     left, width = _MARGIN + start * _UNIT, (end - start) * _UNIT
     drawing.box(left, y, width, _ROW, colour, PAPER)
     ink = INK if sum(colour) > 3 * 150 else PAPER
-    drawing.words(left + width / 2, y + 16, str(action.microbatch), 11, ink, "middle")
+    drawing.text(left + width / 2, y + 16, str(action.microbatch), 11, ink, "middle")
 
 
 def save_svg(

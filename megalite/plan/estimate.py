@@ -82,7 +82,7 @@ class RunPlan:
         return self.tokens / self.time.seconds
 
     def tflops(self, flops_of_token: float) -> float:
-        """Return the TFLOP/s of a GPU if a token takes so many operations."""
+        """Return the TFLOP/s of a GPU for this many operations per token."""
         return flops_of_token * self.tokens_per_second / self.run.cluster.world_size / 1e12
 
     @property

@@ -137,7 +137,7 @@ def memory_bandwidth(gpu: Gpu) -> float:
 
 
 def memory_seconds(run: PlannedRun, num_bytes: float) -> float:
-    """Return the seconds to read or write so many bytes of GPU memory."""
+    """Return the seconds to read or write this many bytes of GPU memory."""
     return num_bytes / memory_bandwidth(run.cluster.gpu)
 
 
@@ -236,7 +236,7 @@ def weight_shapes(run: PlannedRun) -> list[tuple[int, int]]:
     model, tp = run.config.model, run.tp
     heads = model.num_attention_heads * model.head_dim
     qkv = (heads + 2 * model.num_kv_heads * model.head_dim) // tp
-    gates = 2 if model.activation == "swiglu" else 1
+    gates = 2 if model.is_gated else 1
     return [
         (qkv, model.hidden_size),
         (model.hidden_size, heads // tp),
@@ -259,7 +259,7 @@ def _bytes_moved(run: PlannedRun) -> float:
     share = FUSED_SHARE if run.program.fused_elementwise else 1.0
     hidden = share * HIDDEN_ACCESSES * model.hidden_size / run.num_sequence_shards
     widths: float = 2 * (model.num_attention_heads + model.num_kv_heads) * model.head_dim
-    widths += (3 if model.activation == "swiglu" else 2) * model.ffn_size / INNER_ACCESSES
+    widths += (3 if model.is_gated else 2) * model.ffn_size / INNER_ACCESSES
     return run.tokens * run.element_bytes * (hidden + INNER_ACCESSES * widths / tp)
 
 

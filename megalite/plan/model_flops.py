@@ -21,7 +21,7 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     keys_and_values = 2 * model.num_kv_heads * model.head_dim
     projections = hidden * (queries + keys_and_values) + queries * hidden
     scores_and_context = 2 * queries * model.seq_length / 2
-    mlp = (3 if model.activation == "swiglu" else 2) * hidden * model.ffn_size
+    mlp = (3 if model.is_gated else 2) * hidden * model.ffn_size
     logits = hidden * model.padded_vocab_size(tp)
     multiply_adds = model.num_layers * (projections + scores_and_context + mlp) + logits
     return 3 * 2 * multiply_adds

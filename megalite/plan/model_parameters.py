@@ -21,12 +21,12 @@ def _sharded_biases(model: ModelConfig) -> int:
     """Return the size of the biases that tp shards: of queries, keys and values, and of the MLP's input."""
     if not model.add_bias_linear:
         return 0
-    gates = 2 if model.activation == "swiglu" else 1
+    gates = 2 if model.is_gated else 1
     return (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim + gates * model.ffn_size
 
 
 def _replicated_vectors(model: ModelConfig) -> int:
-    """Return the size of what each tp rank holds whole: two norms, and biases of row-parallel layers."""
+    """Return the parameters that are replicated over tp: two norms, and biases of row-parallel layers."""
     return 2 * norm_parameters(model) + (2 * model.hidden_size if model.add_bias_linear else 0)
 
 

@@ -169,7 +169,7 @@ def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:
 
 
 def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult) -> Iterator[str]:
-    """Yield the table of a search, what does not fit or is rejected, and the fastest layout's command."""
+    """Yield the table of a search, the numbers of other layouts, and the fastest layout's command."""
     yield from _assumptions(request)
     costs = [run_costs(plan, request.costs) for plan in best]
     columns = [(name, key) for name, key in _COST_COLUMNS.items() if key in costs[0]]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megalite.config import Config, ModelConfig
-from megalite.config.stage_layers import layers_per_stage, num_chunks
+from megalite.config.stage_layers import layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
 from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
-from megalite.pipeline.schedules import SCHEDULES, StageMap
+from megalite.pipeline.schedules import StageMap
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class PlannedRun:
 
     @cached_property
     def stages(self) -> StageMap:
-        return SCHEDULES[self.config.parallel.schedule].stage_map(self.pp, num_chunks(self.config))
+        return stage_map(self.config)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

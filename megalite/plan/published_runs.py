@@ -38,8 +38,8 @@ PROGRAM_OF: Mapping[str, Program] = {
     "nanotron": replace(_MODERN, keeps_gathered=True, copies_slices=True),
 }
 """Programs by the beginning of the source's name; other sources run programs with torch's fused attention."""
-POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
-ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "relu"}
+ARCH_POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
+ARCH_ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "relu"}
 SELECTIVE_OP: tuple[Module, ...] = ("layernorm", "mlp_act", "core_attn")
 """The nearest equivalent of saving the outputs of every other operator."""
 
@@ -152,10 +152,10 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
         seq_length=int(row["seq"]),
         vocab_size=int(row["vocab"]),
         pad_vocab_size_to=int(row["vocab"]),
-        position_embedding_type="alibi" if is_bloom else POSITIONS.get(arch, "learned_absolute"),
+        position_embedding_type="alibi" if is_bloom else ARCH_POSITIONS.get(arch, "learned_absolute"),
         embed_layernorm=is_bloom,
         normalization="RMSNorm" if is_llama else "LayerNorm",
-        activation=ACTIVATIONS.get(arch, "gelu"),
+        activation=ARCH_ACTIVATIONS.get(arch, "gelu"),
         add_bias_linear=arch == "gpt",
         untie_embeddings_and_output_weights=row["tied"] == "0",
         params_dtype=row["dtype"],  # type: ignore[arg-type]

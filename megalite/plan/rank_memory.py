@@ -87,7 +87,7 @@ def layer_elements(run: PlannedRun) -> dict[str, float]:
     hidden, program = model.hidden_size, run.program
     queries, keys = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
     norm = hidden / (1 if program.keeps_gathered else run.num_sequence_shards)
-    halves = 2 if model.activation == "swiglu" else 1
+    halves = 2 if model.is_gated else 1
     parts = {
         "residual": 2 * hidden / run.num_sequence_shards,
         "attention norm": norm,
@@ -116,7 +116,7 @@ _DROPPED = {
 
 
 def kept_elements(run: PlannedRun) -> float:
-    """Return the elements that one layer saves of a microbatch, unless it is recomputed whole."""
+    """Return the elements that one layer saves of a microbatch, unless it is fully recomputed."""
     parts = layer_elements(run)
     dropped = {part for module in run.config.recompute.modules for part in _DROPPED[module]}
     return sum(size for name, size in parts.items() if name not in dropped)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import dtype_name
-from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, View
+from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, FolderView
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class CheckpointComparison:
         return {"is_equal": self.is_equal, **asdict(self)}
 
 
-def compare(one: View, other: View) -> CheckpointComparison:
+def compare(one: FolderView, other: FolderView) -> CheckpointComparison:
     """Compare field by field and tensor by tensor, with two tensors in memory at a time.
 
     Raises:
@@ -118,7 +118,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, item
 
 
-def _tensor_difference(name: str, one: View, other: View) -> TensorDifference | None:
+def _tensor_difference(name: str, one: FolderView, other: FolderView) -> TensorDifference | None:
     shapes = one.shape(name), other.shape(name)
     if shapes[0] != shapes[1]:
         return TensorDifference(name, f"shape {list(shapes[0])} | {list(shapes[1])}")

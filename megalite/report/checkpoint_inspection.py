@@ -22,8 +22,8 @@ OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora
 """Parts of run.json that define the run; the rest says where and by which versions it was saved."""
 
 
-class View(Protocol):
-    """A folder of tensors.
+class FolderView(Protocol):
+    """A folder of tensors to inspect.
 
     Attributes:
         folder: the folder that holds the files themselves.
@@ -122,7 +122,7 @@ class HFView:
         return list(dict.fromkeys(problems))
 
 
-def open_view(folder: Path, iteration: int | None = None) -> View:
+def open_view(folder: Path, iteration: int | None = None) -> FolderView:
     """Open a Hugging Face folder, or of a run's checkpoints the latest one or the one of `iteration`.
 
     Raises:
@@ -135,7 +135,7 @@ def open_view(folder: Path, iteration: int | None = None) -> View:
         return HFView(folder)
     kind = kind_of(folder)
     if kind != "megalite":
-        raise UserError(f"{folder} is of {kind}: convert it first (tools/convert_checkpoint.py)")
+        raise UserError(f"{folder} is a checkpoint of {kind}: convert it first (tools/convert_checkpoint.py)")
     return CheckpointView(find_checkpoint(folder, iteration))
 
 
@@ -144,7 +144,7 @@ CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
-class Figures:
+class TensorStatistics:
     """Statistics of a tensor's finite elements, and the number of those that are not finite."""
 
     norm: float
@@ -164,14 +164,14 @@ class TensorLine:
     """One tensor.
 
     Attributes:
-        figures: only if requested.
+        figures: statistics of its elements, only if requested.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     files: tuple[str, ...]
-    figures: Figures | None = None
+    figures: TensorStatistics | None = None
 
     @property
     def num_elements(self) -> int:
@@ -179,7 +179,7 @@ class TensorLine:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckpointReport:
     """One checkpoint.
 
     Attributes:
@@ -201,7 +201,7 @@ class Report:
         return record
 
 
-def inspect(view: View, *, verify: bool = False, norms: bool = False) -> Report:
+def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> CheckpointReport:
     """Inspect every tensor, one at a time.
 
     Args:
@@ -212,9 +212,9 @@ def inspect(view: View, *, verify: bool = False, norms: bool = False) -> Report:
     tensors = list[TensorLine]()
     for name in view.names():
         try:
-            figures = figures_of(view.tensor(name)) if norms else None
+            statistics = statistics_of(view.tensor(name)) if norms else None
             line = TensorLine(
-                name, view.shape(name), dtype_name(view.dtype(name)), tuple(view.files(name)), figures
+                name, view.shape(name), dtype_name(view.dtype(name)), tuple(view.files(name)), statistics
             )
         except DamagedCheckpoint as error:
             files = _some(tuple(view.files(name)))
@@ -223,10 +223,12 @@ def inspect(view: View, *, verify: bool = False, norms: bool = False) -> Report:
             continue
         tensors.append(line)
     iterations, latest = _beside(view.folder)
-    return Report(str(view.folder), iterations, latest, dict(view.description), tuple(tensors), damage)
+    return CheckpointReport(
+        str(view.folder), iterations, latest, dict(view.description), tuple(tensors), damage
+    )
 
 
-def lines_of(report: Report) -> Iterator[str]:
+def lines_of(report: CheckpointReport) -> Iterator[str]:
     """Yield the report as lines of text."""
     yield report.folder
     if report.iterations:
@@ -242,7 +244,7 @@ def lines_of(report: Report) -> Iterator[str]:
     yield from (f"damaged: {problem}" for problem in report.damage)
 
 
-def figures_of(tensor: Tensor) -> Figures:
+def statistics_of(tensor: Tensor) -> TensorStatistics:
     """Compute a tensor's statistics in double precision, in little more memory than its own."""
     squares, low, high, num_nan, num_infinite = 0.0, math.inf, -math.inf, 0, 0
     for chunk in tensor.reshape(-1).split(CHUNK):
@@ -254,10 +256,10 @@ def figures_of(tensor: Tensor) -> Figures:
         if finite.numel():
             squares += float(finite.square().sum())
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-    return Figures(math.sqrt(squares), low, high, num_nan, num_infinite)
+    return TensorStatistics(math.sqrt(squares), low, high, num_nan, num_infinite)
 
 
-def _totals(report: Report) -> Iterator[str]:
+def _totals(report: CheckpointReport) -> Iterator[str]:
     groups: dict[str, list[TensorLine]] = {}
     for line in report.tensors:
         group = "optimizer state" if line.name.startswith("optimizer.") else "weights"

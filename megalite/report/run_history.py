@@ -48,7 +48,7 @@ class HistoryRow:
 
     @property
     def wall_time(self) -> float | None:
-        """When the row was written, in seconds since 1970; None in files of old versions."""
+        """Time at which the row was written, in seconds since 1970; None in files of old versions."""
         return self.values.get("wall_time")
 
 
@@ -83,7 +83,7 @@ class History:
     """Everything that a run logged.
 
     Attributes:
-        num_broken: lines that are not a whole record, as a killed run or a full disk leaves them.
+        num_broken: lines that are not a complete record, as a killed run or a full disk leaves them.
     """
 
     segments: list[RunSegment]
@@ -151,7 +151,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
 
 
 def _row(line: str) -> HistoryRow | None:
-    """Parse a line; None if it is not a whole record."""
+    """Parse a line; None if it is not a complete record."""
     try:
         record = parse_json(line)
     except ValueError:

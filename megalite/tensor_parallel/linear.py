@@ -299,7 +299,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
             same slice of each of SwiGLU's two halves.
-        adds_bias: False to leave `bias` to the kernel that follows.
+        skip_bias_add: leave `bias` to the kernel that follows, which adds it.
         std: of the initial weights.
     """
 
@@ -311,7 +311,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool,
         std: float,
-        adds_bias: bool = True,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
@@ -321,18 +321,18 @@ class ColumnParallelLinear(nn.Module):
         self.bias = (
             new_parameter(ParameterSpec(out_shape, shard, decay=False), context) if bias else None
         )  # [..., out/tp]
-        self.adds_bias = adds_bias
+        self.skip_bias_add = skip_bias_add
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, in]``, or ``[s/tp, b, in]`` if sequence parallel, to ``[s, b, out/tp]``."""
-        return column_linear(x, self.weight, self.bias if self.adds_bias else None, self.context)
+        return column_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)
 
 
 class RowParallelLinear(nn.Module):
     """Compute y = x A^T + b with A cut by its input features: the ranks' partial results are summed.
 
     Args:
-        adds_bias: False to leave `bias` to the kernel that follows.
+        skip_bias_add: leave `bias` to the kernel that follows, which adds it.
         std: of the initial weights.
     """
 
@@ -344,7 +344,7 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool,
         std: float,
-        adds_bias: bool = True,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
@@ -352,12 +352,12 @@ class RowParallelLinear(nn.Module):
         self.weight = new_parameter(weight, context)  # [out, in/tp]
         self.bias = (
             new_parameter(ParameterSpec((out_features,), decay=False), context) if bias else None
-        )  # [out], whole on every rank
-        self.adds_bias = adds_bias
+        )  # [out], replicated on every rank
+        self.skip_bias_add = skip_bias_add
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, in/tp]`` to ``[s, b, out]``, or to ``[s/tp, b, out]`` if sequence parallel."""
-        return row_linear(x, self.weight, self.bias if self.adds_bias else None, self.context)
+        return row_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)
 
 
 def depth_scaled_std(std: float, num_layers: int) -> float:

@@ -111,7 +111,7 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
 
 
 def axis_of(spec: ParameterSpec, topology: Topology) -> Axis | None:
-    """Return the mesh axis that a parameter is cut along, or None if it is whole on every rank."""
+    """Return the mesh axis that a parameter is cut along, or None if it is replicated on every rank."""
     return None if spec.shard is None else getattr(topology, spec.shard.axis)
 
 

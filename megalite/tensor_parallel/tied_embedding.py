@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megalite.distributed.topology import Axis
 
-EDGES = "embedding-grads-all-reduce"
-"""Name of the wait in `sum_over_edges`: that of Megatron-LM's timer."""
+EMBEDDING_GRADS = "embedding-grads-all-reduce"
+"""Name of the wait in `sum_tied_embedding_grads`: that of Megatron-LM's timer."""
 
 
 class TiedWeight(NamedTuple):
@@ -27,7 +27,7 @@ class TiedWeight(NamedTuple):
     is_copied: bool
 
 
-def sum_over_edges(gradient: Tensor, pp: Axis) -> None:
+def sum_tied_embedding_grads(gradient: Tensor, pp: Axis) -> None:
     """Sum the gradients of a tied weight's two copies, on the first and the last rank of pp, in place.
 
     The two ranks exchange their gradients and each adds the other's. A sum of two numbers has the same bits
@@ -41,8 +41,8 @@ def sum_over_edges(gradient: Tensor, pp: Axis) -> None:
         dist.P2POp(dist.irecv, other, other_rank, pp.group),
     ]
     works = dist.batch_isend_irecv(messages)
-    pp.wait_begins(EDGES)
+    pp.wait_begins(EMBEDDING_GRADS)
     for work in works:
         work.wait()
-    pp.wait_ends(EDGES)
+    pp.wait_ends(EMBEDDING_GRADS)
     gradient += other

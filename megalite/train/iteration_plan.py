@@ -1,4 +1,4 @@
-"""Plan an iteration from how far the run has come."""
+"""Plan an iteration from the run's progress."""
 
 from __future__ import annotations
 

@@ -28,25 +28,25 @@ class Callback:
         self.on_end(loop)
 
     def on_start(self, loop: TrainingLoop) -> None:
-        """Do something before the first iteration."""
+        """Run before the first iteration."""
 
     def before_step(self, loop: TrainingLoop) -> None:
-        """Do something before each iteration; `loop.next_iteration` is its number."""
+        """Run before each iteration; `loop.next_iteration` is its number."""
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
-        """Do something after each iteration, as a part of it."""
+        """Run after each iteration, as a part of it."""
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
-        """Do something between two iterations."""
+        """Run between two iterations."""
 
     def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
-        """Do something with the result of an evaluation."""
+        """Run after each evaluation, with its result."""
 
     def on_save(self, loop: TrainingLoop) -> None:
-        """Do something after a checkpoint was saved, or its saving in the background has begun."""
+        """Run after a checkpoint was saved, or its saving in the background has begun."""
 
     def on_end(self, loop: TrainingLoop) -> None:
-        """Do something after the last iteration, unless an error has ended the run.
+        """Run after the last iteration, unless an error has ended the run.
 
         Callbacks end in the reverse order of the list.
         """

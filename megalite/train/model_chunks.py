@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megalite.config import Config
-from megalite.config.stage_layers import layers_of_stages, layers_per_stage, num_chunks
+from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.gpt_stage import DTYPES, GPTStage
 from megalite.model.recompute import apply_recompute
-from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.fp8 import check_device
 from megalite.tensor_parallel.parameter_shard import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
@@ -48,7 +47,7 @@ def build_chunks(
         has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,
         fp8_format=training.fp8_format,
     )
-    stages = SCHEDULES[config.parallel.schedule].stage_map(topology.pp.size, num_chunks(config))
+    stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
     chunks: list[GPTStage] = []
     for stage in stages.stages_of(topology.pp.rank):

@@ -32,7 +32,7 @@ _CPU_RESIDUAL_BYTES = 0.4 * _GB
 
 
 @contextmanager
-def memory_explained(config: Config, topology: Topology) -> Iterator[None]:
+def explain_out_of_memory(config: Config, topology: Topology) -> Iterator[None]:
     """Explain an allocation that fails in this block.
 
     Raises:

@@ -100,7 +100,7 @@ def _with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
         if requested < size:
             raise UserError(
                 f"the vocabulary size {requested} (of --vocab-size or --preset) is smaller than the "
-                f"tokenizer's {size}: give --vocab-size {size}"
+                f"tokenizer's {size}: pass --vocab-size {size}"
             )
         size = requested
     return replace(config, model=replace(config.model, vocab_size=size))

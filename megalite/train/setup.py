@@ -10,8 +10,8 @@ import torch
 
 from megalite import kernels
 from megalite.config import Config, check_config, to_yaml
-from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS
 from megalite.config.flags import flag_of
+from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
 from megalite.distributed.agreement import code_record
 from megalite.distributed.topology import Launch, Topology
 from megalite.hardware.cuda_environment import describe, settings_for
@@ -22,7 +22,7 @@ from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
-from megalite.train.weight_gradients import fusion_of
+from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
@@ -82,7 +82,7 @@ def announce(trainer: Trainer) -> None:
     if topology.device.type == "cuda":
         log.info("CUDA: %s", describe(settings_for(config.parallel.tp, config.parallel.zero_stage)))
     log.info("attention: %s", trainer.chunks[0].core.choice)
-    log.info("weight gradients: %s", fusion_of(config, topology).description)
+    log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if config.training.compile:

@@ -305,7 +305,7 @@ def is_switched_off(config: TrainingConfig) -> bool:
     return config.kill_switch_path is not None and Path(config.kill_switch_path).exists()
 
 
-def leave_if_switched_off(config: TrainingConfig, topology: Topology) -> None:
+def exit_if_switched_off(config: TrainingConfig, topology: Topology) -> None:
     """End a run whose kill switch exists already, before any work is done.
 
     Raises:

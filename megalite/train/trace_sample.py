@@ -21,13 +21,13 @@ class TracedSample:
         number: in the whole run, from 0.
         dp_rank: the data-parallel rank that trained on it; None if the config does not set --dp.
         microbatch: index of the microbatch on that rank, from 0; None if the config does not set --dp.
-        origins: the positions of its tokens in the corpora, in order.
+        spans: the positions of its tokens in the corpora, in order.
     """
 
     number: int
     dp_rank: int | None
     microbatch: int | None
-    origins: list[SampleSpan]
+    spans: list[SampleSpan]
 
 
 def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:

@@ -15,11 +15,11 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
+from megalite.optim.optimizer import BaseOptimizer
 from megalite.pipeline.executor import Pipeline
 from megalite.train.anomaly_check import Anomaly, AnomalyCheck
 from megalite.train.async_scalars import AsyncScalars
 from megalite.train.iteration_plan import IterationPlan, IterationPlanner
-from megalite.train.optimizer import RunOptimizer
 from megalite.train.run_context import RunContext
 from megalite.train.telemetry.timers import BATCH_GENERATOR
 
@@ -64,7 +64,7 @@ class TrainStep:
         self,
         run: RunContext,
         pipeline: Pipeline[Microbatch],
-        optimizer: RunOptimizer,
+        optimizer: BaseOptimizer,
         load: BatchLoader,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:

@@ -26,15 +26,15 @@ from megalite.optim.flat_buffers import ParameterShard
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.model_chunks import build_chunks
-from megalite.train.optimizer import build_optimizer
 from megalite.train.run_context import RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
-from megalite.train.weight_gradients import fusion_of
+from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def build_pipeline(
@@ -85,7 +85,7 @@ class Trainer:
         self.saver = Saver(config.checkpoint, topology, run.lease)
         with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
-            fuses = fusion_of(config, topology).is_on
+            fuses = weight_gradient_fusion(config, topology).is_on
             self.chunks = build_chunks(config, topology, store, fuses_weight_gradients=fuses)
             self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
         self.pipeline = build_pipeline(self.chunks, config, topology, store)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.kernels.weight_gradient import has_widening_product
+from megalite.kernels.weight_gradient import has_widening_gemm
 from megalite.model.gpt_stage import DTYPES
 from megalite.optim.gradient_buckets import main_dtype
 
@@ -23,7 +23,7 @@ class Fusion(NamedTuple):
     description: str
 
 
-def fusion_of(config: Config, topology: Topology) -> Fusion:
+def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
     """Return the best choice that the run's config and device allow.
 
     Fusion gains nothing if the device has no GEMM that adds to the wider type of `main_grad`. Autograd then
@@ -36,7 +36,7 @@ def fusion_of(config: Config, topology: Topology) -> Fusion:
         return Fusion(
             False, "accumulated by autograd (--zero-stage 3 reduce-scatters them in every microbatch)"
         )
-    if dtype != main_dtype(dtype) and not has_widening_product(dtype, main_dtype(dtype), topology.device):
+    if dtype != main_dtype(dtype) and not has_widening_gemm(dtype, main_dtype(dtype), topology.device):
         inputs, total = (str(each).removeprefix("torch.") for each in (dtype, main_dtype(dtype)))
         return Fusion(
             False,

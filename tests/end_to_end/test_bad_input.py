@@ -20,7 +20,7 @@ CONFIG_MISTAKES = {
     "indivisible batch": (["--micro-batch-size", "3"], "--global-batch-size 4 is not divisible"),
     "vocabulary too small": (
         ["--vocab-size", "100"],
-        "smaller than the tokenizer's 257: give --vocab-size 257",
+        "smaller than the tokenizer's 257: pass --vocab-size 257",
     ),
     "padding too small": (["--pad-vocab-size-to", "200"], "--pad-vocab-size-to 200 is smaller"),
     "world size": (["--tp", "2"], "world size 1 is not"),

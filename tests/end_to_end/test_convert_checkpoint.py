@@ -49,6 +49,6 @@ def test_to_transformers_and_back(pretrain, tmp_path):
     assert done.returncode == 1
     assert (
         done.stderr
-        == f"error: --save {tmp_path / 'ours'} exists and is not empty: give a new folder, "
+        == f"error: --save {tmp_path / 'ours'} exists and is not empty: pass a new folder, "
         + ("or delete it first\n")
     )

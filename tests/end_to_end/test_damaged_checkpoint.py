@@ -59,4 +59,4 @@ def test_a_damaged_checkpoint_costs_an_interval_and_no_more(pretrain_and_tell, t
         (checkpoint / "SHA256SUMS").unlink()
     status, _, errors = pretrain_and_tell(*flags)
     assert (status, len(errors)) == (1, 1)
-    assert "has no whole checkpoint to load (iter_0000003: SHA256SUMS is missing | iter_" in errors[0]
+    assert "has no complete checkpoint to load (iter_0000003: SHA256SUMS is missing | iter_" in errors[0]

@@ -80,7 +80,7 @@ def test_a_longer_run_is_asked_for_its_schedule(train: Train, saved: Path) -> No
     ended = train(*flags)
     assert ended.status == 1
     (error,) = ended.errors
-    assert "another schedule: lr_decay_iters 4 (now 8); give --override-opt-param-scheduler" in error
+    assert "another schedule: lr_decay_iters 4 (now 8); pass --override-opt-param-scheduler" in error
     new = train(*flags, "--override-opt-param-scheduler")
     assert figures(new, "learning_rate") == pytest.approx([0.00375, 0.0025, 0.00125, 0.0])
     kept = train(*flags, "--use-checkpoint-opt-param-scheduler")

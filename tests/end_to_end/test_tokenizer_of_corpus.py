@@ -17,7 +17,7 @@ def test_refused_by_name_or_trained_on(pretrain_here: RunHere, tmp_path: Path) -
     assert status == 1
     assert [line for line in lines if line.startswith("error: ")] == [
         f"error: {prefix}: made with another tokenizer than this run's, so its ids mean other text: "
-        f"give the same tokenizer, or delete {prefix}.tokenizer.json if you know that they are equal"
+        f"pass the same tokenizer, or delete {prefix}.tokenizer.json if you know that they are equal"
     ]
     write_tokenizer_digest(prefix, ByteTokenizer())
     assert pretrain_here("--data-path", prefix, "--train-iters", "1")[0] == 0

@@ -5,7 +5,7 @@
 
 prints `50 kills, 50 resumed, 0 lost` and exits with 0 if
 
-- the run's folder held a whole checkpoint, by its own SHA256SUMS, at every kill since the first save,
+- the run's folder held a complete checkpoint, by its own SHA256SUMS, at every kill since the first save,
 - each start went on from the newest one that was whole at the kill,
 - the losses of all iterations, and the last checkpoint's tensors, are to the bit those of a run that nobody
   disturbed.
@@ -208,7 +208,7 @@ def soak(plan: Plan, folder: Path, say: Callable[[str], None] = print) -> tuple[
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise SystemExit(f"error: --folder {folder} is not empty: give another one")
+        raise SystemExit(f"error: --folder {folder} is not empty: pass another one")
     undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
     if finish(plan, undisturbed)[0] != 0:
         raise SystemExit(f"error: the undisturbed run failed: see {undisturbed}")

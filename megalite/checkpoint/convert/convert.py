@@ -76,8 +76,8 @@ def _parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tupl
         full = source.tensor(name)
         if tuple(full.shape) != tuple(spec.used_shape):
             raise UserError(
-                f"{name} is {list(full.shape)}, and the config says {list(spec.used_shape)}: is the config "
-                "of another model?"
+                f"{name} is {list(full.shape)}, and the config says {list(spec.used_shape)}: does the config "
+                "belong to another model?"
             )
         full = rounded(name, full, plan.dtype)
         yield name, full

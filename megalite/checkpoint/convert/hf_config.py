@@ -19,14 +19,15 @@ KEPT = ("model_type", "activation_function", *TOKEN_IDS, "pretraining_tp", "slow
 RECORDED = "hugging_face"
 """Their name in a checkpoint's run.json."""
 
-ACTIVATIONS = {
+HF_ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_fast": "gelu",
     "gelu": "gelu_exact",
     "relu": "relu",
-    "silu": "swiglu",
 }
+"""Our activation for each of transformers' names of one without a gate. ``silu`` is not among them: Llama's
+is the gate of SwiGLU, and megalite has no MLP with SiLU and no gate."""
 
 
 def config_of(hf: HFConfig) -> ModelConfig:
@@ -169,10 +170,9 @@ def _first(hf: HFConfig, *names: str) -> Any:
 
 
 def _activation(name: str) -> str:
-    if name not in ACTIVATIONS or name == "silu":  # ungated SiLU is another model
-        known = ", ".join(known for known in ACTIVATIONS if known != "silu")
-        raise UserError(f"activation {name!r} cannot be converted: {known} can")
-    return ACTIVATIONS[name]
+    if name not in HF_ACTIVATIONS:
+        raise UserError(f"activation {name!r} cannot be converted: {', '.join(HF_ACTIVATIONS)} can")
+    return HF_ACTIVATIONS[name]
 
 
 def _rotary_base(hf: HFConfig) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megalite.checkpoint.convert.hf_config import ACTIVATIONS, KEPT, TOKEN_IDS
+from megalite.checkpoint.convert.hf_config import HF_ACTIVATIONS, KEPT, TOKEN_IDS
 from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.manifest import dtype_name
 from megalite.config import ModelConfig
@@ -38,14 +38,14 @@ def hf_config_of(
     if recorded is None or recorded.get("model_type") != family.model_type:
         return written
     kept = {name: value for name, value in recorded.items() if name in KEPT}
-    if ACTIVATIONS.get(kept.get("activation_function", "")) != config.activation:
+    if HF_ACTIVATIONS.get(kept.get("activation_function", "")) != config.activation:
         kept.pop("activation_function", None)  # the activation was changed since, or has no other name
     # transformers has a default for a token that config.json does not name; null would change it.
     return {name: value for name, value in written.items() if name not in TOKEN_IDS} | kept
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Any]:
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    names = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": config.num_layers,

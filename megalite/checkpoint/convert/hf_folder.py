@@ -104,7 +104,7 @@ class HFSource:
         if model.num_layers > len(self._files.files):  # before a list of all layers is made
             raise UserError(
                 f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
-                "layers: is config.json of another model?"
+                "layers: does config.json belong to another model?"
             )
         self.hugging_face = recorded_of(self._files.config, settings)
         if (note := rounding_note(self._files.config)) is not None:
@@ -137,7 +137,7 @@ class HFSource:
     def _check_names(self, folder: Path) -> None:
         wanted = {name for entry in self._entries.values() for name in entry.theirs}
         if missing := sorted(wanted - self._names.keys()):
-            raise UserError(f"{folder} lacks {few(missing)}: is config.json of another model?")
+            raise UserError(f"{folder} lacks {few(missing)}: does config.json belong to another model?")
         if not self.config.model.untie_embeddings_and_output_weights:
             wanted.add("lm_head.weight")  # the second name of the word embedding
         others = [name for name in self._names.keys() - wanted if not _NOT_WEIGHTS.fullmatch(name)]
@@ -152,7 +152,7 @@ class HFSource:
         """Return the type of the word embedding, which is that of most tensors."""
         (name,) = end_entries(model)[0].theirs
         if name not in self._names:
-            raise UserError(f"{self._files.folder} lacks {name}: is config.json of another model?")
+            raise UserError(f"{self._files.folder} lacks {name}: does config.json belong to another model?")
         return self._files.tensor(self._names[name]).dtype
 
 

@@ -40,7 +40,7 @@ def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
     if config.vocab_size is not None and table.shape[0] < config.vocab_size:
         raise UserError(
             f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
-            "give a smaller one"
+            "pass a smaller one"
         )
     return torch.cat((table, table.new_zeros(config.padded_vocab_size(1) - table.shape[0], *table.shape[1:])))
 
@@ -105,14 +105,16 @@ class Entry:
             UserError: one of their tensors is missing, or has another shape than the config says.
         """
         if missing := [name for name in self.theirs if name not in tensors]:
-            raise UserError(f"the weights lack {', '.join(missing)}: is the config of another model?")
+            raise UserError(
+                f"the weights lack {', '.join(missing)}: does the config belong to another model?"
+            )
         parts = [tensors[name] for name in self.theirs]
         try:
             return self.transform.from_hf(parts, config).contiguous()
         except RuntimeError:
             shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
             raise UserError(
-                f"{shapes}: the config says other shapes; is config.json of another model?"
+                f"{shapes}: the config says other shapes; does config.json belong to another model?"
             ) from None
 
 
@@ -152,7 +154,7 @@ def _multi_head(config: ModelConfig) -> dict[str, object]:
 
 
 def _gpt2_fixed(config: ModelConfig) -> dict[str, object]:
-    activation = "gelu" if config.activation == "swiglu" else config.activation
+    activation = "gelu" if config.is_gated else config.activation
     return {**_multi_head(config), "embed_layernorm": False, "activation": activation}
 
 
@@ -287,7 +289,9 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     """
     entries = {entry.ours: entry for entry in all_entries(config)}
     if unknown := sorted(set(tensors) - set(entries)):
-        raise UserError(f"the model has no parameter {', '.join(unknown)}: is the config of another model?")
+        raise UserError(
+            f"the model has no parameter {', '.join(unknown)}: does the config belong to another model?"
+        )
     converted: dict[str, Tensor] = {}
     for name, full in tensors.items():
         converted.update(entries[name].to_hf(full, config))

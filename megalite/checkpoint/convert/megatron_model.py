@@ -101,7 +101,7 @@ def training_of(arguments: Arguments) -> dict[str, Any]:
 def _refuse_others(arguments: Arguments) -> None:
     for needed in ("num_attention_heads", "hidden_size"):
         if not isinstance(arguments.get(needed), int):
-            raise UserError(f"the checkpoint's arguments have no {needed}: give the model's flags")
+            raise UserError(f"the checkpoint's arguments have no {needed}: pass the model's flags")
     others = [
         f"{name} {arguments[name]}"
         for name, only in _REFUSED.items()
@@ -185,7 +185,7 @@ class MegatronSource:
     def _check_names(self) -> None:
         folder, shards = self._checkpoint.folder, self._checkpoint.shards
         if missing := sorted(self._specs.keys() - shards.keys()):
-            raise UserError(f"{folder} lacks {few(missing)}: is the config of another model?")
+            raise UserError(f"{folder} lacks {few(missing)}: does the config belong to another model?")
         others = sorted(shards.keys() - self._specs.keys())
         if others == [_OUTPUT]:
             pairs = zip(shards[_OUTPUT], shards[_WORD], strict=True)
@@ -193,7 +193,7 @@ class MegatronSource:
                 return  # the copy of a tied table on the last stage
             raise UserError(
                 f"{folder} has an output layer that differs from the word embedding: "
-                "give --untie-embeddings-and-output-weights"
+                "pass --untie-embeddings-and-output-weights"
             )
         if others:
             raise UserError(f"{folder} has parameters that the config's model does not have: {few(others)}")
@@ -208,7 +208,7 @@ def _config_of(checkpoint: MegatronCheckpoint, settings: Settings) -> Config:
     arguments = checkpoint.arguments
     if arguments is None:
         reason = checkpoint.why_unread or f"{checkpoint.folder} does not say which model it holds"
-        raise UserError(f"{reason}; give the model's flags, as --num-layers or --preset")
+        raise UserError(f"{reason}; pass the model's flags, as --num-layers or --preset")
     base, vocab_size = Config(), arguments.get("vocab_size")
     if not isinstance(vocab_size, int) or not vocab_size:  # only newer versions save it without padding
         vocab_size = rows

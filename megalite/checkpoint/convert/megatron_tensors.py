@@ -162,5 +162,5 @@ def _misshapen(name: str, shards: Sequence[Tensor], spec: ParameterSpec) -> User
     shapes = " and ".join(str(list(shape)) for shape in dict.fromkeys(shard.shape for shard in shards))
     return UserError(
         f"{name} is {shapes} on {len(shards)} tensor-parallel ranks, which does not make "
-        f"{list(spec.used_shape)}: is the config of another model?"
+        f"{list(spec.used_shape)}: does the config belong to another model?"
     )

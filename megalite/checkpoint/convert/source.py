@@ -109,7 +109,7 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
     if iteration is None:
         return folder / names[0]
     if iteration not in known:
-        raise UserError(f"{folder} has no iteration {iteration}: give one of {', '.join(map(str, known))}")
+        raise UserError(f"{folder} has no iteration {iteration}: pass one of {', '.join(map(str, known))}")
     return folder / known[iteration]
 
 
@@ -159,13 +159,13 @@ def kind_of(folder: Path) -> str:
     """
     if not folder.is_dir():
         fault = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"--load {folder} {fault}: give a folder")
+        raise UserError(f"--load {folder} {fault}: pass a folder")
     for name, kind in KINDS.items():
         if kind.matches(folder):
             return name
     raise UserError(
         f"--load {folder} is not a checkpoint of megalite, Megatron-LM or Megatron-DeepSpeed, nor a Hugging "
-        "Face folder (config.json and weights): if you know its kind, give it with --from"
+        "Face folder (config.json and weights): if you know its kind, pass it with --from"
     )
 
 

@@ -61,7 +61,7 @@ class StreamedFile:
         self._file.close()
 
     def abandon(self) -> None:
-        """Close a file that will not be whole."""
+        """Close a file that stays incomplete."""
         self._file.close()
 
 

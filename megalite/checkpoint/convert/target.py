@@ -51,7 +51,7 @@ class ConversionPlan:
     Attributes:
         specs: every parameter of the model.
         max_bytes: of one file of weights, if the format has several.
-        final: the folder's name once it is whole.
+        final: the folder's name once it is complete.
         hugging_face: as in the source.
     """
 
@@ -136,7 +136,7 @@ def whole_folder(final: Path, num_bytes: int) -> Iterator[Path]:
             permission.
     """
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UserError(f"--save {final} exists and is not empty: give a new folder, or delete it first")
+        raise UserError(f"--save {final} exists and is not empty: pass a new folder, or delete it first")
     partial = final.with_name(f".{final.name}.partial")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def whole_folder(final: Path, num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(partial).free
         if free < num_bytes:
             raise UserError(
-                f"--save {final} needs {size_text(num_bytes)} and {size_text(free)} are free: give a folder "
+                f"--save {final} needs {size_text(num_bytes)} and {size_text(free)} are free: pass a folder "
                 "on another disk"
             )
         yield partial

@@ -47,7 +47,7 @@ def read_rows(
         missing = [key for key, column in zip(keys, columns, strict=True) if column not in names]
         if missing:
             raise UserError(
-                f"{path} has no column {missing[0]!r} (it has {', '.join(names)}): give another --json-keys"
+                f"{path} has no column {missing[0]!r} (it has {', '.join(names)}): pass another --json-keys"
             )
         columns = list(dict.fromkeys(columns))
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups):

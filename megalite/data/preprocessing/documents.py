@@ -72,7 +72,7 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         else:
             files = sorted(name for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
         if not files:
-            raise UserError(f"--input {pattern} names no file: give files, globs or folders")
+            raise UserError(f"--input {pattern} names no file: pass files, globs or folders")
         found += files
     return found
 

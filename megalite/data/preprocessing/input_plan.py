@@ -55,7 +55,7 @@ class InputPlan:
         for path in files if len(job.json_keys) > 1 else ():
             if input_kind(path, job.text_documents) in TEXT_DOCUMENTS:
                 raise UserError(
-                    f"{path} is plain text, which has one text a document: give one key in --json-keys, "
+                    f"{path} is plain text, which has one text a document: pass one key in --json-keys, "
                     f"not {len(job.json_keys)}"
                 )
         self.files = files
@@ -98,7 +98,7 @@ class InputPlan:
             begin += size
 
     def _is_mine(self, position: int) -> bool:
-        """Return whether this part of the input has what begins at a position in all files' bytes."""
+        """Return whether a piece that begins at this position, in the bytes of all files, is in this part."""
         index, count = self._job.partition
         return position * count // max(sum(self._sizes), 1) == index
 

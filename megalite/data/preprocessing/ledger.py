@@ -47,7 +47,7 @@ class Ledger:
         try:
             if os.path.islink(self.folder):  # the folder's files are removed: it must be this run's own
                 raise UserError(
-                    f"{self.folder} is a symbolic link: remove it, or give another --output-prefix"
+                    f"{self.folder} is a symbolic link: remove it, or pass another --output-prefix"
                 )
             os.makedirs(self.folder, exist_ok=True)
             self._lock = open(Path(self.folder, "lock"), "w", opener=no_follow)

@@ -137,7 +137,7 @@ class EncoderPool:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold signals that end the program until the block ends: half-started workers would print tracebacks.
+    """Delay signals that end the program until the block ends: half-started workers would print tracebacks.
 
     Children that are started in the block have SIGINT blocked: a terminal's Ctrl-C does not reach them.
     """

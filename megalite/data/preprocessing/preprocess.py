@@ -59,7 +59,7 @@ def num_cores() -> int:
 
 
 def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> PreprocessingSummary:
-    """Tokenize all documents; each output appears under its name once it is whole.
+    """Tokenize all documents; each output appears under its name once it is complete.
 
     A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` continues. A run
     that fails leaves nothing; if it had resumed an earlier run, it leaves the finished pieces.
@@ -124,7 +124,7 @@ def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[
     for key in job.json_keys:
         for name in (f"{job.prefix(key)}.bin", f"{job.prefix(key)}.idx"):
             if os.path.exists(name) and not job.overwrite:
-                raise UserError(f"{name} exists: give another --output-prefix, or --overwrite")
+                raise UserError(f"{name} exists: pass another --output-prefix, or --overwrite")
     return InputPlan(job, files, sum(map(is_compressed, files)) < 2 * job.workers)
 
 
@@ -195,7 +195,7 @@ class _Run:
             if total.num_documents == 0:
                 index, count = self._job.partition
                 part = f"part {index}/{count} of the input" if count > 1 else "the input"
-                hint = ": give fewer parts in --partition" if count > 1 else ""
+                hint = ": pass fewer parts in --partition" if count > 1 else ""
                 raise UserError(
                     f"{part} has no document with text under the key {key!r}, so nothing is written{hint}"
                 )

@@ -42,7 +42,7 @@ def empty_column(dtype: np.dtype[Any]) -> Column:
 
 
 def pack(documents: EncodedDocuments, dtype: np.dtype[Any], eod: int | None) -> Column:
-    """Pack the tokens back to back; sequences and documents without tokens are skipped, also with an eod.
+    """Pack the tokens back to back; sequences and documents without tokens are skipped, even with an eod.
 
     Args:
         documents: their ids.

@@ -44,11 +44,11 @@ class HuggingFaceTokenizer:
         self._source = source
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if not vocab:
-            raise UserError(f"{source} has an empty vocabulary: give another tokenizer")
+            raise UserError(f"{source} has an empty vocabulary: pass another tokenizer")
         if eod_name is not None and eod_name not in vocab:
             raise UserError(
                 f"the tokenizer_config.json beside {source} has eos_token {eod_name!r}, which is not in its "
-                "vocabulary: give the name of one of its tokens"
+                "vocabulary: pass the name of one of its tokens"
             )
         self.vocab_size = max(vocab.values()) + 1
         self.unk: int | None = vocab.get(getattr(library.model, "unk_token", None) or "")
@@ -100,7 +100,7 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             raise UserError(
                 f"the tokenizer {self._source} fails on a text ({first_line(error)}): repair its regular "
-                "expressions, or give another tokenizer"
+                "expressions, or pass another tokenizer"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -165,7 +165,7 @@ def _find_in_cache(name: str) -> Path:
     if not isinstance(found, str):
         raise UserError(
             f"there is no tokenizer at {name}: it is not a file, a folder or a model in Hugging Face's local "
-            "cache; give a tokenizer.json or the folder of one"
+            "cache; pass a tokenizer.json or the folder of one"
         )
     return Path(found)
 

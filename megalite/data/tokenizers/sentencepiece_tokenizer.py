@@ -36,7 +36,7 @@ class SentencePieceTokenizer:
         if begins_texts and self._library.bos_id() < 0:
             raise UserError(
                 f"{model_file} has no beginning-of-sentence token, with which Llama2Tokenizer begins each "
-                "text: give SentencePieceTokenizer"
+                "text: pass SentencePieceTokenizer"
             )
         self.vocab_size = int(self._library.vocab_size())
         self.unk: int | None = self._library.unk_id() if self._library.unk_id() >= 0 else None
@@ -47,7 +47,7 @@ class SentencePieceTokenizer:
         for i in ids:
             if i >= 0 and i != self._library.unk_id():
                 return int(i)
-        raise UserError(f"{self._source} has no end-of-sentence token: give a model that has an eos_id")
+        raise UserError(f"{self._source} has no end-of-sentence token: pass a model that has an eos_id")
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._library.encode(text, out_type=int, add_bos=self._begins_texts)

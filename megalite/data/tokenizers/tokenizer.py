@@ -187,7 +187,7 @@ def _type_for(files: TokenizerFiles) -> str:
         is_json = files.tokenizer_model.endswith(".json") or Path(files.tokenizer_model).is_dir()
         return "HuggingFaceTokenizer" if is_json else "SentencePieceTokenizer"
     raise UserError(
-        f"there is no tokenizer: give --tokenizer-type, one of {', '.join(_BUILDERS)}, or a tokenizer's files"
+        f"there is no tokenizer: pass --tokenizer-type, one of {', '.join(_BUILDERS)}, or a tokenizer's files"
     )
 
 
@@ -240,10 +240,10 @@ _BUILDERS: dict[str, Callable[[str, TokenizerFiles], Tokenizer]] = {
 _UNSUPPORTED = {
     "BertWordPieceLowerCase": "it is BERT's, and megalite trains GPT-like models",
     "BertWordPieceCase": "it is BERT's, and megalite trains GPT-like models",
-    "TikTokenizer": "give the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
-    "MultimodalTokenizer": "give its text tokenizer, as HuggingFaceTokenizer",
+    "TikTokenizer": "pass the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
+    "MultimodalTokenizer": "pass its text tokenizer, as HuggingFaceTokenizer",
     "NullMultimodalTokenizer": "use NullTokenizer",
-    "SFTTokenizer": "give its text tokenizer, as HuggingFaceTokenizer",
+    "SFTTokenizer": "pass its text tokenizer, as HuggingFaceTokenizer",
 }
 """Megatron-LM's other kinds, and what to do instead."""
 

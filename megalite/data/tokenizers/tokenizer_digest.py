@@ -117,7 +117,7 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
     wrong = [prefix for prefix, found in stored.items() if found not in (None, digest)]
     if wrong:
         raise UserError(
-            f"{few(wrong, 5)}: made with another tokenizer than this run's, so its ids mean other text: give "
+            f"{few(wrong, 5)}: made with another tokenizer than this run's, so its ids mean other text: pass "
             f"the same tokenizer, or delete {_digest_name(wrong[0])} if you know that they are equal"
         )
 

@@ -49,7 +49,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     if vocab_size < _MIN_BPE_SIZE:
         raise UserError(
             f"--vocab-size {vocab_size} is below {_MIN_BPE_SIZE} (256 bytes and {END_OF_TEXT}): "
-            "give a larger one"
+            "pass a larger one"
         )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -66,7 +66,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     if tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"the input yields only {tokenizer.get_vocab_size()} of --vocab-size {vocab_size} tokens: "
-            "give a smaller --vocab-size or more text"
+            "pass a smaller --vocab-size, or use more text"
         )
     return f"{tokenizer.to_str()}\n".encode()
 
@@ -106,7 +106,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"SentencePiece cannot train --vocab-size {vocab_size} on this input ({reason}): give another "
+            f"SentencePiece cannot train --vocab-size {vocab_size} on this input ({reason}): pass another "
             "size or more text"
         ) from None
     return model.getvalue()
@@ -129,13 +129,13 @@ TRAINERS: dict[str, Callable[[Iterable[str], int], bytes]] = {
 
 
 def write_tokenizer(path: Path, train: Callable[[], bytes], overwrite: bool = False) -> None:
-    """Train a tokenizer and write its file; the name appears once it is whole.
+    """Train a tokenizer and write its file; the name appears once it is complete.
 
     Raises:
         UserError: the file exists or cannot be written, a library is missing, or training is not possible.
     """
     if path.exists() and not overwrite:
-        raise UserError(f"{path} exists: give another --output, or --overwrite")
+        raise UserError(f"{path} exists: pass another --output, or --overwrite")
     try:
         content = train()
     except ImportError as error:

@@ -9,8 +9,8 @@ import torch
 
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
+from megalite.optim.optimizer import BaseOptimizer
 from megalite.train.loop import Callback, TrainingLoop, is_due
-from megalite.train.optimizer import RunOptimizer
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 
@@ -34,7 +34,7 @@ class LayerNorms(Callback):
 
 
 def layer_grad_norms(
-    optimizer: RunOptimizer, num_layers: int, grad_norm: float, topology: Topology
+    optimizer: BaseOptimizer, num_layers: int, grad_norm: float, topology: Topology
 ) -> Mapping[str, float]:
     """Return the 2-norms of the gradients of "embedding", "layers.0" and so on, and "head"; a collective.
 

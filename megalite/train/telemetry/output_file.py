@@ -13,7 +13,7 @@ MAX_HELD_BYTES = 16 * 2**20
 
 
 class OutputFile:
-    """Appends whole records to a file, and keeps those that cannot be written until they can.
+    """Appends complete records to a file, and keeps those that cannot be written until they can.
 
     A full disk may cut a record. Its rest is written first once there is space, so that the file stays
     readable. A failure is logged when it begins and when it ends, and never raised.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalite.distributed.observer import Observer, Wait, observed
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.tensor_parallel.tied_embedding import EDGES
+from megalite.tensor_parallel.tied_embedding import EMBEDDING_GRADS
 
 M = TypeVar("M")
 
@@ -118,7 +118,7 @@ class Timers(Observer[Timed]):
         self._uses: dict[str, list[_Use]] = {}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Add the block's time to the timer `name`, also if the block raises."""
+        """Add the block's time to the timer `name`, even if the block raises."""
         return observed(self.observers, name)
 
     def begins(self, what: Timed) -> None:
@@ -164,7 +164,7 @@ _COMPUTING = {
 }
 _WAITS = {
     **{("pp", name): name for name in LEVELS if name.endswith(("-recv", "-send"))},
-    ("pp", EDGES): EDGES,
+    ("pp", EMBEDDING_GRADS): EMBEDDING_GRADS,
     ("dp", "all-gather"): "params-all-gather",
 }
 

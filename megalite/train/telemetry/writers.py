@@ -32,7 +32,7 @@ class MetricsWriter(Protocol):
         """Write the result of an evaluation."""
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write what is not written yet, and whether the run has failed."""
+        """Write the rest, and whether the run has failed."""
 
 
 class DashboardWriter(MetricsWriter, Protocol):
@@ -195,7 +195,7 @@ class Writers:
         self._lease = lease
         self._topology = topology
         has_dashboards = config.tensorboard_dir is not None or config.wandb_project is not None
-        of_dashboards = (config.board_interval,) if has_dashboards else ()
+        of_dashboards = (config.dashboard_interval,) if has_dashboards else ()
         self.intervals = tuple(dict.fromkeys((config.log_interval, *of_dashboards)))
         self._times: TimesByRank = {}  # not yet written to the dashboards
         self._logs: list[MetricsWriter] = []
@@ -236,7 +236,7 @@ class Writers:
             self._times = self._take(metrics, timers)
             for writer in self._logs:
                 writer.iteration(metrics, self._times)
-        if interval == self._config.board_interval:
+        if interval == self._config.dashboard_interval:
             for dashboard in self._dashboards:
                 dashboard.iteration(metrics, self._times)
             self._times = {}
@@ -254,7 +254,7 @@ class Writers:
             writer.validation(metrics)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write what is not written yet and close the files; a second call does nothing."""
+        """Write the rest and close the files; a second call does nothing."""
         writers: list[MetricsWriter] = [*self._logs, *self._dashboards]
         self._logs, self._dashboards = [], []
         while writers:

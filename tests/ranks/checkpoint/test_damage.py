@@ -105,7 +105,7 @@ def test_the_whole_one_before_is_loaded_and_what_is_damaged_is_named(save, load,
     assert load() == 10
     assert named in caplog.text
     if kind == "missing folder":
-        assert "the newest whole checkpoint is loaded" in caplog.text
+        assert "the newest complete checkpoint is loaded" in caplog.text
         return
     skipped, instead = (record.getMessage() for record in caplog.records)
     assert "iter_0000020 is damaged and skipped: " in skipped
@@ -116,7 +116,7 @@ def test_nothing_whole_is_reported_with_what_is_wrong_with_each(save, load, tmp_
     (save(10) / FILE).unlink()
     (save(20) / RUN).unlink()
     with pytest.raises(
-        UserError, match=r"has no whole checkpoint to load \(.+\): load another, or"
+        UserError, match=r"has no complete checkpoint to load \(.+\): load another, or"
     ) as caught:
         load()
     assert "iter_0000020: run.json is missing | iter_0000010: pp_00_tp_00.safetensors is" in str(caught.value)
@@ -133,7 +133,7 @@ def test_without_latest_the_newest_whole_one_is_loaded(save, load, tmp_path, cap
         (tmp_path / "latest").write_bytes(content)
     assert load() == 20
     assert f"{tmp_path / 'latest'} " in caplog.messages[0]
-    assert "the newest whole checkpoint is loaded" in caplog.messages[0]
+    assert "the newest complete checkpoint is loaded" in caplog.messages[0]
 
 
 def test_latest_is_obeyed_and_newer_ones_are_reported(save, load, tmp_path, caplog) -> None:
@@ -141,7 +141,7 @@ def test_latest_is_obeyed_and_newer_ones_are_reported(save, load, tmp_path, capl
         save(iteration)
     (tmp_path / "latest").write_text("iter_0000020\n")
     assert load() == 20
-    assert "iter_0000030 is newer: give --load-iteration 30" in caplog.text
+    assert "iter_0000030 is newer: pass --load-iteration 30" in caplog.text
     truncated(FILE)(tmp_path / "iter_0000020")
     assert load() == 10
     shutil.rmtree(tmp_path / "iter_0000010")
@@ -156,7 +156,7 @@ def test_a_given_iteration_is_loaded_and_no_other(save, load, tmp_path) -> None:
     with pytest.raises(UserError, match=r"no checkpoint iter_0000025: it has those of iterations 10, 20, 30"):
         load(25)
     truncated(FILE)(tmp_path / "iter_0000020")
-    with pytest.raises(UserError, match=r"iter_0000020: .* has other contents.*give another"):
+    with pytest.raises(UserError, match=r"iter_0000020: .* has other contents.*pass another"):
         load(20)
     with pytest.raises(UserError, match="it has none"):
         load(10, tmp_path / "none")
@@ -189,9 +189,9 @@ def test_a_folder_without_checkpoints_is_reported(save, load, tmp_path) -> None:
     ):
         load(folder=tmp_path / "empty")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file is not a folder: give the one that --save wrote"):
+    with pytest.raises(UserError, match="file is not a folder: pass the one that --save wrote"):
         load(folder=tmp_path / "file")
-    with pytest.raises(UserError, match=rf"is one checkpoint: give the folder above it, {tmp_path}, and"):
+    with pytest.raises(UserError, match=rf"is one checkpoint: pass the folder above it, {tmp_path}, and"):
         load(folder=save(10))
 
 

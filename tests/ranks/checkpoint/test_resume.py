@@ -223,7 +223,7 @@ def test_the_optimizers_state_need_not_be_saved(tmp_path: Path, saved_as, layout
     assert sizes[1] < 0.2 * sizes[0]  # 2 of 14 bytes a weight
     message = refusal(run_of(small, layout))
     assert "has no optimizer state" in message
-    assert "give --no-load-optim" in message
+    assert "pass --no-load-optim" in message
     taken = taken_by(run_of(small, layout, load_optim=False))
     assert taken.progress.iteration == NUM_ITERATIONS
     for name in names_of(saved):
@@ -252,7 +252,7 @@ def test_a_prolonged_run_chooses_its_schedule(tmp_path: Path, saved_as) -> None:
     folder, _ = saved_as("bf16")  # which reaches iteration 8, from 1e-2 down to 0
     longer = {"train_iters": 16}
     message = refusal(run_of(folder, PP2, **longer))
-    assert "lr_decay_iters 8 (now 16); give --override-opt-param-scheduler" in message
+    assert "lr_decay_iters 8 (now 16); pass --override-opt-param-scheduler" in message
     keep = {"use_checkpoint_opt_param_scheduler": True, "save": str(tmp_path)}
     assert taken_by(run_of(folder, PP2, **keep, **longer), saves=True).rates == pytest.approx(
         [1e-2 * 5 / 8, 1e-2 * 4 / 8]

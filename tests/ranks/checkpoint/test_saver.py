@@ -95,8 +95,8 @@ def ask_for_a_second_save_of_each_kind(topology, folder: Path) -> list[str]:
 
 def test_a_skipped_save_names_its_interval_flag(tmp_path: Path) -> None:
     persistent, own = run_ranks(ask_for_a_second_save_of_each_kind, parallel(1, 1, 1), 1, tmp_path)[0]
-    assert persistent.endswith("give a larger --save-interval")
-    assert own.endswith("give a larger --non-persistent-save-interval")
+    assert persistent.endswith("pass a larger --save-interval")
+    assert own.endswith("pass a larger --non-persistent-save-interval")
 
 
 def save_at_once(topology, folder: Path) -> None:

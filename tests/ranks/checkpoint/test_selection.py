@@ -96,9 +96,9 @@ def test_what_one_rank_finds_damaged_no_rank_loads(answers, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("one empty", "(ranks 1 see no checkpoint): give a folder on a file system that all"),
-        ("the other missing", "(ranks 0 see no checkpoint): give a folder on a file system"),
-        ("other contents", "(iter_0000020 differs from rank to rank): give a folder on a file system"),
+        ("one empty", "(ranks 1 see no checkpoint): pass a folder on a file system that all"),
+        ("the other missing", "(ranks 0 see no checkpoint): pass a folder on a file system"),
+        ("other contents", "(iter_0000020 differs from rank to rank): pass a folder on a file system"),
         ("all lost on one", "iter_0000020: run.json is missing on ranks 1 | iter_0000010: run.json is"),
     ],
 )

@@ -18,7 +18,7 @@ from megalite.tensor_parallel.parameter_shard import (
     axis_of,
     new_parameter,
 )
-from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_over_edges
+from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 
 SPECS = {
     "word": ParameterSpec((8, 4), Shard("tp", 0)),
@@ -111,7 +111,7 @@ def sum_copies(topology) -> torch.Tensor | None:
         return None
     generator = torch.Generator().manual_seed(topology.rank)
     gradient = torch.randn((8, 4), generator=generator, dtype=torch.float64).exp()
-    sum_over_edges(gradient, topology.pp)
+    sum_tied_embedding_grads(gradient, topology.pp)
     return gradient
 
 

@@ -11,7 +11,7 @@ from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.local_ranks import run_ranks
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_shard import gather_full, spec_of
-from megalite.tensor_parallel.tied_embedding import sum_over_edges
+from megalite.tensor_parallel.tied_embedding import sum_tied_embedding_grads
 from tests.stages import build_stage
 
 SEED = 7
@@ -151,7 +151,7 @@ def tied_gradients(topology, layers):
         generator = torch.Generator().manual_seed(topology.rank)
         before = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
         after = before.clone()
-        sum_over_edges(after, topology.pp)
+        sum_tied_embedding_grads(after, topology.pp)
     return topology.pp.rank, topology.tp.rank, before, after
 
 

@@ -50,7 +50,7 @@ def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Te
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "add_weight_gradient_", counted)
-        patch.setattr(weight_gradients, "has_widening_product", lambda *_: True)
+        patch.setattr(weight_gradients, "has_widening_gemm", lambda *_: True)
         trainer = start_trainer(config, topology)
         results = [trainer.step() for _ in range(NUM_ITERATIONS)]
     figures = [figure for result in results for figure in (result.loss, result.grad_norm)]

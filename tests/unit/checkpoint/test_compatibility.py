@@ -19,8 +19,8 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.comparison import RESUME_RULES, OnResume
 from megalite.config.fields import ConfigField, config_fields
+from megalite.config.resume_rules import RESUME_RULES, OnResume
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.optim.parameter_schedules import OptimizerSchedules
@@ -84,7 +84,7 @@ WRONG_OF_A_RUN: list[tuple[str, dict[str, Any], str]] = [
     (
         "training",
         {"global_batch_size": None},
-        "global_batch_size 8 (now 1); give --global-batch-size 8, which",
+        "global_batch_size 8 (now 1); pass --global-batch-size 8, which",
     ),
     ("training", {"rampup_batch_size": (2, 2, 8)}, "rampup_batch_size None (now 2 2 8)"),
 ]
@@ -196,12 +196,12 @@ def test_everything_is_reported_at_once(compare) -> None:
     model, run, schedule = str(caught.value).splitlines()
     assert "another model: num_layers 2 (now 4), vocab_size 256 (now 300); use the" in model
     assert "another run: seed 1234 (now 9); use the" in run
-    assert "another schedule: lr 0.0003 (now 1.0); give --override-opt-param-scheduler" in schedule
+    assert "another schedule: lr 0.0003 (now 1.0); pass --override-opt-param-scheduler" in schedule
 
 
 def test_a_tied_model_takes_no_untied_one(compare) -> None:
     untied = changed("model", {"untie_embeddings_and_output_weights": True})
-    with pytest.raises(UserError, match=r"differs from its word embedding.*give --untie-embeddings"):
+    with pytest.raises(UserError, match=r"differs from its word embedding.*pass --untie-embeddings"):
         compare(untied, CONFIG)
     assert "untie_embeddings_and_output_weights True (now False)" in compare(untied, finetuned(CONFIG))[0]
 
@@ -236,7 +236,7 @@ def test_a_longer_run_asks_which_decay_is_meant(compare) -> None:
     longer = changed("training", {"train_iters": 200})
     with pytest.raises(UserError) as caught:
         compare(CONFIG, longer)
-    assert "has another schedule: lr_decay_iters 100 (now 200); give --override" in str(caught.value)
+    assert "has another schedule: lr_decay_iters 100 (now 200); pass --override" in str(caught.value)
     assert "without --lr-decay-iters the decay ends with the run, at --train-iters" in str(caught.value)
     (notice,) = compare(CONFIG, changed("optimizer", {"lr_decay_iters": 100}, longer))
     assert notice == f"changed since checkpoint {FOLDER}: train_iters 100 (now 200)"
@@ -268,7 +268,7 @@ def test_a_schedule_in_the_other_unit_can_only_be_replaced(compare) -> None:
     training = replace(CONFIG.training, train_iters=None, train_samples=800)
     here = replace(CONFIG, training=training)
     with pytest.raises(
-        UserError, match="one is counted in iterations, the other in samples: give --override"
+        UserError, match="one is counted in iterations, the other in samples: pass --override"
     ):
         compare(CONFIG, resuming(here, use_checkpoint_opt_param_scheduler=True))
     assert "schedule is used" in compare(CONFIG, resuming(here, override_opt_param_scheduler=True))[0]

@@ -300,11 +300,12 @@ def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp
 def test_an_activation_computes_what_transformers_computes(name):
     from transformers.activations import ACT2FN
 
-    from megalite.checkpoint.convert.hf_config import ACTIVATIONS as NAMES
-    from megalite.model.mlp import ACTIVATIONS
+    from megalite.checkpoint.convert.hf_config import HF_ACTIVATIONS
+    from megalite.model.mlp import ACTIVATION_FUNCTIONS
 
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
-    torch.testing.assert_close(ACTIVATIONS[NAMES[name]](x, None), ACT2FN[name](x), rtol=0, atol=1e-11)
+    function = ACTIVATION_FUNCTIONS[HF_ACTIVATIONS[name]]
+    torch.testing.assert_close(function(x, None), ACT2FN[name](x), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_deepspeed(tp, form, tmp_path):
     with torch.no_grad():
         megatron.save_deepspeed(tmp_path / "bloom", weights_of(model), tp, form=form)
     assert kind_of(tmp_path / "bloom") == "megatron-deepspeed"
-    with pytest.raises(UserError, match="give the model's flags"):
+    with pytest.raises(UserError, match="pass the model's flags"):
         to_hf(tmp_path / "bloom", tmp_path / "hf")
     check(to_hf(tmp_path / "bloom", tmp_path / "hf", *BLOOM), model)
 

@@ -57,10 +57,10 @@ def test_the_latest_comes_first_and_newer_ones_last(tmp_path: Path, latest: int,
     names, notices = list_checkpoints(tmp_path)
     assert " ".join(names) == expected
     if latest is None:
-        assert notices == (f"{tmp_path}/latest is missing: the newest whole checkpoint is loaded",)
+        assert notices == (f"{tmp_path}/latest is missing: the newest complete checkpoint is loaded",)
     elif latest == 20:
         (notice,) = notices
-        assert notice.endswith("iter_0000030 is newer: give --load-iteration 30 to load that instead")
+        assert notice.endswith("iter_0000030 is newer: pass --load-iteration 30 to load that instead")
     elif latest == 40:
         assert "latest names iter_0000040, which does not exist: the newest" in notices[0]
     else:

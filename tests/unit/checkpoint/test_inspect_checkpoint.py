@@ -16,7 +16,7 @@ from megalite.config import Config
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from megalite.report.checkpoint_difference import compare
-from megalite.report.checkpoint_inspection import figures_of, inspect, lines_of, open_view
+from megalite.report.checkpoint_inspection import inspect, lines_of, open_view, statistics_of
 from tests.checkpoint_folder import make_pipe, write_checkpoint
 from tools.inspect_checkpoint import main
 
@@ -72,9 +72,9 @@ def test_norms_and_json(tmp_path, capsys):
 
 def test_figures_are_those_of_the_elements():
     tensor = torch.randn(5, 7, dtype=torch.bfloat16)
-    figures = figures_of(tensor)
-    assert figures.norm == pytest.approx(tensor.double().norm().item(), rel=1e-12)
-    assert (figures.minimum, figures.maximum) == (tensor.min().item(), tensor.max().item())
+    statistics = statistics_of(tensor)
+    assert statistics.norm == pytest.approx(tensor.double().norm().item(), rel=1e-12)
+    assert (statistics.minimum, statistics.maximum) == (tensor.min().item(), tensor.max().item())
 
 
 def flip(file):

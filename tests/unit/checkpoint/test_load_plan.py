@@ -138,7 +138,7 @@ def test_weights_of_more_layers_than_run_json_says_are_refused(take) -> None:
 
 
 def test_a_checkpoint_without_state_says_what_to_give(take) -> None:
-    with pytest.raises(UserError, match=r"has no optimizer state .*: give --no-load-optim .* or --finetune"):
+    with pytest.raises(UserError, match=r"has no optimizer state .*: pass --no-load-optim .* or --finetune"):
         take(config_of("bf16"), config_of("bf16"), without="optimizer.")
 
 

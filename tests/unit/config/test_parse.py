@@ -204,7 +204,7 @@ PUBLISHED = {  # parameters, size of a head
 def test_presets_have_the_published_sizes(name: str) -> None:
     model = PRESETS[name]
     h, heads = model.hidden_size, model.num_attention_heads + 2 * model.num_kv_heads
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.is_gated else 2
     layer = h * model.head_dim * (heads + model.num_attention_heads) + matrices * h * model.ffn_size
     rows = (model.pad_vocab_size_to or model.vocab_size or 0) * (
         1 + model.untie_embeddings_and_output_weights

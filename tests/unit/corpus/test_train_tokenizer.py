@@ -118,7 +118,7 @@ def test_an_existing_tokenizer_is_kept_without_overwrite(
     output.write_text("old")
     with pytest.raises(SystemExit, match="1"):
         run("--input", source, "--output", output, "--vocab-size", "300")
-    assert "out.json exists: give another --output, or --overwrite" in capsys.readouterr().err
+    assert "out.json exists: pass another --output, or --overwrite" in capsys.readouterr().err
     assert output.read_text() == "old"
     run("--input", source, "--output", output, "--vocab-size", "300", "--overwrite")
     assert build_tokenizer(None, tokenizer_model=str(output)).vocab_size == 300

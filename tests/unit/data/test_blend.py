@@ -105,11 +105,11 @@ def test_data_path(words: list[str], prefixes: list[str], weights: list[float] |
     ("words", "message"),
     [
         ([], "there is no dataset"),
-        (["0.5", "a", "b", "c"], "b before a prefix: give a positive weight"),
-        (["0", "a", "1", "b"], "0 before a prefix: give a positive weight"),
-        (["-1", "a"], "-1 before a prefix: give a positive weight"),
-        (["nan", "a"], "nan before a prefix: give a positive weight"),
-        (["inf", "a"], "inf before a prefix: give a positive weight"),
+        (["0.5", "a", "b", "c"], "b before a prefix: write a positive weight"),
+        (["0", "a", "1", "b"], "0 before a prefix: write a positive weight"),
+        (["-1", "a"], "-1 before a prefix: write a positive weight"),
+        (["nan", "a"], "nan before a prefix: write a positive weight"),
+        (["inf", "a"], "inf before a prefix: write a positive weight"),
         (["0.5", "a", "0.5"], "3 values, an odd number"),
     ],
 )

@@ -270,9 +270,9 @@ def test_hostile_files_are_refused_by_name_or_read_within_themselves(files: tupl
 
 
 def test_missing_files_are_named_with_what_was_meant(prefix: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such dataset file: .*/nothing\.bin; give the prefix"):
+    with pytest.raises(UserError, match=r"no such dataset file: .*/nothing\.bin; pass the prefix"):
         IndexedDataset(tmp_path / "nothing")
-    with pytest.raises(UserError, match=r"give the prefix without \.bin: .*/d$"):
+    with pytest.raises(UserError, match=r"pass the prefix without \.bin: .*/d$"):
         IndexedDataset(f"{prefix}.bin")
     write(str(tmp_path / "web_text_document"), [[[1]]])
     with pytest.raises(UserError, match=r"did you mean .*/web_text_document\?"):

@@ -122,7 +122,7 @@ def test_only_what_is_left_is_done(tmp_path: Path, corpus: Path, count: int) -> 
     os.mkdir(f"{job.stem}.unfinished")  # as of a run that is killed while it cleans up
     assert preprocess(going_on).was_complete
     assert not os.path.exists(f"{job.stem}.unfinished")
-    with pytest.raises(UserError, match="exists: give another --output-prefix"):
+    with pytest.raises(UserError, match="exists: pass another --output-prefix"):
         preprocess(job)
 
 

@@ -76,7 +76,7 @@ def test_a_part_is_rounded_as_bloom_rounds_it(size: int, expected: range) -> Non
         (["no name"], "without a name"),
         ([": 1 0:1 p"], "without a name"),
         (["a/b: 1 0:1 p"], "called a/b: give it a name without a slash"),
-        (["A:"], "'' in A: give WEIGHT BEGIN:END PREFIX"),
+        (["A:"], "'' in A: write WEIGHT BEGIN:END PREFIX"),
         (["A: 1 0:1 p,"], "'' in A"),
         (["A: 1 0:1"], "'1 0:1' in A"),
         (["A: x 0:1 p"], "'x 0:1 p' in A"),

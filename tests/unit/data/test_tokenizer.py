@@ -165,7 +165,7 @@ def test_the_configs_types_are_those_that_can_be_built() -> None:
 @pytest.mark.parametrize(
     ("kind", "files", "message"),
     [
-        ("TikTokenizer", {}, "--tokenizer-type TikTokenizer is not in this version: give the tokenizer.json"),
+        ("TikTokenizer", {}, "--tokenizer-type TikTokenizer is not in this version: pass the tokenizer.json"),
         ("BertWordPieceCase", {}, "it is BERT's"),
         ("Llama2Tokenizer", {}, "needs --tokenizer-model"),
         ("GPT2BPETokeniser", {}, "did you mean GPT2BPETokenizer"),

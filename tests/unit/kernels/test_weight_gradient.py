@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels.weight_gradient import add_weight_gradient_, has_widening_product
+from megalite.kernels.weight_gradient import add_weight_gradient_, has_widening_gemm
 
 CPU = torch.device("cpu")
 SHAPES = [(0, 3, 5), (1, 1, 1), (127, 3, 65), (64, 129, 1)]
@@ -26,9 +26,9 @@ DTYPES = [
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """What one test finds out about the device is not another's."""
-    has_widening_product.cache_clear()
+    has_widening_gemm.cache_clear()
     yield
-    has_widening_product.cache_clear()
+    has_widening_gemm.cache_clear()
 
 
 def tensors(n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ def test_a_widening_product_is_used_where_it_is_right(rounds: bool) -> None:
         exact = total + grad.float().t() @ x.float()
         rounded = total + grad.t() @ x
         add_weight_gradient_(total, grad, x)
-        is_known = has_widening_product(torch.bfloat16, torch.float32, CPU)
+        is_known = has_widening_gemm(torch.bfloat16, torch.float32, CPU)
     finally:
         library._destroy()
     assert calls == ([(16, 16)] if rounds else [(16, 16), (3, 5)])

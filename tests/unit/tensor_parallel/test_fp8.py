@@ -178,7 +178,7 @@ def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
         ]
         y = layer(x).detach().flatten(0, 1)
         expected = scaled_gemm(*in_8_bits, None, BF16, is_fast=True)
-        bias = layer.bias.detach().flatten() if layer.adds_bias else 0.0
+        bias = 0.0 if layer.skip_bias_add else layer.bias.detach().flatten()
         torch.testing.assert_close(y, expected + bias, rtol=2.0**-7, atol=1e-4)
         assert not torch.equal(y, nn.functional.linear(x, layer.weight.flatten(0, -2)).flatten(0, 1) + bias)
     hidden = _normal(4, 1, 64, seed=0)

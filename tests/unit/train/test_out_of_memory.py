@@ -9,7 +9,7 @@ from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, Pa
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import dropout
-from megalite.train.out_of_memory import device_of, memory_explained
+from megalite.train.out_of_memory import device_of, explain_out_of_memory
 
 CONFIG = Config(
     model=ModelConfig(
@@ -35,7 +35,7 @@ def rank_6():
 
 
 def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology) -> None:
-    with pytest.raises(UserError) as caught, memory_explained(CONFIG, rank_6):
+    with pytest.raises(UserError) as caught, explain_out_of_memory(CONFIG, rank_6):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total …")
     assert caught.value.on_one_rank
     first, estimate, *remedies = str(caught.value).splitlines()
@@ -51,7 +51,7 @@ def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology
 def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
     with (
         pytest.raises(UserError, match=r"when it requested 1125899\.91 GB more"),
-        memory_explained(CONFIG, rank_6),
+        explain_out_of_memory(CONFIG, rank_6),
     ):
         torch.empty(1 << 50, dtype=torch.uint8)
 
@@ -59,13 +59,13 @@ def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
 def test_one_of_a_compiled_kernel(rank_6: Topology) -> None:
     """Test an allocation through torch's stable ABI, whose error does not name the cause."""
     x = torch.empty(1, dtype=torch.float64).as_strided((1 << 24, 1, 1 << 24), (0, 0, 0))
-    with pytest.raises(UserError, match="ran out of memory"), memory_explained(CONFIG, rank_6):
+    with pytest.raises(UserError, match="ran out of memory"), explain_out_of_memory(CONFIG, rank_6):
         dropout(x, 0.5, 1, torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyError("x")])
 def test_other_errors_are_left_alone(rank_6: Topology, error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, memory_explained(CONFIG, rank_6):
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(CONFIG, rank_6):
         raise error
     assert caught.value is error
 

@@ -17,7 +17,7 @@ from megalite.train.stopping import (
     StopConditions,
     Stopped,
     StopSignals,
-    leave_if_switched_off,
+    exit_if_switched_off,
 )
 
 
@@ -86,13 +86,13 @@ def test_once_the_kill_switch_is_there_before_any_signal(topology, tmp_path: Pat
     switch = tmp_path / "stop"
     stop = _conditions(topology, kill_switch_path=str(switch))
     stop.signals.hold()
-    leave_if_switched_off(stop.config, topology)
+    exit_if_switched_off(stop.config, topology)
     assert stop.now() is None
     switch.touch()
     stop.signals.notice("SIGTERM")
     assert stop.now() == Stop(f"--kill-switch-path {switch} exists", is_urgent=True)
     with pytest.raises(SystemExit) as end:
-        leave_if_switched_off(stop.config, topology)
+        exit_if_switched_off(stop.config, topology)
     assert end.value.code == 0
 
 

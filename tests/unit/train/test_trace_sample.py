@@ -73,14 +73,14 @@ def test_origins_join_to_the_samples_of_the_run(corpora: list[str], blend: bool,
         }
         assert {(s.dp_rank, s.microbatch): [s.number] for s in traced} == taken
         for sample in traced:
-            joined = np.concatenate([origin.tokens for origin in sample.origins])
+            joined = np.concatenate([span.tokens for span in sample.spans])
             assert joined.tolist() == train[sample.number].tolist()
-            for origin in sample.origins:
-                corpus = IndexedDataset(origin.prefix)
-                there = corpus[origin.sequence][origin.offset : origin.offset + len(origin.tokens)]
-                assert there.tolist() == origin.tokens.tolist()
-                begin, end = corpus.document_index[origin.document : origin.document + 2].tolist()
-                assert begin <= origin.sequence < end
+            for span in sample.spans:
+                corpus = IndexedDataset(span.prefix)
+                there = corpus[span.sequence][span.offset : span.offset + len(span.tokens)]
+                assert there.tolist() == span.tokens.tolist()
+                begin, end = corpus.document_index[span.document : span.document + 2].tolist()
+                assert begin <= span.sequence < end
 
 
 def test_default_batch_needs_dp(corpora: list[str]) -> None:
@@ -120,7 +120,7 @@ def test_tool(corpora: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main(["--iteration", "1", *FLAGS, "--mock-data", "--vocab-size", "9", "--global-batch-size", "2"])
 
 
-def test_fill_in_middle_samples_have_the_same_origins(corpora: list[str], tmp_path: Path) -> None:
+def test_fill_in_middle_samples_have_the_same_spans(corpora: list[str], tmp_path: Path) -> None:
     flags = flags_of(corpora[:1], "--global-batch-size", "2")
     plain, _ = parse(flags)
     tokenizer = tmp_path / "tokenizer.json"
@@ -135,5 +135,5 @@ def test_fill_in_middle_samples_have_the_same_origins(corpora: list[str], tmp_pa
         [*flags[:start], *flags[start + 4 :], "--tokenizer-model", str(tokenizer), "--fim-rate", "1"]
     )
     assert [
-        [origin.tokens.tolist() for origin in sample.origins] for sample in trace_iteration(transformed, 2)
-    ] == [[origin.tokens.tolist() for origin in sample.origins] for sample in trace_iteration(plain, 2)]
+        [span.tokens.tolist() for span in sample.spans] for sample in trace_iteration(transformed, 2)
+    ] == [[span.tokens.tolist() for span in sample.spans] for sample in trace_iteration(plain, 2)]

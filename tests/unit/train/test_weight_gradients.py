@@ -9,7 +9,7 @@ import pytest
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.train import weight_gradients
-from megalite.train.weight_gradients import fusion_of
+from megalite.train.weight_gradients import weight_gradient_fusion
 
 FUSED = "accumulated by the weight-gradient GEMMs (fused)"
 
@@ -23,7 +23,7 @@ def topology() -> Iterator[Topology]:
 def fusion(
     topology: Topology, dtype: str = "fp32", compile: bool = False, **parallel: object
 ) -> tuple[bool, str]:
-    return fusion_of(
+    return weight_gradient_fusion(
         Config(
             model=ModelConfig(params_dtype=dtype),
             parallel=ParallelConfig(**parallel),
@@ -45,7 +45,7 @@ def test_a_gemm_that_adds_to_a_wider_sum(
     is_on, why = fusion(topology, dtype)
     assert not is_on
     assert "cpu has no GEMM of" in why
-    monkeypatch.setattr(weight_gradients, "has_widening_product", lambda *_: True)
+    monkeypatch.setattr(weight_gradients, "has_widening_gemm", lambda *_: True)
     assert fusion(topology, dtype) == (True, FUSED)
 
 

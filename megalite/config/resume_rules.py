@@ -1,4 +1,4 @@
-"""Comparison of each config field: between the ranks of a run, and between a run and its checkpoint."""
+"""Rules for config fields that differ: between a run and its checkpoint, or between the ranks of a run."""
 
 from __future__ import annotations
 

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from megalite.config import Config
-from megalite.distributed.observer import Observer
 from megalite.distributed.topology import Topology
 from megalite.model.gpt_stage import DTYPES, GPTStage
-from megalite.optim.flat_buffers import ParameterShard
-from megalite.optim.loss_scaler import LossScaler
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.optimizer import BaseOptimizer, Optimizer
 from megalite.tensor_parallel.tied_embedding import TiedWeight
 from megalite.train.model_chunks import named_parameters
 
 
-class RunOptimizer(Protocol):
-    """The optimizer that a run uses, for any ZeRO stage; `Optimizer` documents the methods."""
-
-    scaler: LossScaler
-    observers: list[Observer[str]]
-
-    def begin(self, num_microbatches: int) -> None: ...
-
-    def finish_gradients(self, scale: Tensor | None = None) -> Tensor: ...
-
-    def step(
-        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
-    ) -> None: ...
-
-    def finish_weights(self) -> None: ...
-
-    def params_norm(self) -> float: ...
-
-    def num_zeros(self) -> int: ...
-
-    def gradient_squares(self) -> Mapping[str, Tensor]: ...
-
-    def bad_gradients(self) -> list[str]: ...
-
-    def weight(self, name: str) -> Tensor: ...
-
-    def gradient(self, name: str) -> Tensor: ...
-
-    def weights(self) -> Mapping[str, ParameterShard]: ...
-
-    def state(self) -> Mapping[str, Tensor | ParameterShard]: ...
-
-
 def build_optimizer(
     chunks: Sequence[GPTStage], config: Config, topology: Topology, *, fuses_weight_gradients: bool = False
-) -> RunOptimizer:
+) -> BaseOptimizer:
     """Build the optimizer of the chunks' weights. Main weights in fp32 start as the model's before rounding.
 
     Args:

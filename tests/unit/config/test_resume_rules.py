@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from megalite.config import OptimizerConfig
-from megalite.config.comparison import MAY_DIFFER_BETWEEN_RANKS, RESUME_RULES, OnResume, fields_with
 from megalite.config.fields import config_fields
+from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS, RESUME_RULES, OnResume, fields_with
 
 GROUP_OF = {field.name: field.group for field in config_fields()}
 
 
 def test_a_new_field_must_be_given_a_rule() -> None:
-    """Check that `comparison._NAMES` has every field: add a new one there, with its rule for resumed runs."""
+    """Check that `resume_rules._NAMES` has every field: add a new one there, with its rule."""
     assert set(RESUME_RULES) ^ set(GROUP_OF) == set()
     counted = Counter(name for rule in OnResume for name in fields_with(rule))
     assert [name for name, count in counted.items() if count > 1] == []
