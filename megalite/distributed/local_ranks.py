@@ -49,7 +49,8 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     # The fork server imports these once: a rank then starts in hundredths of a second instead of seconds.
-    context.set_forkserver_preload([*(name for name in _PRELOADED if name in sys.modules), function.__module__])
+    imported = [name for name in _PRELOADED if name in sys.modules]
+    context.set_forkserver_preload([*imported, function.__module__])
     parallel = dataclasses.replace(parallel, distributed_backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
