@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Install megalite with the named extras into .venv. scripts/quickstart.sh and scripts/test.sh call this script.
-#   scripts/install.sh tokenizers,tensorboard
-# If python3 can already import torch (as on many GPU clusters), that torch is used. PYTHON selects another interpreter.
+#   scripts/install.sh                    # the extras tokenizers,tensorboard
+#   scripts/install.sh test
+# If python3 can already import torch (as on many GPU clusters), that torch is used, also if python3 is a virtual
+# environment. PYTHON selects another interpreter. Without a network it works if all requirements can be imported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extras=$1
+extras=${1:-tokenizers,tensorboard}
 python=${PYTHON:-python3}
 torch_version=2.13.0
 
@@ -24,6 +26,18 @@ if [ ! -x .venv/bin/python ]; then
   if "$python" -c 'import torch' 2>/dev/null; then
     say "Creating .venv with the torch that $python can import"
     "$python" -m venv --system-site-packages .venv
+    # If python3 is a virtual environment itself, only the packages of its base are seen so: add its own.
+    "$python" - .venv/bin/python <<'END'
+import subprocess, sys, sysconfig
+from pathlib import Path
+
+if sys.prefix != sys.base_prefix:
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = subprocess.run([sys.argv[1], "-c", show], check=True, capture_output=True, text=True).stdout.strip()
+    folders = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
+    (Path(site) / "parent_environment.pth").write_text("".join(lines))
+END
   else
     say "Creating .venv"
     "$python" -m venv .venv
@@ -32,6 +46,20 @@ fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   say "Installing torch $torch_version"
   .venv/bin/python -m pip install --quiet "torch==$torch_version"
+fi
+if [ ! -x .venv/bin/torchrun ]; then # torch is not in .venv, and the torchrun beside it runs another python
+  printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m torch.distributed.run "$@"\n' "$PWD" >.venv/bin/torchrun
+  chmod +x .venv/bin/torchrun
+fi
+cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")')
+if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda" 2>&1); then
+  if [ "${cuda%%.*}" -ge 13 ]; then # before CUDA 13 the packages hold no nvcc
+    say "Installing the CUDA compiler from Python packages: $missing"
+    .venv/bin/python -m pip install --quiet nvidia-cuda-{nvcc,crt,runtime}=="$cuda.*" nvidia-nvvm=="$cuda.*" ||
+      echo "warning: no CUDA compiler: plain PyTorch replaces the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
+  else
+    echo "warning: $missing: plain PyTorch replaces the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
+  fi
 fi
 say "Building and installing megalite with extras: $extras"
 .venv/bin/python -m pip install --quiet 'setuptools>=77.0.3' wheel 'pybind11>=2.13' ninja numpy
