@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Install megalite with the named extras into .venv. scripts/quickstart.sh and scripts/test.sh call this script.
 #   scripts/install.sh                    # the extras tokenizers,tensorboard
-#   scripts/install.sh test
+#   scripts/install.sh test               # other extras; "" for none
 # If python3 can already import torch (as on many GPU clusters), that torch is used, also if python3 is a virtual
 # environment. PYTHON selects another interpreter. Without a network it works if all requirements can be imported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extras=${1:-tokenizers,tensorboard}
+extras=${1-tokenizers,tensorboard}
 python=${PYTHON:-python3}
 torch_version=2.13.0
 
@@ -63,4 +63,7 @@ if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda
 fi
 say "Building and installing megalite with extras: $extras"
 .venv/bin/python -m pip install --quiet 'setuptools>=77.0.3' wheel 'pybind11>=2.13' ninja numpy
-.venv/bin/python -m pip install --quiet --no-build-isolation --editable ".[$extras]"
+.venv/bin/python -m pip install --quiet --no-build-isolation --editable ".${extras:+[$extras]}" || {
+  echo "error: not installed, for the reason above; without a network, all that megalite${extras:+[$extras]} requires must be installed already" >&2
+  exit 1
+}
