@@ -8,7 +8,6 @@ nothing trains and no corpus is read, and `megalite.kernels._C` and, where torch
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import runpy
 import subprocess
 import sys

@@ -68,8 +68,13 @@ def _compilers() -> Iterator[str]:
         return
     if found := shutil.which("nvcc"):
         yield found
-    numbered = sorted(glob(ROOTS), key=lambda root: [int(part) for part in re.findall(r"\d+", root)])
-    for root in sorted(numbered[::-1], key=lambda root: not root.endswith("cuda")):  # the link is the default
+
+    def newer(root: str) -> tuple[bool, list[int]]:
+        return root.endswith("cuda"), [
+            int(part) for part in re.findall(r"\d+", root)
+        ]  # the link is the default
+
+    for root in sorted(glob(ROOTS), key=newer, reverse=True):
         yield from _in(Path(root))
     for folder in _packages():
         yield from _in(folder)
@@ -100,7 +105,9 @@ def _toolkit(nvcc: str) -> Toolkit | None:
     others = []
     if folder.parent.name == "nvidia":
         others = [each for each in _packages() if each.name == folder.name and each.resolve() != folder]
-    include_dirs = [str(each / "include") for each in others if (each / "include" / "cuda_runtime.h").exists()]
+    include_dirs = [
+        str(each / "include") for each in others if (each / "include" / "cuda_runtime.h").exists()
+    ]
     libraries = [each / name for each in (folder, *others) for name in ("lib64", "lib")]
     library_dirs = [str(each) for each in libraries if (each / "libcudart_static.a").exists()]
     return Toolkit(nvcc, (int(release[1]), int(release[2])), include_dirs, library_dirs)

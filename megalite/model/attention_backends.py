@@ -131,9 +131,7 @@ def kernel_of(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     q, k, bias = _tensors(case)
     with sdpa_kernel(by_speed(kernels, case.context.device), set_priority=True):
         selected = SDPBackend(
-            torch._fused_sdp_choice(
-                q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            torch._fused_sdp_choice(q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
         )
     version = torch.backends.cudnn.version() if selected == _CUDNN else None
     return _KERNEL_NAMES.get(selected, selected.name) + (f" {cudnn_version(version)}" if version else "")
