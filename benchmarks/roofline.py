@@ -28,7 +28,7 @@ from megalite.plan.model_flops import flops_per_token
 from megalite.plan.model_parameters import total_parameters
 
 COPY_SHARE = 0.9
-"""Share of the data sheet's bandwidth that a copy reaches: 4.3 of 4.8 TB/s on an H200, 3.0 of 3.35 on an H100."""
+"""Share of the data sheet's bandwidth that a copy reaches: 4.3 of 4.8 TB/s (H200), 3.0 of 3.35 (H100)."""
 FLOOR_SHARE = 788 / 989.4
 """Share of the data sheet's TFLOP/s that one large GEMM reaches for a moment: 788 TFLOP/s on an H200."""
 CUDNN, FLASH2 = (484e12, 465e12), (298e12, 291e12)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Find the CUDA compiler that builds the CUDA operators: setup.py and scripts/install.sh use it.
 
-python scripts/cuda_toolkit.py 13.0        print nvcc's path; exit with status 1 and the reason if there is none
+python scripts/cuda_toolkit.py 13.0        print nvcc's path; if there is none, the reason, and exit with 1
 
 Needs Python's standard library alone: it runs before anything is installed.
 """

@@ -1,1 +1,1 @@
-"""Checks of a machine with GPUs, in stages: scripts/check_gpu.sh runs them, docs/gpu_check.md describes them."""
+"""Checks of a machine with GPUs, in stages, which scripts/check_gpu.sh runs: see docs/gpu_check.md."""

@@ -1,4 +1,7 @@
-"""Time all-reduce on all ranks: torchrun --nproc-per-node N -m benchmarks.gpu_check.all_reduce DEVICE [small]."""
+"""Time all-reduce on all ranks.
+
+torchrun --nproc-per-node N -m benchmarks.gpu_check.all_reduce DEVICE [small]
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "low", "failed", "skipped", "info"]
-"""low: slower than expected; info: nothing is expected; skipped: cannot run here, for the reason in detail."""
+"""low: slower than expected; info: nothing is expected; skipped: cannot run here, detail says why."""
 Value = float | str | None
 
 

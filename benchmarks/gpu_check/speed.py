@@ -1,4 +1,4 @@
-"""Stage 3: the training step by the programs of benchmarks/, and where its time goes by PyTorch's profiler."""
+"""Stage 3: the training step by the programs of benchmarks/, and its kernels by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def kind_of(kernel: str) -> str:
 
 
 def profile(context: CheckContext) -> Iterator[Result]:
-    """Profile GPT-1.3B's step: its kernels by kind against the roofline; the table of kernels is in the log."""
+    """Profile GPT-1.3B's step: its kernels by kind against the roofline; the log has the table of kernels."""
     from torch.profiler import ProfilerActivity
 
     sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -1,4 +1,7 @@
-"""Run one check and append its results to a file: python -m benchmarks.gpu_check.worker NAME DEVICE SCRATCH FILE."""
+"""Run one check and append its results to a file.
+
+python -m benchmarks.gpu_check.worker NAME DEVICE SCRATCH FILE [small]
+"""
 
 from __future__ import annotations
 

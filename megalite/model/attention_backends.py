@@ -177,8 +177,8 @@ def preference(case: Case) -> tuple[str, ...]:
     """Return the backends in the order in which auto tries them; the last supports every run.
 
     The order on a CPU is what benchmarks/attention.py measured (docs/attention.md). On a GPU PyTorch takes
-    the first of its kernels, in the order of `by_speed`, that supports the call. FlexAttention is not among them until it is measured. Device meta is
-    treated as a GPU.
+    the first of its kernels, in the order of `by_speed`, that supports the call. FlexAttention is not among
+    them until it is measured. Device meta is treated as a GPU.
     """
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
