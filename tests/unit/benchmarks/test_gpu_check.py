@@ -253,9 +253,8 @@ def test_differences_are_relative_and_see_nan() -> None:
 
 def test_clock_and_power_are_medians_of_the_later_half() -> None:
     watch = Watch()
-    watch.read(
-        "345, 3201, 90.5, 30, 0x1\n1980, 3201, 690.0, 60, 0x4\n[N/A], 1, 1, 1, x\n1900, 3201, 700.0, 62, 0x4\n"
-    )
+    watch.read("345, 3201, 90.5, 30, 0x1\n1980, 3201, 690.0, 60, 0x4\n[N/A], 1, 1, 1, x\n")
+    watch.read("1900, 3201, 700.0, 62, 0x4\n")
     assert len(watch.samples) == 3
     assert watch.summary().startswith("clocks.sm 1940 MHz, clocks.mem 3201 MHz, power.draw 695 W")
     assert "0x1 0x4" in watch.summary()
