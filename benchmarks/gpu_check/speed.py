@@ -100,7 +100,7 @@ def step_bloom(context: CheckContext) -> Iterator[Result]:
 
 def peers(context: CheckContext) -> Iterator[Result]:
     """Compare GPT-1.3B's step with that of other implementations."""
-    flags = ("--model", "gpt-1.3b", "--micro-batch-size", "4", "--rounds", "10")
+    flags = ("--model", "gpt-1.3b", "--micro-batch-size", "4", "--rounds", "5")
     if context.is_small:
         flags = (*TINY, "--rounds", "2", "--peers", "plain")
     done = run_python("benchmarks/peers.py", *flags)
