@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks.gpu_check.ceilings import data_sheet, one_rank
 from benchmarks.gpu_check.commands import Finished, run_python
@@ -150,13 +152,13 @@ def profile(context: CheckContext) -> Iterator[Result]:
         with torch.profiler.profile(activities=[activity]) as found:
             for _ in range(num_steps):
                 trainer.step()
-    events = found.key_averages()
-    time_of = (lambda e: e.self_device_time_total) if is_cuda else (lambda e: e.self_cpu_time_total)
-    print(
-        events.table(
-            sort_by=f"self_{'cuda' if is_cuda else 'cpu'}_time_total", row_limit=60, max_name_column_width=100
-        )
-    )
+    averages = found.key_averages()
+    print(averages.table(sort_by=f"self_{'cuda' if is_cuda else 'cpu'}_time_total", row_limit=60))
+    events = [event for event in averages if (event.device_type == DeviceType.CUDA) == is_cuda]
+
+    def time_of(event: FunctionEventAvg) -> float:
+        return event.self_device_time_total if is_cuda else event.self_cpu_time_total
+
     size, gpu = config.training.micro_batch_size, data_sheet(context)
     table = list(rows(config.model, size, gpu)) if gpu and not context.is_small else []
     busy = 0.0
