@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,20 +43,18 @@ class CheckContext:
     scratch: Path
 
 
-CheckFunction = Callable[[CheckContext], Iterator[Result]]
-
-
 @dataclass(frozen=True)
 class Check:
     """Describe one check.
 
     Attributes:
-        function: yields its results as it finds them.
+        function: its module here and its name; it takes a `CheckContext` and yields results as it finds them.
+            By name, because the check that builds the extensions must not import what needs them.
         seconds: its time limit.
     """
 
     name: str
-    function: CheckFunction
+    function: str
     seconds: float
 
 

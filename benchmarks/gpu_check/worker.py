@@ -5,6 +5,7 @@ python -m benchmarks.gpu_check.worker NAME DEVICE SCRATCH FILE [small]
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from pathlib import Path
@@ -20,7 +21,9 @@ def main(name: str, device: str, scratch: str, file: str, *options: str) -> None
     context = CheckContext(device, "small" in options, Path(scratch))
     with open(file, "a", encoding="utf-8") as results:
         try:
-            for result in check.function(context):
+            module, function = check.function.split(".")
+            found = importlib.import_module(f"benchmarks.gpu_check.{module}")
+            for result in getattr(found, function)(context):
                 results.write(result.to_json() + "\n")
                 results.flush()
         except Exception as error:

@@ -127,14 +127,15 @@ def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
 
 
 def kernel_of(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    """Return the name and version of the kernel that PyTorch selects on a GPU for this run's shapes."""
+    """Return the kernel that PyTorch selects on a GPU for this run's shapes, with cuDNN's version."""
     q, k, bias = _tensors(case)
     with sdpa_kernel(by_speed(kernels, case.context.device), set_priority=True):
         selected = SDPBackend(
             torch._fused_sdp_choice(q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
         )
-    version = torch.backends.cudnn.version() if selected == _CUDNN else None
-    return _KERNEL_NAMES.get(selected, selected.name) + (f" {cudnn_version(version)}" if version else "")
+    version = torch.backends.cudnn.version()
+    installed = f"cuDNN {cudnn_version(version)}" if version else "no cuDNN"
+    return f"{_KERNEL_NAMES.get(selected, selected.name)} ({installed})"
 
 
 def cudnn_version(number: int) -> str:

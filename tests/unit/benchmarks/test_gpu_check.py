@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks.gpu_check import __main__ as program
 from benchmarks.gpu_check import runner
+from benchmarks.gpu_check.ceilings import _is_named
 from benchmarks.gpu_check.faults import _compared, losses_of
 from benchmarks.gpu_check.installation import outcome_of_tests
 from benchmarks.gpu_check.results import (
@@ -47,13 +49,10 @@ def report(name, value=1.0):
 def programs(**scripts: str) -> tuple[Stage, Callable[[Check, CheckContext, Path], Sequence[str]]]:
     """A stage with a check of each name, which runs the script."""
 
-    def unused(context: CheckContext):
-        raise AssertionError(context)
-
     def command(check: Check, context: CheckContext, file: Path) -> Sequence[str]:
         return [sys.executable, "-c", REPORT.format(file=str(file)) + scripts[check.name]]
 
-    return Stage(3, "of programs", [Check(name, unused, 20.0) for name in scripts]), command
+    return Stage(3, "of programs", [Check(name, "none.none", 20.0) for name in scripts]), command
 
 
 def test_a_failed_check_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -123,6 +122,21 @@ def test_a_stage_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_limits_of_a_stage_come_to_nine_minutes(stage: Stage) -> None:
     assert stage.checks[0] is BUILD
     assert sum(check.seconds for check in stage.checks[1:]) <= STAGE_SECONDS == 540.0
+
+
+def test_checks_exist() -> None:
+    for check in (check for stage in STAGES for check in stage.checks):
+        module, function = check.function.split(".")
+        assert callable(getattr(importlib.import_module(f"benchmarks.gpu_check.{module}"), function))
+
+
+def test_the_build_imports_nothing_that_must_be_built() -> None:
+    loads = (
+        "import sys, benchmarks.gpu_check.worker, benchmarks.gpu_check.installation; "
+        "sys.exit('megalite' in sys.modules)"
+    )
+    assert BUILD.function == "installation.build"
+    assert subprocess.run([sys.executable, "-c", loads], cwd=ROOT).returncode == 0
 
 
 def test_names_of_checks_are_unique() -> None:
@@ -214,6 +228,20 @@ def test_kernels_have_kinds() -> None:
         "void at::native::vectorized_elementwise_kernel<4>": "memory",
     }
     assert {name: kind_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("named", "ran", "is_right"),
+    [
+        ("cuDNN (cuDNN 9.19.0)", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", True),
+        ("cuDNN (cuDNN 9.19.0)", "void pytorch_flash::flash_fwd_kernel", False),
+        ("FlashAttention 2 (cuDNN 9.19.0)", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", False),
+        ("FlashAttention 2 (cuDNN 9.19.0)", "void pytorch_flash::flash_fwd_kernel", True),
+        ("memory-efficient attention (no cuDNN)", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80", True),
+    ],
+)
+def test_a_kernel_is_the_named_one_by_its_name(named: str, ran: str, is_right: bool) -> None:
+    assert _is_named(named, ran) == is_right
 
 
 def test_the_outcome_of_tests_is_read() -> None:
