@@ -4,13 +4,7 @@
 # Needs no network. Runs in .venv if it is there, else in the environment of PYTHON (default: python3), which must
 # hold torch and what builds megalite: numpy, pyyaml, safetensors, pybind11, setuptools, and pytest with hypothesis.
 set -euo pipefail
-out=()
-if [ "${1:-}" = "--out" ] && [ -n "${2:-}" ]; then # relative to the caller's folder
-  out=(--out "$(realpath -m "$2")")
-  shift 2
-fi
-cd "$(dirname "$0")/.."
-
+root=$(realpath "$(dirname "$0")/..")
 python=${PYTHON:-python3}
-[ ! -x .venv/bin/python ] || python=$PWD/.venv/bin/python
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m benchmarks.gpu_check "${out[@]}" "$@"
+[ ! -x "$root/.venv/bin/python" ] || python=$root/.venv/bin/python
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m benchmarks.gpu_check "$@"

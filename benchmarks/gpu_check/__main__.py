@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.results import Result, has_failed, table
-from benchmarks.gpu_check.runner import run_stage
+from benchmarks.gpu_check.runner import ROOT, run_stage
 from benchmarks.gpu_check.stages import STAGES
 
 
@@ -25,7 +25,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/check_gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/check_gpu"), help="default: runs/check_gpu")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "runs" / "check_gpu",
+        help="default: runs/check_gpu of the repository",
+    )
     parser.add_argument(
         "--stage",
         type=int,
