@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as program
-from benchmarks.gpu_check import runner
+from benchmarks.gpu_check import runner, speed
 from benchmarks.gpu_check.ceilings import _is_named
+from benchmarks.gpu_check.commands import Finished
 from benchmarks.gpu_check.faults import _compared, losses_of
 from benchmarks.gpu_check.installation import outcome_of_tests
 from benchmarks.gpu_check.results import (
@@ -216,6 +217,24 @@ dropout   megalite      plain  ratio
     assert row is not None
     assert (row["tok/s"], row["ratio"], row["MFU"], row["GB"]) == ("65432", "1.31", "56.0%", "85.4")
     assert train_step_row("error: does not fit") is None
+
+
+@pytest.mark.parametrize(
+    ("printed", "verdict"),
+    [
+        (
+            "error: --model gpt-7b needs 139.6 GB by the plan, and 79.1 GB are free: small would fit",
+            "skipped",
+        ),
+        ("Traceback\nRuntimeError: CUDA error", "failed"),
+    ],
+)
+def test_a_model_that_is_too_large_is_no_failure(
+    printed: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "run_python", lambda *arguments: Finished(1, printed))
+    (result,) = speed.step_7b(CheckContext("cpu", False, tmp_path))
+    assert (result.verdict, result.detail) == (verdict, printed.splitlines()[-1])
 
 
 def test_kernels_have_kinds() -> None:
