@@ -26,18 +26,7 @@ if [ ! -x .venv/bin/python ]; then
   if "$python" -c 'import torch' 2>/dev/null; then
     say "Creating .venv with the torch that $python can import"
     "$python" -m venv --system-site-packages .venv
-    # If python3 is a virtual environment itself, only the packages of its base are seen so: add its own.
-    "$python" - .venv/bin/python <<'END'
-import subprocess, sys, sysconfig
-from pathlib import Path
-
-if sys.prefix != sys.base_prefix:
-    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run([sys.argv[1], "-c", show], check=True, capture_output=True, text=True).stdout.strip()
-    folders = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
-    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
-    (Path(site) / "parent_environment.pth").write_text("".join(lines))
-END
+    "$python" scripts/add_parent_packages.py .venv/bin/python
   else
     say "Creating .venv"
     "$python" -m venv .venv
