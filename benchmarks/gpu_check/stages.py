@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.gpu_check.runner import Check, Stage
 
-BUILD = Check("build", "installation.build", 180.0)
+BUILD = Check("build", "installation.build", 300.0)
 """It begins each stage: after the first time it takes seconds, so that its limit is not counted."""
 
 STAGES = (
