@@ -69,10 +69,8 @@ def _compilers() -> Iterator[str]:
     if found := shutil.which("nvcc"):
         yield found
 
-    def newer(root: str) -> tuple[bool, list[int]]:
-        return root.endswith("cuda"), [
-            int(part) for part in re.findall(r"\d+", root)
-        ]  # the link is the default
+    def newer(root: str) -> tuple[bool, list[int]]:  # the link without a number is the machine's default
+        return root.endswith("cuda"), [int(part) for part in re.findall(r"\d+", root)]
 
     for root in sorted(glob(ROOTS), key=newer, reverse=True):
         yield from _in(Path(root))
