@@ -8,10 +8,7 @@ nothing trains and no corpus is read, and `megalite.kernels._C` and, where torch
 import importlib.metadata
 import importlib.util
 import logging
-import os
-import re
 import runpy
-import shutil
 import subprocess
 import sys
 from glob import glob
@@ -66,17 +63,24 @@ def kernels() -> list[Extension]:
     version = runpy.run_path(str(root / "version.py"))["cuda"]
     if version is None:
         return [cpu]
-    toolkit = cuda_toolkit()
-    if problem := cuda_problem(toolkit, int(version.split(".")[0])):
+    try:
+        toolkit = runpy.run_path("scripts/cuda_toolkit.py")["find_toolkit"](version)
+    except LookupError as problem:
         logging.warning(
             f"megalite.kernels._CUDA is left out, as {problem}: plain PyTorch serves on GPUs. "
             "To build it: set CUDA_HOME to such a toolkit, and pip install --no-build-isolation ."
         )
         return [cpu]
     cuda = stable_library("_CUDA", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), root)
+    cuda.nvcc = [
+        toolkit.nvcc,
+        *NVCC_FLAGS,
+        *gpu_targets(toolkit.nvcc),
+        *(f"-I{folder}" for folder in toolkit.include_dirs),
+    ]
     # CUDA's runtime comes along, so that any torch will do whose driver is new enough.
     cuda.libraries += ["torch_cuda", "cudart_static", "dl", "rt", "pthread"]
-    cuda.library_dirs += [str(toolkit / folder) for folder in ("lib64", "lib")]
+    cuda.library_dirs += toolkit.library_dirs
     return [cpu, cuda]
 
 
@@ -94,36 +98,6 @@ def stable_library(name: str, sources: list[str], torch: Path) -> Extension:
         optional=True,
         language="c++",
     )
-
-
-def nvcc() -> str | None:
-    """The CUDA compiler: that of CUDA_HOME, or the first in PATH."""
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
-
-
-def cuda_toolkit() -> Path | None:
-    """The toolkit's folder, which nvcc knows, wherever a link or a script to it lies."""
-    compiler = nvcc()
-    if compiler is None:
-        return None
-    told = subprocess.run([compiler, "--dryrun", "-E", "none.cu"], capture_output=True, text=True).stderr
-    top = re.search(r"TOP=(.+)", told)
-    return Path(top[1]).resolve() if top else None
-
-
-def cuda_problem(toolkit: Path | None, torch_major: int) -> str:
-    """Why a toolkit cannot build for torch's CUDA; empty if it can.
-
-    A driver that is new enough for torch may be too old for a toolkit of a later major version.
-    """
-    if toolkit is None:
-        return f"there is no nvcc of CUDA {torch_major}"
-    told = subprocess.run([nvcc(), "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release (\d+)", told)
-    if release is not None and int(release[1]) > torch_major:
-        return f"nvcc is of CUDA {release[1]} and torch of CUDA {torch_major}"
-    return ""
 
 
 def gpu_targets(compiler: str) -> list[str]:
@@ -163,7 +137,8 @@ class BuildExt(build_ext):
         def compile_any(target, source, extension, *arguments):
             if extension != ".cu":
                 return compile_cpp(target, source, extension, *arguments)
-            self.spawn([nvcc(), *NVCC_FLAGS, *gpu_targets(nvcc()), "-c", source, "-o", target])
+            nvcc = next(each.nvcc for each in self.extensions if hasattr(each, "nvcc"))
+            self.spawn([*nvcc, "-c", source, "-o", target])
 
         self.compiler.src_extensions.append(".cu")
         self.compiler._compile = compile_any

@@ -3,10 +3,10 @@
 
 python tools/verify_layout.py --config scripts/examples/tiny.yaml --layouts tp2,pp2,dp2,tp2pp2dp2
 
-It runs the config for some iterations in each layout and on one rank, on this machine's CPU, and prints the
-largest differences of loss and gradients. It takes all flags of pretrain_gpt.py; with --params-dtype fp64
-differences are around 1e-13. Without --data-path the tokens are random. The exit status is 1 if a layout
-trains another run.
+It runs the config for some iterations in each layout and on one rank, on this machine's CPU, or with
+--distributed-backend nccl on its GPUs, and prints the largest differences of loss and gradients. It takes all
+flags of pretrain_gpt.py; with --params-dtype fp64 differences are around 1e-13. Without --data-path the
+tokens are random. The exit status is 1 if a layout trains another run.
 """
 
 from __future__ import annotations

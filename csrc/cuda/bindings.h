@@ -29,7 +29,9 @@ class __attribute__((visibility("hidden"))) Place {
  public:
   explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    // Not torch's macro for this: its name is not the same in torch 2.11 and 2.13.
+    const auto status = aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream);
+    STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "torch gives no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 

@@ -66,7 +66,7 @@ class TrainingConfig:
     compile: bool = False
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
     deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
-    """Use only deterministic operations: results are bitwise equal from run to run."""
+    """Use only deterministic operations: results are bitwise equal from run to run, on GPUs too."""
 
     @property
     def is_counted_in_samples(self) -> bool:

@@ -36,11 +36,11 @@ def run_ranks(
     *args: Any,
     timeout: float = 300.0,
 ) -> list[Any]:
-    """Call ``function(topology, *args)`` on each of `world_size` gloo ranks and return their results by rank.
+    """Call ``function(topology, *args)`` on each of `world_size` ranks and return their results by rank.
 
     Args:
         function: importable by name, since it is pickled, as are its arguments and results.
-        parallel: the layout; its backend is replaced by gloo.
+        parallel: the layout; its backend is replaced by gloo, unless it is nccl: then each rank has a GPU.
         timeout: seconds after which ranks without an answer are killed.
 
     Raises:
@@ -51,7 +51,8 @@ def run_ranks(
     # The fork server imports these once: a rank then starts in hundredths of a second instead of seconds.
     imported = [name for name in _PRELOADED if name in sys.modules]
     context.set_forkserver_preload([*imported, function.__module__])
-    parallel = dataclasses.replace(parallel, distributed_backend="gloo")
+    if parallel.distributed_backend != "nccl":
+        parallel = dataclasses.replace(parallel, distributed_backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(world_size):

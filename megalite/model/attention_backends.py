@@ -14,7 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
 from megalite.errors import UserError
@@ -25,6 +26,7 @@ from megalite.tensor_parallel.parameter_shard import LayerContext
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
 _LONG_WITH_BIAS = 1024  # tokens from which the unfused core is faster in any dtype, if there is a bias
+_CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities
 _MIN_FLEX_HEAD, _MIN_FLEX_CAPABILITY = 16, (8, 0)
 
 
@@ -52,19 +54,32 @@ class Backend(NamedTuple):
     Attributes:
         build: builds the core of a stage.
         refusal: returns why it does not support a run, in text; empty if it does.
+        kernels: of scaled_dot_product_attention that it may run on; none if it does not call it.
     """
 
     build: Callable[[ModelConfig, LayerContext], AttentionCore]
     refusal: Callable[[Case], str]
+    kernels: tuple[SDPBackend, ...] = ()
 
 
 def _sdpa(*kernels: SDPBackend) -> Backend:
     """Return the backend that calls scaled_dot_product_attention on one of these kernels."""
 
     def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
-        return SdpaCore(config, context, *kernels)
+        return SdpaCore(config, context, *by_speed(kernels, context.device))
 
-    return Backend(build, partial(_sdpa_refusal, kernels))
+    return Backend(build, partial(_sdpa_refusal, kernels), kernels)
+
+
+def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPBackend]:
+    """Order kernels by their expected speed: PyTorch takes the first that supports a call.
+
+    cuDNN's is the fastest on Hopper and on Blackwell's data center GPUs, as it uses their own instructions
+    (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6), FlashAttention 2 on others.
+    """
+    is_cuda = device.type == "cuda" and torch.cuda.is_available()
+    prefers_cudnn = is_cuda and torch.cuda.get_device_capability(device) in _CUDNN_FIRST
+    return sorted(kernels, key=lambda kernel: prefers_cudnn and kernel != _CUDNN)
 
 
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
@@ -89,11 +104,12 @@ _PROBES = {
     _CUDNN: torch.backends.cuda.can_use_cudnn_attention,
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
+_KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 
-def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
-    """Return one sample's arguments of SDPA; the tensors are expanded and need little memory."""
+def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return queries, keys and bias of one sample; they are expanded and need little memory."""
     config, context = case.config, case.context
     heads = config.num_attention_heads // context.tp.size
     groups = max(1, config.num_kv_heads // context.tp.size)
@@ -101,8 +117,31 @@ def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
     one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
     q, k = one.expand(1, heads, s, d), one.expand(1, groups, s, d)
     mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, s, s)
-    bias = mask if case.has_bias else None
-    return torch.backends.cuda.SDPAParams(q, k, k, bias, 0.0, not case.has_bias, heads != groups)
+    return q, k, mask if case.has_bias else None
+
+
+def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
+    """Return one sample's arguments of SDPA."""
+    q, k, bias = _tensors(case)
+    return torch.backends.cuda.SDPAParams(q, k, k, bias, 0.0, bias is None, q.shape[1] != k.shape[1])
+
+
+def kernel_of(kernels: tuple[SDPBackend, ...], case: Case) -> str:
+    """Return the kernel that PyTorch selects on a GPU for this run's shapes, with cuDNN's version."""
+    q, k, bias = _tensors(case)
+    with sdpa_kernel(by_speed(kernels, case.context.device), set_priority=True):
+        selected = SDPBackend(
+            torch._fused_sdp_choice(q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
+        )
+    version = torch.backends.cudnn.version()
+    installed = f"cuDNN {cudnn_version(version)}" if version else "no cuDNN"
+    return f"{_KERNEL_NAMES.get(selected, selected.name)} ({installed})"
+
+
+def cudnn_version(number: int) -> str:
+    """Return cuDNN's version as its release notes write it: 91900 is 9.19.0, 8907 is 8.9.7."""
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _flex_refusal(case: Case) -> str:
@@ -138,9 +177,9 @@ _ALIASES = {"local": "unfused"}
 def preference(case: Case) -> tuple[str, ...]:
     """Return the backends in the order in which auto tries them; the last supports every run.
 
-    The order on a CPU is what benchmarks/attention.py measured (docs/attention.md). On a GPU PyTorch chooses
-    among its kernels at each call. FlexAttention is not among them until it is measured. Device meta is
-    treated as a GPU.
+    The order on a CPU is what benchmarks/attention.py measured (docs/attention.md). On a GPU PyTorch takes
+    the first of its kernels, in the order of `by_speed`, that supports the call. FlexAttention is not among
+    them until it is measured. Device meta is treated as a GPU.
     """
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
@@ -181,7 +220,11 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     Raises:
         UserError: --attention-backend names one that does not support the run.
     """
-    name, line = choose(Case(config, context))
+    case = Case(config, context)
+    name, line = choose(case)
     core = BACKENDS[name].build(config, context)
+    kernels = BACKENDS[name].kernels
+    if kernels and context.device.type == "cuda" and torch.cuda.is_available():
+        line += f"; its kernel is {kernel_of(kernels, case)}"
     core.choice = line
     return core

@@ -107,7 +107,7 @@ class SdpaCore(AttentionCore):
     ALiBi and documents are passed as a bias ``[b or 1, n or 1, s, s]``, which all layers share.
 
     Args:
-        kernels: that it may run on; by default any.
+        kernels: that it may run on, the preferred one first; by default any.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, *kernels: SDPBackend) -> None:
@@ -115,7 +115,7 @@ class SdpaCore(AttentionCore):
         self.has_bias = config.position_embedding_type == "alibi"
         self.biases: dict[int, Tensor] = {}
         self.kernels: Callable[[], AbstractContextManager[Any]] = (
-            partial(sdpa_kernel, list(kernels)) if kernels else nullcontext
+            partial(sdpa_kernel, list(kernels), set_priority=True) if kernels else nullcontext
         )
 
     def bias(self, seq_length: int) -> Tensor:

@@ -37,7 +37,7 @@ def record_run(config: Config, num_iterations: int, world_size: int) -> RunRecor
     Raises:
         UserError: the config's data or tokenizer cannot be read.
     """
-    stages = run_ranks(_record_rank, config.parallel, world_size, config, num_iterations, timeout=3600.0)
+    stages = run_ranks(record_rank, config.parallel, world_size, config, num_iterations, timeout=3600.0)
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
     for stage in stages:
@@ -46,7 +46,8 @@ def record_run(config: Config, num_iterations: int, world_size: int) -> RunRecor
     return RunRecord(stages[0].losses, stages[0].grad_norms, gradients, weights)
 
 
-def _record_rank(topology: Topology, config: Config, num_iterations: int) -> RunRecord:
+def record_rank(topology: Topology, config: Config, num_iterations: int) -> RunRecord:
+    """Train on this rank; gradients and weights are those of its stage, in host memory."""
     with start_trainer(config, topology) as trainer:
         # Dropout masks are keyed by sample number: these are the first iteration's gradients.
         trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
@@ -64,5 +65,5 @@ def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tenso
     for name, parameter in named_parameters(trainer.chunks):
         tensor = gather_full(local(name), spec_of(parameter), topology)
         is_vocabulary = name.startswith(("embedding.word.", "output."))
-        full[name] = tensor[:vocab_size].clone() if is_vocabulary else tensor
+        full[name] = (tensor[:vocab_size].clone() if is_vocabulary else tensor).cpu()
     return full if topology.tp.is_first and topology.dp.is_first else {}

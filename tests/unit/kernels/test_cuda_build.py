@@ -66,8 +66,9 @@ def run_setup(
     """Of a copy of the sources, with the torch of a site."""
     shutil.copytree(ROOT / "csrc", checkout / "csrc")
     shutil.copytree(ROOT / "megalite", checkout / "megalite", ignore=shutil.ignore_patterns("*.so"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
+    (checkout / "scripts").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "scripts/cuda_toolkit.py"):
+        shutil.copy(ROOT / name, checkout / name)
     return subprocess.run(
         [sys.executable, "setup.py", *command],
         cwd=checkout,

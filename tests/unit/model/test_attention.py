@@ -9,13 +9,24 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import Drop, dropout, site_key
-from megalite.model.attention_backends import BACKENDS, Case, build_core, choose, preference
+from megalite.model import attention_backends
+from megalite.model.attention_backends import (
+    BACKENDS,
+    Case,
+    build_core,
+    by_speed,
+    choose,
+    cudnn_version,
+    kernel_of,
+    preference,
+)
 from megalite.model.attention_core import AttentionCore, Blocking, UnfusedCore
 from megalite.model.flex_attention import FlexCore
 from megalite.model.positions import alibi_slopes, document_starts
@@ -262,6 +273,46 @@ def test_what_cannot_serve_is_refused_with_what_can(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("capability", "first"),
+    [((9, 0), "CUDNN_ATTENTION"), ((10, 0), "CUDNN_ATTENTION"), ((8, 0), "FLASH_ATTENTION")],
+)
+def test_cudnn_goes_first_where_it_is_fastest(
+    capability: tuple[int, int], first: str, one_rank: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernels = BACKENDS["fused"].kernels
+    order = by_speed(kernels, torch.device("cuda"))
+    assert order[0].name == first and set(order) == set(kernels)
+    assert by_speed(kernels, torch.device("cpu")) == list(kernels)
+
+
+def test_the_line_names_the_kernel_that_pytorch_selects(
+    one_rank: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed: the device is a CPU that says it is a GPU of compute capability 9.0."""
+    flash = kernel_of(BACKENDS["fused"].kernels, case_of(one_rank, torch.float32, "cpu"))
+    assert flash.startswith("FlashAttention 2 (")  # torch's name of the CPU's kernel is the same
+    orders: list[tuple[object, ...]] = []
+
+    def selected(*args: object, **kwargs: object) -> int:
+        orders.append(tuple(torch._C._get_sdp_priority_order()[:1]))
+        return int(SDPBackend.CUDNN_ATTENTION)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", selected)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(
+        attention_backends, "by_speed", lambda kernels, device: [SDPBackend.CUDNN_ATTENTION, *kernels]
+    )
+    assert (
+        kernel_of(BACKENDS["fused"].kernels, case_of(one_rank, torch.float32, "cpu"))
+        == "cuDNN (cuDNN 9.19.0)"
+    )
+    assert orders == [(int(SDPBackend.CUDNN_ATTENTION),)]
+    assert cudnn_version(8907) == "8.9.7"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("case", CASES)

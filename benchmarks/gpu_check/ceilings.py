@@ -1,0 +1,234 @@
+"""Stage 1: what the device reaches in a copy, in GEMMs and in attention, by the roofline's rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import DeviceType
+
+from benchmarks.clock import Clock
+from benchmarks.gpu_check.results import Result, at_most, duration, info, passed, rate, skipped
+from benchmarks.gpu_check.runner import CheckContext
+from benchmarks.gpu_check.watch import watched
+from benchmarks.roofline import COPY_SHARE, gemms, gpu_of_device, rows
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Launch, Topology
+from megalite.hardware.gpus import Gpu
+from megalite.kernels import Drop, add_weight_gradient_
+from megalite.model.attention_backends import BACKENDS, Case, kernel_of
+from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.train.trainer import start_trainer
+
+TINY = replace(
+    PRESETS["gpt2-124m"], num_layers=2, hidden_size=64, num_attention_heads=2, seq_length=64, vocab_size=128,
+    pad_vocab_size_to=None,
+)  # fmt: skip
+SUSTAINED_SECONDS = 20.0
+
+
+def model_of(context: CheckContext) -> tuple[ModelConfig, int]:
+    """Return the model whose shapes are measured, without dropout, and its micro-batch size."""
+    model = replace(PRESETS["gpt-1.3b"], hidden_dropout=0.0, attention_dropout=0.0, params_dtype="bf16")
+    if context.is_small:
+        return replace(TINY, hidden_dropout=0.0, attention_dropout=0.0, params_dtype="bf16"), 2
+    is_large = context.device == "cuda" and torch.cuda.get_device_properties(0).total_memory > 100e9
+    return model, 16 if is_large else 8
+
+
+def data_sheet(context: CheckContext) -> Gpu | None:
+    """Return the data sheet of the first GPU; None if it is not known, or there is none."""
+    found = gpu_of_device(torch.cuda.get_device_name(0)) if context.device == "cuda" else None
+    return found[1] if found else None
+
+
+@contextmanager
+def one_rank(context: CheckContext) -> Iterator[Topology]:
+    """Start a process group of this process, on the check's device."""
+    backend = "gloo" if context.device == "cpu" else "auto"
+    with Topology.start(ParallelConfig(distributed_backend=backend), Launch(0, 1, 0, 1)) as topology:
+        yield topology
+
+
+def seconds_of(function: Callable[[], object], device: str, rounds: int = 15, num_warmup: int = 3) -> float:
+    """Return the median seconds of a call, after some that do not count."""
+    clock = Clock(torch.device(device))
+    taken = []
+    for number in range(-num_warmup, rounds):
+        clock.start()
+        start = clock.mark()
+        function()
+        seconds = clock.seconds(start, clock.mark())
+        if number >= 0:
+            taken.append(seconds)
+    return statistics.median(taken)
+
+
+def copy(context: CheckContext) -> Iterator[Result]:
+    """Measure a copy that no cache holds, bytes read plus bytes written."""
+    gpu, size = data_sheet(context), 2**16 if context.is_small else 2**32
+    source = torch.empty(size, dtype=torch.uint8, device=context.device).random_()
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source), context.device)
+    expected = gpu.memory_gbps * COPY_SHARE / 1e3 if gpu else None
+    yield rate("copy", 2 * size / seconds / 1e12, expected, "TB/s", 0.95)
+
+
+def large_gemm(context: CheckContext) -> Iterator[Result]:
+    """Multiply large matrices for 20 seconds: the rate once the GPU is warm, with clock and power."""
+    gpu, size = data_sheet(context), 256 if context.is_small else 8192
+    wanted = 0.2 if context.is_small else SUSTAINED_SECONDS
+    repeats = (
+        2 if context.is_small else 200
+    )  # calls in a row: the clock waits between turns, and the GPU cools
+    x, y, z = (torch.randn(size, size, device=context.device).bfloat16() for _ in range(3))
+    rates: list[float] = []
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            torch.mm(x, y, out=z)
+
+    with watched(context.device) as watch:
+        multiply()
+        start = time.monotonic()
+        while time.monotonic() - start < wanted:
+            seconds = seconds_of(multiply, context.device, rounds=1, num_warmup=0)
+            rates.append(2 * size**3 * repeats / seconds / 1e12)
+    expected = gpu.tflops * gpu.product_share if gpu else None
+    yield info(f"GEMM {size}, first moments", rates[0], "TFLOP/s")
+    last = statistics.median(rates[-max(1, len(rates) // 4) :])
+    yield rate(f"GEMM {size}, sustained {wanted:.0f} s", last, expected, "TFLOP/s", 0.95, watch.summary())
+
+
+def layer_gemms(context: CheckContext) -> Iterator[Result]:
+    """Measure each product of the layers and the logits as training computes it: wgrad adds to fp32 sums."""
+    model, micro_batch_size = model_of(context)
+    gpu = data_sheet(context)
+    expected = {row.name: row.expected for row in rows(model, micro_batch_size, gpu)} if gpu else {}
+    kind = {"device": context.device, "dtype": torch.bfloat16}
+    for gemm in gemms(model, micro_batch_size):
+        name, form = gemm.name.rsplit(" ", 1)
+        if form == "wgrad":
+            grad, x = torch.randn(gemm.k, gemm.m, **kind), torch.randn(gemm.k, gemm.n, **kind)
+            total = torch.zeros(gemm.m, gemm.n, device=context.device)
+            seconds = seconds_of(lambda a=total, b=grad, c=x: add_weight_gradient_(a, b, c), context.device)
+            plain = seconds_of(lambda b=grad, c=x: b.t() @ c, context.device)
+            yield info(f"{name} wgrad in bf16", plain * 1e3, "ms", f"{gemm.flops / plain / 1e12:.0f} TFLOP/s")
+        else:
+            x = torch.randn(gemm.m, gemm.k, **kind)
+            if form == "forward":
+                weight = torch.randn(gemm.n, gemm.k, **kind)
+                has_bias = name == "qkv"  # the others' biases are added by the next kernel
+                bias = torch.randn(gemm.n, **kind) if has_bias else None
+                seconds = seconds_of(lambda a=x, b=weight, c=bias: F.linear(a, b, c), context.device)
+            else:
+                weight = torch.randn(gemm.k, gemm.n, **kind)
+                seconds = seconds_of(lambda a=x, b=weight: a @ b, context.device)
+        limit = expected.get(gemm.name)
+        reached = f"{gemm.flops / seconds / 1e12:.0f} TFLOP/s"
+        yield duration(gemm.name, seconds * 1e3, limit and limit * 1e3, "ms", 0.9, reached)
+
+
+def heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values ``[b, n, s, d]`` with the strides that they have in a layer.
+
+    Args:
+        qkv: ``[s, b, n, 3, d]``, the output of the fused product.
+    """
+    q, k, v = (part.squeeze(3).permute(1, 2, 0, 3) for part in qkv.split(1, dim=3))
+    return q, k, v
+
+
+def attention(context: CheckContext) -> Iterator[Result]:
+    """Measure each attention backend on a layer's strides, and name the kernel that runs."""
+    model, micro_batch_size = model_of(context)
+    gpu = data_sheet(context)
+    s, n, d = model.seq_length, model.num_attention_heads, model.head_dim
+    with one_rank(context) as topology:
+        layer = LayerContext(topology, torch.bfloat16)
+        case = Case(model, layer)
+        kind = {"device": topology.device, "dtype": torch.bfloat16}
+        qkv = torch.randn(s, micro_batch_size, n, 3, d, **kind).requires_grad_()
+        grad = torch.randn(s, micro_batch_size, n, d, **kind).permute(1, 2, 0, 3)
+        drop = Drop(0.0, 1, torch.arange(micro_batch_size, device=topology.device))
+        reference = BACKENDS["unfused"].build(model, layer)(*heads_of(qkv), None, drop).detach()
+        for name in ("fused", "cudnn", "flash", "efficient", "unfused"):
+            if refusal := BACKENDS[name].refusal(case):
+                yield skipped(f"attention {name}", refusal)
+                continue
+            core = BACKENDS[name].build(model, layer)
+            out = core(*heads_of(qkv), None, drop)
+            error = ((out - reference).float().norm() / reference.float().norm()).item()
+            yield at_most(f"attention {name}, against unfused", error, 0.02)
+            forward = seconds_of(lambda c=core: c(*heads_of(qkv), None, drop), context.device)
+            backward = seconds_of(
+                lambda o=out: torch.autograd.grad(o, qkv, grad, retain_graph=True), context.device
+            )
+            expected: dict[str, float] = {}
+            if gpu and name != "unfused":
+                is_flash2 = name in ("flash", "efficient")
+                expected = {row.name: row.expected for row in rows(model, micro_batch_size, gpu, is_flash2)}
+                # Autograd writes the gradients of q, k and v into one tensor.
+                expected["attention backward"] += expected["gradients of q, k, v into one tensor"]
+            ran = kernels_run(lambda c=core: c(*heads_of(qkv), None, drop), context.device)
+            for form, seconds in (("forward", forward), ("backward", backward)):
+                limit = expected.get(f"attention {form}")
+                yield duration(
+                    f"attention {name} {form}", seconds * 1e3, limit and limit * 1e3, "ms", 0.85, ran
+                )
+            if name == "fused" and context.device == "cuda":
+                named = kernel_of(BACKENDS[name].kernels, case)
+                yield passed(
+                    "attention kernel in the start-up line", _is_named(named, ran), named, named, ran
+                )
+
+
+def kernels_run(function: Callable[[], object], device: str) -> str:
+    """Return the names of the kernels that a call starts, the longest running first."""
+    if device != "cuda":
+        return ""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    kernels = [event for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    return ", ".join(event.key[:60] for event in kernels[:2])
+
+
+def _is_named(named: str, ran: str) -> bool:
+    """Return whether the kernels that ran are those of the start-up line, by words of their names."""
+    is_cudnn = "cudnn" in ran.lower()  # its kernels have "flash" in their names too
+    if named.startswith("cuDNN"):
+        return is_cudnn
+    return not is_cudnn and ("flash" if named.startswith("FlashAttention") else "fmha") in ran.lower()
+
+
+def no_synchronization(context: CheckContext) -> Iterator[Result]:
+    """Run a training step in which PyTorch raises an error wherever the host waits for the GPU."""
+    model = replace(TINY, params_dtype="bf16")
+    for name, dropout in (("fused attention", 0.0), ("dropout 0.1", 0.1)):
+        config = Config(
+            model=replace(model, hidden_dropout=dropout, attention_dropout=dropout),
+            parallel=ParallelConfig(distributed_backend="gloo" if context.device == "cpu" else "auto"),
+            optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
+            data=DataConfig(mock_data=True),
+            training=TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=100, eval_iters=0),
+        )
+        with one_rank(context) as topology, start_trainer(config, topology) as trainer:
+            for _ in range(3):
+                trainer.step()
+            try:
+                if context.device == "cuda":
+                    torch.cuda.set_sync_debug_mode("error")
+                loss = trainer.step().loss
+            finally:
+                if context.device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+        yield passed(f"step without synchronization, {name}", loss == loss, f"loss {loss:.4f}", "a loss")

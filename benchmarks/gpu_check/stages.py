@@ -1,0 +1,73 @@
+"""The checks by stage, with their time limits: those of a stage come to at most 9 minutes."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_check.runner import Check, Stage
+
+BUILD = Check("build", "installation.build", 300.0)
+"""It begins each stage: after the first time it takes seconds, so that its limit is not counted."""
+
+STAGES = (
+    Stage(
+        1,
+        "installation, GPU tests and ceilings",
+        (
+            BUILD,
+            Check("versions", "installation.versions", 30.0),
+            Check("kernels", "installation.kernels", 30.0),
+            Check("copy", "ceilings.copy", 30.0),
+            Check("large GEMM", "ceilings.large_gemm", 50.0),
+            Check("layer GEMMs", "ceilings.layer_gemms", 60.0),
+            Check("attention", "ceilings.attention", 60.0),
+            Check("no synchronization", "ceilings.no_synchronization", 60.0),
+            Check("GPU tests", "installation.gpu_tests", 200.0),
+        ),
+    ),
+    Stage(
+        2,
+        "the same numbers on CPU and GPU in fp64",
+        (
+            BUILD,
+            Check("operators", "same_numbers.operators", 60.0),
+            Check("masks", "same_numbers.masks", 60.0),
+            Check("attention in fp64", "same_numbers.attention", 60.0),
+            Check("train steps", "same_numbers.train_steps", 240.0),
+            Check("bf16 attention", "same_numbers.auto_attention", 60.0),
+        ),
+    ),
+    Stage(
+        3,
+        "speed",
+        (
+            BUILD,
+            Check("train_step gpt-1.3b", "speed.step_1", 100.0),
+            Check("profile", "speed.profile", 40.0),
+            Check("train_step gpt-1.3b, 8 microbatches", "speed.step_8", 200.0),
+            Check("peers", "speed.peers", 110.0),
+            Check("train_step gpt-7b", "speed.step_7b", 45.0),
+            Check("train_step bloom-20b-slice", "speed.step_bloom", 45.0),
+        ),
+    ),
+    Stage(
+        4,
+        "faults",
+        (
+            BUILD,
+            Check("resume", "faults.resume_sync", 110.0),
+            Check("resume, async save", "faults.resume_async", 110.0),
+            Check("out of memory", "faults.out_of_memory", 40.0),
+            Check("memcheck", "faults.memcheck", 140.0),
+            Check("racecheck", "faults.racecheck", 140.0),
+        ),
+    ),
+    Stage(
+        5,
+        "several GPUs",
+        (
+            BUILD,
+            Check("all-reduce", "several_gpus.all_reduce", 90.0),
+            Check("runs on 2 GPUs", "several_gpus.runs", 150.0),
+            Check("layout table", "several_gpus.layouts", 300.0),
+        ),
+    ),
+)
