@@ -13,11 +13,13 @@ from megalite.train.trainer import Trainer
 
 
 class Callback:
-    """Work besides training: logging, evaluation, checkpoints, profiling, or your own.
+    """Extends the training loop: logging, evaluation, checkpoints, profiling, or your own.
 
-    Every rank calls the hooks of all callbacks in the order of the list, so that a hook may communicate. The
-    time of `after_step` counts as time of the iteration, that of the other hooks does not. To stop the run,
-    set `loop.stop`, if it is None, on every rank alike.
+    Hooks run in the order of the list, `on_end` in reverse. Every rank calls every hook, so that a hook may
+    communicate. The time of `after_step` counts as time of the iteration, that of the other hooks does not.
+
+    To stop the run, call `loop.request_stop` on every rank alike. The run ends after the iteration's last
+    hook.
     """
 
     @contextmanager
@@ -57,7 +59,7 @@ class TrainingLoop:
 
     Attributes:
         num_iterations: of the whole run.
-        stop: why the run ends before its last iteration; None while it continues.
+        stop: why the run ends before its last iteration; None while it continues, and if it is finished.
     """
 
     def __init__(
@@ -84,6 +86,11 @@ class TrainingLoop:
         """True once the run's last iteration is done."""
         return self.iteration >= self.num_iterations
 
+    def request_stop(self, stop: Stop | None) -> None:
+        """Stop the run after this iteration, unless it is the last one or the run stops already."""
+        if self.stop is None and not self.is_finished:
+            self.stop = stop
+
     def run(self) -> Stop | None:
         """Train, and return why the run ended early, or None if it is finished."""
         with ExitStack() as stack:
@@ -99,7 +106,7 @@ class TrainingLoop:
             callback.before_step(self)
         result = self.trainer.step()
         if not self.is_finished:
-            self.stop = self.stop_conditions.after(self.iteration)
+            self.request_stop(self.stop_conditions.after(self.iteration))
         for callback in self.callbacks:
             callback.after_step(self, result)
         for callback in self.callbacks:

@@ -1,4 +1,4 @@
-"""Do the work of a run besides training: one callback a file."""
+"""Do the work of a run besides training: one callback per file."""
 
 from __future__ import annotations
 

@@ -30,6 +30,6 @@ class Checkpointing(Callback):
                 for callback in loop.callbacks:
                     callback.on_save(loop)
             if not ends:
-                loop.stop = loop.stop_conditions.now()
+                loop.request_stop(loop.stop_conditions.now())
         elif is_due(loop.iteration, config.non_persistent_save_interval):
             trainer.save_local()

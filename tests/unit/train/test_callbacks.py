@@ -57,8 +57,8 @@ class StopAtLoss(Callback):
         self.loss = loss
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
-        if loop.stop is None and result.loss < self.loss:
-            loop.stop = Stop(f"the loss is below {self.loss}")
+        if result.loss < self.loss:
+            loop.request_stop(Stop(f"the loss is below {self.loss}"))
 
 
 def _run(topology: Topology, callbacks: list[Callback], folder: Path | None = None, **training: int) -> int:
@@ -92,6 +92,32 @@ def test_a_callback_stops_the_run(one_rank: Topology, tmp_path: Path) -> None:
     assert _run(one_rank, [recorder, StopAtLoss(100.0)], tmp_path, train_iters=10) == 0
     assert recorder.calls == ["start at 0", "before 1", "after 1", "between 1 and 2", "save at 1", "end at 1"]
     assert (tmp_path / "latest").read_text() == "iter_0000001\n"
+
+
+@pytest.mark.parametrize("hook", ["before_step", "after_step", "after_iteration", "on_evaluation", "on_save"])
+def test_any_hook_may_stop_the_run(one_rank: Topology, tmp_path: Path, hook: str) -> None:
+    class Stopping(Callback):
+        pass
+
+    def stop(self: Callback, loop: TrainingLoop, *_: object) -> None:
+        loop.request_stop(Stop(hook))
+
+    setattr(Stopping, hook, stop)
+    recorder = Recorder()
+    assert _run(one_rank, [Stopping(), recorder], tmp_path, train_iters=5, eval_interval=1) == 0
+    assert recorder.calls[-1] == "end at 1"
+    assert (tmp_path / "latest").read_text() == "iter_0000001\n"
+
+
+def test_a_finished_run_is_not_stopped(one_rank: Topology) -> None:
+    class StoppingLast(Callback):
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+            if loop.is_finished:
+                loop.request_stop(Stop("too late"))
+
+    recorder = Recorder()
+    assert _run(one_rank, [recorder, StoppingLast()]) == 0
+    assert recorder.calls[-2:] == ["test at 2", "end at 2"]
 
 
 def test_a_callback_cleans_up_after_an_error(one_rank: Topology) -> None:
