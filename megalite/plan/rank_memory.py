@@ -74,11 +74,24 @@ def _state(run: PlannedRun, rank: int) -> tuple[float, float, float]:
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element
     main += run.program.shared_copy_bytes
+    full = _tied_parameters(run, rank) if zero == 2 else 0.0
     return (
         element * count / (shares if zero == 3 else 1),
-        summed * count / (shares if zero >= 2 else 1),
+        summed * (full + (count - full) / (shares if zero >= 2 else 1)),
         main * count / (shares if zero >= 1 else 1),
     )
+
+
+def _tied_parameters(run: PlannedRun, rank: int) -> float:
+    """Return the parameters of a tied embedding that a rank's stage shares with another stage.
+
+    ZeRO stage 2 keeps their gradient full until the parts of both stages are added.
+    """
+    model, stages = run.config.model, run.stages.stages_of(rank)
+    is_first_or_last = 0 in stages or run.stages.num_stages - 1 in stages
+    if model.untie_embeddings_and_output_weights or run.pp == 1 or not is_first_or_last:
+        return 0.0
+    return table_parameters(model, run.tp) / run.tp
 
 
 def layer_elements(run: PlannedRun) -> dict[str, float]:

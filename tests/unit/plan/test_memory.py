@@ -103,6 +103,17 @@ def test_bytes_of_a_parameter(zero_stage: int, bytes_of, dp: int) -> None:
     assert state == pytest.approx(bytes_of(dp) * rank_parameters(run, 0))
 
 
+def test_zero_2_keeps_the_gradient_of_a_tied_embedding_full() -> None:
+    run = run_of(replace(GPT, params_dtype="bf16"), 1, 4)
+    parallel = replace(run.config.parallel, zero_stage=2)
+    cluster = replace(run.cluster, world_size=8)
+    run = replace(run, config=replace(run.config, parallel=parallel), cluster=cluster)
+    table = GPT.vocab_size * GPT.hidden_size
+    for rank, full in enumerate((table, 0, 0, table)):
+        expected = 4 * (full + (rank_parameters(run, rank) - full) / 2)
+        assert rank_memories(run)[rank].gradients == pytest.approx(expected)
+
+
 def test_the_first_stage_holds_the_most_microbatches() -> None:
     memories = rank_memories(run_of(GPT, 1, 4))
     activations = [memory.activations for memory in memories]
