@@ -12,7 +12,7 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.microbatch import Microbatch
 from megalite.pipeline.executor import Pipeline
 from megalite.train.run_context import RunContext
-from megalite.train.train_step import LossMasks, total_loss
+from megalite.train.train_step import LossMasks, global_loss
 
 
 class Evaluator:
@@ -57,7 +57,7 @@ class Evaluator:
                     load,
                     num_tokens=self.global_batch_size * config.model.seq_length,
                 )
-                total += total_loss(losses, topology)
+                total += global_loss(losses, topology)
         if config.data.eod_mask_loss:
             total *= masks.token_ratio(topology)
         return topology.to_host(total).item() / config.training.eval_iters

@@ -33,8 +33,9 @@ class StepResult:
         loss: mean over the global batch's tokens, before the update; NaN if the iteration was excluded.
         grad_norm: of the whole model's gradient, before clipping; NaN likewise.
         skipped: the weights were not updated.
-        anomaly: the reason, if a check skipped the update; None if the fp16 loss scale did.
-        losses_to_keep: the loss, if later losses are compared with it.
+        anomaly: the reason, if a check skipped the update; None if the iteration was excluded, or if only the
+            infinite gradient norm kept the weights from being updated.
+        losses_to_keep: the loss, if the weights were updated and later losses are compared with it.
     """
 
     plan: IterationPlan
@@ -89,7 +90,7 @@ class TrainStep:
         scalars = AsyncScalars(mean_loss, norm)
 
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
-        self.before_update()
+        self.before_update()  # an asynchronous save must have copied the weights
         with self.timers("optimizer"):
             self.optimizer.step(plan.learning_rate, plan.weight_decay, norm, is_allowed)
 
@@ -101,7 +102,7 @@ class TrainStep:
             return StepResult(plan, loss, grad_norm, skipped=True, anomaly=anomaly)
         overflowed = not math.isfinite(grad_norm)
         scaler.update(overflowed)
-        kept = self.check.losses_to_keep(loss)
+        kept = () if overflowed else self.check.losses_to_keep(loss)
         return StepResult(plan, loss, grad_norm, skipped=overflowed, losses_to_keep=kept)
 
     def compute_gradients(self, plan: IterationPlan) -> tuple[Tensor, Tensor]:
@@ -124,8 +125,8 @@ class TrainStep:
                 num_tokens=plan.num_samples * self.seq_length,
                 loss_scale=self.optimizer.scaler.scale,
             )
-        scale = masks.token_ratio(self.topology) if self.masks_loss else None
-        return total_loss(losses, self.topology, scale), self.optimizer.finish_gradients(scale)
+        ratio = masks.token_ratio(self.topology) if self.masks_loss else None
+        return global_loss(losses, self.topology, ratio), self.optimizer.finish_gradients(ratio)
 
 
 class LossMasks:
@@ -161,11 +162,12 @@ class LossMasks:
         return totals[0] / totals[1].clamp_min(1.0)
 
 
-def total_loss(losses: Sequence[Tensor], topology: Topology, scale: Tensor | None = None) -> Tensor:
-    """Sum the microbatches' losses over the last stage's replicas, and return the sum on every rank.
+def global_loss(losses: Sequence[Tensor], topology: Topology, token_ratio: Tensor | None = None) -> Tensor:
+    """Sum the microbatches' losses over the last stage's replicas: the global batch's loss, on every rank.
 
     Args:
-        scale: multiplies the sum; see `LossMasks`.
+        losses: each divided by the number of tokens of the global batch already.
+        token_ratio: multiplies the sum; see `LossMasks`.
 
     Returns:
         An fp64 scalar on the device, not yet synchronized with the host.
@@ -175,6 +177,6 @@ def total_loss(losses: Sequence[Tensor], topology: Topology, scale: Tensor | Non
         total += loss
     for axis in (topology.dp, topology.pp):  # stages before the last add zeros
         all_reduce(total, axis, of="the loss")
-    if scale is not None:
-        total *= scale
+    if token_ratio is not None:
+        total *= token_ratio
     return total
