@@ -58,7 +58,8 @@ class ParallelConfig:
     grad_communication_dtype: GradCommunicationDtype | None = field(
         default=None, metadata=flags(sets={"--grad-reduce-in-bf16": "bf16"})
     )
-    """Precision of gradients in the data-parallel reduction. By default that of the gradient sums."""
+    """Precision of gradients in the data-parallel reduction. By default that of the gradient sums, in which
+    pipeline stages always exchange the gradient of a tied embedding."""
     gradient_accumulation_fusion: bool = True
     """Accumulate weight gradients inside the GEMM that computes them; not with --zero-stage 3."""
     distributed_backend: Backend = "auto"

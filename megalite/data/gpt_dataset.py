@@ -28,7 +28,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Hold how often the documents are read, and how many samples result.
+    """Number of epochs and of samples of a split.
 
     Attributes:
         num_epochs: times that the documents are read, the last one in part.
@@ -43,12 +43,14 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """Locate each sample's tokens.
+    """Location of each sample's tokens.
 
     Attributes:
-        document_index: int32 [num_epochs * num_documents], sequence numbers in the order of the stream.
-        sample_index: int32 [n + 1, 2], position in document_index and token offset where a sample starts.
-        shuffle_index: uint32 [n], the sample that is drawn i-th.
+        document_index: int32 or int64 [num_epochs * num_sequences], sequence numbers in the order of the
+            stream; Megatron's name. `IndexedDataset.document_index` is another array.
+        sample_index: int32 or int64 [n + 1, 2], position in document_index and token offset where a sample
+            starts.
+        shuffle_index: uint32 or int64 [n], the sample that is drawn i-th.
         files: that the arrays are mapped from; none if they were built in memory.
     """
 
@@ -136,7 +138,7 @@ def cached_gpt_index(
 
     def build() -> dict[str, npt.NDArray[Any]]:
         index = _build(sequence_lengths, sequences, plan, seq_length, seed, name)
-        return {name: getattr(index, name) for name in names}
+        return {array: getattr(index, array) for array in names}
 
     cached = cache.get(key, names, build)
     return GPTIndex(**cached.arrays, files=cached.files)
@@ -144,10 +146,10 @@ def cached_gpt_index(
 
 def index_bytes(sequences: range, plan: EpochPlan) -> int:
     """Return the bytes of the three arrays of these sequences, before they are built."""
-    num_documents = plan.num_epochs * len(sequences)
+    stream_length = plan.num_epochs * len(sequences)
     return (
-        num_documents * np.dtype(_document_dtype(sequences)).itemsize
-        + (plan.num_samples + 1) * 2 * (8 if _is_wide(num_documents) else 4)
+        stream_length * np.dtype(_document_dtype(sequences)).itemsize
+        + (plan.num_samples + 1) * 2 * (8 if _is_wide(stream_length) else 4)
         + plan.num_samples * np.dtype(_shuffle_dtype(plan)).itemsize
     )
 
@@ -156,12 +158,13 @@ def _document_dtype(sequences: range) -> npt.DTypeLike:
     return np.int32 if sequences.stop <= _INT32_MAX else np.int64
 
 
-def _is_wide(num_documents: int) -> bool:
+def _is_wide(stream_length: int) -> bool:
     """Return whether the sample index needs 64 bits for a position in the document index."""
-    return num_documents > _INT32_MAX
+    return stream_length > _INT32_MAX
 
 
 def _shuffle_dtype(plan: EpochPlan) -> npt.DTypeLike:
+    # The limit is Megatron-core's.
     return np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
 
 
@@ -179,16 +182,17 @@ def _build(
     name: str,
 ) -> GPTIndex:
     """Shuffle the documents, then cut the samples while another thread shuffles their numbers."""
+    # The draws' order belongs to the format: first documents, then samples. Cutting samples draws nothing.
     random = _index_builder.LegacyRandom(seed)
-    num_documents = plan.num_epochs * len(sequences)
+    stream_length = plan.num_epochs * len(sequences)
     with (
-        reported_progress(name, "documents and samples", 2 * num_documents + plan.num_samples) as progress,
+        reported_progress(name, "documents and samples", 2 * stream_length + plan.num_samples) as progress,
         ThreadPoolExecutor(max_workers=1) as pool,
     ):
         documents = _document_index(sequences, plan, random, progress)
         shuffle = pool.submit(_shuffle_index, plan, random, progress)
         samples = _index_builder.build_sample_index(
-            sequence_lengths, documents, seq_length, plan.num_samples, _is_wide(num_documents), progress
+            sequence_lengths, documents, seq_length, plan.num_samples, _is_wide(stream_length), progress
         )
         return GPTIndex(documents, samples, shuffle.result())
 
@@ -325,7 +329,7 @@ class GPTDataset:
         for sample in samples.tolist():
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a dataset of {len(self)}")
-        rows = self.index.shuffle_index[samples].astype(np.int64)
+        rows = self.index.shuffle_index[samples].astype(np.int64)  # the samples' numbers before shuffling
         if self.indexed.is_remote:
             text = np.stack([self._read_in_sequences(row) for row in rows.tolist()])
             smallest, largest = int(text.min()), int(text.max())

@@ -29,10 +29,12 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.attention_norm = build_norm(config, context, with_residual=True)
         self.attention = Attention(config, context, core, layer)
-        self.attention_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.attention.output")
+        self.attention_output_dropout = Dropout(
+            config.hidden_dropout, context, f"layers.{layer}.attention.output"
+        )
         self.mlp_norm = build_norm(config, context, with_residual=True)
         self.mlp = MLP(config, context)
-        self.mlp_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
+        self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
 
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -41,9 +43,9 @@ class TransformerLayer(nn.Module):
         # x = x + dropout(attention(norm(x)) + bias)
         normed, x = self.attention_norm(x)
         y = self.attention(normed, sample_numbers, positions)
-        x = self.attention_dropout.add_to(x, y, self.attention.projection.bias, sample_numbers)
+        x = self.attention_output_dropout.add_to(x, y, self.attention.projection.bias, sample_numbers)
 
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(x)
         y = self.mlp(normed)
-        return self.mlp_dropout.add_to(x, y, self.mlp.down.bias, sample_numbers)
+        return self.mlp_output_dropout.add_to(x, y, self.mlp.down.bias, sample_numbers)

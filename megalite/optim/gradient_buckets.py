@@ -207,8 +207,9 @@ class GradReducer:
     Args:
         buffers: in the order in which backward fills them.
         overlap: reduce while backward runs; otherwise after it.
-        tied_buffer: that of a tied embedding, whose weight gets two gradients of a microbatch where one rank
-            has the first and the last stage. It is reduced after all others.
+        tied_buffer: the buffer of a tied embedding that two stages use. It is reduced last, in `finish`:
+            another rank's part must be added first, or, with both stages on this rank, the weight gets two
+            gradients per microbatch, which the counts of the other buffers do not expect.
         sum_tied_copies: called on the full `tied_buffer`, ``[size]``, before it is reduced, where two ranks
             have a copy of the embedding each.
     """
@@ -231,7 +232,7 @@ class GradReducer:
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
         self._in_flight: deque[ReduceHandle] = deque()
         for buffer, entry, hook in self._hooks():
-            if buffer is tied_buffer or dp.size > 1 or not buffer.grads_are_views:
+            if dp.size > 1 or not buffer.grads_are_views:
                 entry.parameter.register_post_accumulate_grad_hook(hook)
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:

@@ -278,7 +278,8 @@ class Optimizer(BaseOptimizer):
 
         Args:
             named_parameters: of this rank, in the order in which forward uses them.
-            tied: the word table, on a rank that shares it with another pipeline stage.
+            tied: the tied word embedding, if the pipeline has more than one rank and this rank holds the
+                first or the last stage.
             parallel: ZeRO stage, bucket size, overlap and sequence parallelism.
             dtype: of the weights.
             units: this rank's modules in the order in which forward calls them; each waits for its weights

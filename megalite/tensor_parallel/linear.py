@@ -126,7 +126,8 @@ def column_linear(
     Returns:
         ``[s, b, out/tp]``.
     """
-    # torch.compile traces a layer at tp 1 only. Its graph cannot add to main_grad.
+    # Layers are compiled at tp 1 without a weight-gradient store, so a compiled call needs no collective.
+    # A graph cannot add to main_grad: autograd accumulates instead.
     if context.is_plain or torch.compiler.is_compiling():
         return context.gemm.traced(x, weight, bias)
     return _apply(_ColumnLinear, x, weight, bias, context)
@@ -179,6 +180,8 @@ def _apply(
 
 
 class _ColumnLinear(torch.autograd.Function):
+    """Multiply the gathered input by the rank's part of the weight; backward sums the input's gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -202,13 +205,14 @@ class _ColumnLinear(torch.autograd.Function):
         context: LinearContext = ctx.context
         tp, gemm = context.tp, context.gemm
 
-        def start_whole_x() -> Pending:
+        def start_gather_x() -> Pending:
             return start_all_gather(x, tp) if context.sequence_parallel else Pending(x, None)
 
         # The all-gather of x overlaps the GEMM of x's gradient, and the reduction of x's gradient overlaps
         # the GEMM of the weight's gradient.
         scales = gemm.scales(grad, weight) if needs_x else None
-        whole_x = start_whole_x() if needs_weight else None
+        # With a store, `_apply` has detached the weight: the store takes its gradient below.
+        gathered_x = start_gather_x() if needs_weight else None
         x_grad: Pending | None = None
         if needs_x:
             partial_sum = gemm.input_gradient(grad, weight, scales)  # [s, b, in]
@@ -217,11 +221,11 @@ class _ColumnLinear(torch.autograd.Function):
             else:
                 x_grad = start_all_reduce(partial_sum, tp)
         weight_grad = None
-        if whole_x is not None:
-            weight_grad = _weight_gradient(ctx.parameters.weight, grad, whole_x.wait(), context)
+        if gathered_x is not None:
+            weight_grad = _weight_gradient(ctx.parameters.weight, grad, gathered_x.wait(), context)
         bias_grad = _bias_gradient(grad) if needs_bias else None
         if context.store is not None:
-            _store_gradients(ctx.parameters, grad, lambda: start_whole_x().wait(), context)
+            _store_gradients(ctx.parameters, grad, lambda: start_gather_x().wait(), context)
         return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None
 
 
@@ -275,16 +279,16 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 def _store_gradients(
-    parameters: _Parameters, grad: Tensor, whole_x: Callable[[], Tensor], context: LinearContext
+    parameters: _Parameters, grad: Tensor, gathered_x: Callable[[], Tensor], context: LinearContext
 ) -> None:
-    """Store the gradients of weight and bias for later; `whole_x` returns ``[s, b, in]``.
+    """Store the gradients of weight and bias for later; `gathered_x` returns ``[s, b, in]``.
 
     The store holds the input as it was saved: the rank's slice if sequence parallel.
     """
     weight, bias = parameters
 
     def weight_gradient() -> Tensor | None:
-        gradient = _weight_gradient(weight, grad, whole_x(), context)
+        gradient = _weight_gradient(weight, grad, gathered_x(), context)
         return None if gradient is None else gradient.view(weight.shape)
 
     assert context.store is not None
