@@ -49,6 +49,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
         softmax: bias and dropout; its `starts` do not decrease within a sample.
     """
     _, scale, slopes, starts, drop = softmax
+    starts = None if starts is None else starts.contiguous()
     site: tuple[Any, ...] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
