@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import Drop, dropout, site_key
+from megalite.model.attention import Attention
 from megalite.model.attention_backends import BACKENDS, Case, build_core, choose, preference
 from megalite.model.attention_core import AttentionCore, Blocking, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
@@ -222,6 +224,36 @@ def test_a_plan_runs_it_on_tensors_without_memory(
 def test_the_second_document_of_a_number_is_another_one() -> None:
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]])
     assert document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
+
+
+class _Cats(TorchDispatchMode):
+    """Records the number of dims of each cat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.cat.default:
+            self.dims.append(args[0][0].dim())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_gradient_of_the_split_is_a_cat_of_four_dims(one_rank: Topology) -> None:
+    """PyTorch's kernel for CUDA takes no more; the numbers are those of the split of 5 dims."""
+    config, s, b, d = config_of(num_query_groups=GROUPS), 5, 2, 64
+    context = context_of(one_rank, torch.float64)
+    attention = Attention(config, context, build_core(config, context), 0)
+    qkv = torch.randn(s, b, (HEADS + 2 * GROUPS) * d, dtype=torch.float64, requires_grad=True)
+    parts = attention.split(qkv)
+    q, k, v = qkv.view(s, b, GROUPS, -1, d).split((HEADS // GROUPS, 1, 1), dim=3)
+    expected_parts = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+    assert all(torch.equal(x, y) for x, y in zip(parts, expected_parts, strict=True))
+    grads = [torch.randn_like(part) for part in parts]
+    with _Cats() as cats:
+        (grad,) = torch.autograd.grad(parts, qkv, grads)
+    assert cats.dims == [4]
+    assert torch.equal(grad, torch.autograd.grad(expected_parts, qkv, grads)[0])
 
 
 def case_of(topology: Topology, dtype: torch.dtype, device: str = "cpu", **changes: object) -> Case:
