@@ -53,7 +53,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return sdpa_flop_count(query, key, value)
 
 
-_ATTENTION = dict.fromkeys(
+ATTENTION_FLOPS = dict.fromkeys(
     (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.megalite.flash_attention),
     _attention_flops,
 )
@@ -93,7 +93,7 @@ def _profiled(trainer: Trainer) -> list[ModuleRow]:
             row.num_modules += 1
             row.num_parameters += sum(parameter.numel() for parameter in module.parameters())
     load = partial(trainer.load_batch, trainer.progress.consumed_samples)
-    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
 
         def add_flops(row: ModuleRow, before: float, after: float) -> None:
             row.flops += int(after - before)
