@@ -159,7 +159,7 @@ def attention(context: CheckContext) -> Iterator[Result]:
         grad = torch.randn(s, micro_batch_size, n, d, **kind).permute(1, 2, 0, 3)
         drop = Drop(0.0, 1, torch.arange(micro_batch_size, device=topology.device))
         reference = BACKENDS["unfused"].build(model, layer)(*heads_of(qkv), None, drop).detach()
-        for name in ("fused", "cudnn", "flash", "efficient", "unfused"):
+        for name in ("fused", "cudnn", "flash", "efficient", "triton", "unfused"):
             if refusal := BACKENDS[name].refusal(case):
                 yield skipped(f"attention {name}", refusal)
                 continue
@@ -172,7 +172,7 @@ def attention(context: CheckContext) -> Iterator[Result]:
                 lambda o=out: torch.autograd.grad(o, qkv, grad, retain_graph=True), context.device
             )
             expected: dict[str, float] = {}
-            if gpu and name != "unfused":
+            if gpu and name not in ("triton", "unfused"):
                 is_flash2 = name in ("flash", "efficient")
                 expected = {row.name: row.expected for row in rows(model, micro_batch_size, gpu, is_flash2)}
                 # Autograd writes the gradients of q, k and v into one tensor.

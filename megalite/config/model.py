@@ -13,7 +13,9 @@ PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
-AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "flex", "fused", "unfused", "local"]
+AttentionBackend = Literal[
+    "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
+]
 
 GATED_ACTIVATIONS = frozenset({"swiglu"})
 """Activations of two halves: the gate, and the values that it multiplies."""
@@ -72,8 +74,8 @@ class ModelConfig:
     attention_backend: AttentionBackend = field(
         default="auto", metadata=flags(sets={"--use-flash-attn": "flash", "--use-flash-attn-v2": "flash"})
     )
-    """Kernel that computes attention. fused: any of flash, cudnn and efficient; local or unfused: the only
-    one with attention dropout (docs/attention.md)."""
+    """Kernel that computes attention. fused: any of flash, cudnn and efficient; triton, on CUDA GPUs, and
+    unfused or local: the only ones with attention dropout (docs/attention.md)."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x
     layers)."""

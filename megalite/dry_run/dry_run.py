@@ -94,8 +94,8 @@ def _without_files(config: Config) -> Config:
     nothing: dict[str, None] = dict.fromkeys(TOKENIZER_FIELDS)
     data = replace(config.data, mock_data=True, **nothing)  # type: ignore[arg-type]
     model = config.model
-    if model.attention_dropout == 0.0 and model.attention_backend in ("auto", "flex"):
-        model = replace(model, attention_backend="fused")  # auto finds no kernel for meta tensors
+    if model.attention_backend == "flex":
+        model = replace(model, attention_backend="fused")  # FlexAttention does not run on meta tensors
     return replace(config, model=model, data=data, checkpoint=CheckpointConfig(), logging=LoggingConfig())
 
 

@@ -3,6 +3,7 @@
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import bias_dropout_add
+from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.gelu import bias_gelu
 from megalite.kernels.library import implementation
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
@@ -25,6 +26,7 @@ __all__ = [
     "describe",
     "dropout",
     "fill_normal_",
+    "flash_attention",
     "layer_norm",
     "layer_norm_on",
     "rms_norm",

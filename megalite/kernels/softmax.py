@@ -8,7 +8,7 @@ neither weights nor dropout masks are kept.
 Shapes: b samples, n heads, rows queries of the block, keys of the block, s the whole sequence.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class CausalSoftmax(NamedTuple):
         Returns:
             Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in at least fp32.
         """
-        result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self._arguments(first))
+        result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self.arguments(first))
         return result
 
     def backward_(self, scores: Tensor, grad: Tensor, log_sums: Tensor, first: int) -> None:
@@ -89,7 +89,7 @@ class CausalSoftmax(NamedTuple):
             grad: of the weights, of the same shape.
             log_sums: what `weights_` returned.
         """
-        torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self._arguments(first))
+        torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self.arguments(first))
 
     def part(self, samples: slice, heads: slice) -> "CausalSoftmax":
         """Return the same for some of the samples and heads."""
@@ -105,7 +105,8 @@ class CausalSoftmax(NamedTuple):
             drop=drop,
         )
 
-    def _arguments(self, first: int) -> tuple[object, ...]:
+    def arguments(self, first: int) -> tuple[Any, ...]:
+        """Return the operators' arguments after the scores."""
         where = (first, self.seq_length)
         if self.drop is None or self.drop.p == 0.0:
             return self.slopes, self.starts, None, self.scale, 0.0, 0, 0, *where

@@ -68,10 +68,16 @@ class Attention(nn.Module):
         return self.core(q, k, v, positions.mask, drop).permute(2, 0, 1, 3)
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups."""
-        grouped = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))  # [s, b, g/tp, r + 2, d]
-        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups.
+
+        Tokens are one dim meanwhile: the gradient of a split is a cat, and PyTorch's cat on CUDA is one
+        kernel for at most 4 dims, and one copy per part for 5.
+        """
+        tokens = qkv.shape[:2]
+        grouped = qkv.flatten(0, 1).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)  # [s b, g/tp, r, d], twice [.., 1, d]
+        q, k, v = (part.flatten(1, 2).unflatten(0, tokens) for part in (q, k, v))
+        return q, k, v
 
     def _split_shared_group(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[s, b, g (r + 2) d / tp]`` into this rank's queries and its shared keys and values."""

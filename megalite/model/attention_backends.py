@@ -7,7 +7,6 @@ and the head size. We query PyTorch instead of keeping a table.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
 from megalite.errors import UserError
-from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
+from megalite.kernels.flash_attention import MAX_HEAD_DIM, MIN_CAPABILITY, has_triton
+from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
 from megalite.tensor_parallel.parameter_shard import LayerContext
 
@@ -154,10 +154,25 @@ def _flex_refusal(case: Case) -> str:
     if case.config.head_dim < _MIN_FLEX_HEAD:
         return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {case.config.head_dim}"
     if case.device == "cuda" and torch.cuda.is_available():
-        if importlib.util.find_spec("triton") is None:
+        if not has_triton():
             return "FlexAttention needs Triton, which is not installed"
         if torch.cuda.get_device_capability(case.context.device) < _MIN_FLEX_CAPABILITY:
             return "FlexAttention needs a GPU of compute capability 8.0 or later"
+    return ""
+
+
+def _triton_refusal(case: Case) -> str:
+    if case.device == "cpu":
+        return "it runs only on CUDA GPUs"
+    if case.context.dtype == torch.float64:
+        return "the Triton kernel has no fp64"
+    if case.config.head_dim > MAX_HEAD_DIM:
+        return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {case.config.head_dim}"
+    if case.device == "cuda" and torch.cuda.is_available():
+        if not has_triton():
+            return "Triton is not installed"
+        if torch.cuda.get_device_capability(case.context.device) < MIN_CAPABILITY:
+            return "the Triton kernel needs a GPU of compute capability 8.0 or later"
     return ""
 
 
@@ -167,6 +182,7 @@ BACKENDS: Mapping[str, Backend] = {
     "efficient": _sdpa(_EFFICIENT),
     "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
     "flex": Backend(FlexCore, _flex_refusal),
+    "triton": Backend(TritonCore, _triton_refusal),
     "unfused": Backend(UnfusedCore, lambda case: ""),
 }
 """Every backend by name."""
@@ -178,14 +194,15 @@ def preference(case: Case) -> tuple[str, ...]:
     """Return the backends in the order in which auto tries them; the last supports every run.
 
     The order on a CPU is what benchmarks/attention.py measured (docs/attention.md). On a GPU PyTorch takes
-    the first of its kernels, in the order of `by_speed`, that supports the call. FlexAttention is not among
-    them until it is measured. Device meta is treated as a GPU.
+    the first of its kernels, in the order of `by_speed`, that supports the call. For ALiBi and documents they
+    need a bias in memory, and our Triton kernel does not. FlexAttention is not among them until it is
+    measured. Device meta is treated as a GPU.
     """
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
         is_faster = case.context.dtype == torch.bfloat16 or (case.has_bias and is_long)
         return ("unfused",) if is_faster else ("flash", "unfused")
-    return ("fused", "unfused")
+    return ("triton", "fused", "unfused") if case.has_bias else ("fused", "triton", "unfused")
 
 
 def choose(case: Case) -> tuple[str, str]:

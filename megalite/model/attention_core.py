@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
-from megalite.kernels import CausalSoftmax, Drop
+from megalite.kernels import CausalSoftmax, Drop, flash_attention
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
@@ -160,8 +160,8 @@ class _BlockwiseAttention(torch.autograd.Function):
         return *attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking), None, None
 
 
-class UnfusedCore(AttentionCore):
-    """Compute attention block by block; it supports every position, head size, dtype, device and dropout."""
+class SoftmaxCore(AttentionCore):
+    """Share what our own kernels need: slopes and documents instead of a bias, and counter-based dropout."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -170,16 +170,35 @@ class UnfusedCore(AttentionCore):
             None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
         )
         self.scale = 1.0 / math.sqrt(config.head_dim)
-        self.blocking = Blocking.for_device(context.device, context.dtype)
 
     def mask(self, document_ids: Tensor) -> Tensor:
         """Return the position of the first token of each token's document, ``[b, s]``."""
         return document_starts(document_ids)
 
+    def softmax(self, q: Tensor, mask: Tensor | None, drop: Drop) -> CausalSoftmax:
+        """Return the softmax of the scores of queries ``[b, n, s, d]``."""
+        return CausalSoftmax(q.shape[2], self.scale, self.slopes, mask, drop)
+
+
+class UnfusedCore(SoftmaxCore):
+    """Compute attention block by block; it supports every position, head size, dtype, device and dropout."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.blocking = Blocking.for_device(context.device, context.dtype)
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        softmax = CausalSoftmax(q.shape[2], self.scale, self.slopes, mask, drop)
+        softmax = self.softmax(q, mask, drop)
         if torch.compiler.is_compiling():
             return traced_attention(q, k, v, softmax, self.blocking)
         out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking)
         return out
+
+
+class TritonCore(SoftmaxCore):
+    """Compute attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+        """Compute attention; see `LayerCore`."""
+        return flash_attention(q, k, v, self.softmax(q, mask, drop))

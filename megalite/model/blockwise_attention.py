@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax
+from megalite.kernels.flash_attention import empty_results, like_sequence
 
 _MIN_QUERIES = 32  # a block; with fewer, the calls cost more than they save
 
@@ -104,17 +105,6 @@ class Tile(NamedTuple):
         """View ``[c, r m, e]`` as the tile's ``[b', n', m, e]``, the softmax's layout."""
         num_samples = self.samples.stop - self.samples.start
         return x.view(num_samples, -1, num_queries, x.shape[-1])
-
-
-def like_sequence(x: Tensor) -> Tensor:
-    """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``."""
-    b, n, s, d = x.shape
-    return x.new_empty((s, b, n, d)).permute(1, 2, 0, 3)
-
-
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the results of `attend` for queries ``[b, n, s, d]``."""
-    return like_sequence(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _query_scale(dtype: torch.dtype, scale: float) -> float:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax, Drop
+from megalite.kernels.flash_attention import empty_results, like_sequence
 from megalite.kernels.traced import key_of
-from megalite.model.blockwise_attention import Blocking, attend, attend_backward, empty_results, like_sequence
+from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 
 _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"

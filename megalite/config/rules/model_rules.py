@@ -48,13 +48,14 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout: only our own has counter-based masks."""
+    """Check that the attention backend supports dropout: only our own have counter-based masks."""
     model = config.model
-    if model.attention_dropout > 0.0 and model.attention_backend not in ("auto", "unfused", "local"):
+    own = ("auto", "triton", "unfused", "local")
+    if model.attention_dropout > 0.0 and model.attention_backend not in own:
         yield Problem(
             ("attention_backend", "attention_dropout"),
             f"--attention-backend {model.attention_backend} (or its flag) with --attention-dropout "
-            f"{model.attention_dropout}: only unfused attention has dropout that is equal in any layout; "
+            f"{model.attention_dropout}: only triton and unfused have dropout that is equal in any layout; "
             "pass --attention-backend auto, or --attention-dropout 0",
         )
 

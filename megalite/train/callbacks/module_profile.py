@@ -49,11 +49,14 @@ class ModuleRow:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count the CPU's attention by its arguments' shapes: torch has a formula for GPUs only."""
+    """Count attention by its arguments' shapes: torch has formulas for its own kernels of GPUs only."""
     return sdpa_flop_count(query, key, value)
 
 
-_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+ATTENTION_FLOPS = dict.fromkeys(
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.megalite.flash_attention),
+    _attention_flops,
+)
 
 
 class ModuleProfile(Callback):
@@ -90,7 +93,7 @@ def _profiled(trainer: Trainer) -> list[ModuleRow]:
             row.num_modules += 1
             row.num_parameters += sum(parameter.numel() for parameter in module.parameters())
     load = partial(trainer.load_batch, trainer.progress.consumed_samples)
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
 
         def add_flops(row: ModuleRow, before: float, after: float) -> None:
             row.flops += int(after - before)

@@ -76,7 +76,7 @@ RULES = [
     (
         "--use-flash-attn",
         None,
-        "--attention-backend flash (or its flag) with --attention-dropout 0.1: only unf",
+        "--attention-backend flash (or its flag) with --attention-dropout 0.1: only triton and unf",
     ),
     (
         "--num-query-groups 5",

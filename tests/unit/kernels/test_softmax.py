@@ -73,7 +73,7 @@ def test_weights_and_gradients_are_those_of_the_formula(
     expected.backward(gradient.double())
 
     weights, again, grad = given.clone(), given.clone(), gradient.clone()
-    arguments = softmax._arguments(first)
+    arguments = softmax.arguments(first)
     if implementation == "op":
         log_sums = softmax.weights_(weights, first)
         softmax.backward_(again, grad, log_sums, first)
@@ -149,7 +149,7 @@ def test_opcheck() -> None:
         softmax = softmax_of(option, 2, 3, 9)
         scores, grad = torch.randn(2, 3, 4, 9), torch.randn(2, 3, 4, 9)
         log_sums = softmax.weights_(scores.clone(), 5)
-        rest = softmax._arguments(5)
+        rest = softmax.arguments(5)
         torch.library.opcheck(torch.ops.megalite.causal_softmax_.default, (scores, *rest))
         torch.library.opcheck(
             torch.ops.megalite.causal_softmax_backward_.default, (scores, grad, log_sums, *rest)

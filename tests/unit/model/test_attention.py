@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import Drop, dropout, site_key
 from megalite.model import attention_backends
+from megalite.model.attention import Attention
 from megalite.model.attention_backends import (
     BACKENDS,
     Case,
@@ -27,7 +29,7 @@ from megalite.model.attention_backends import (
     kernel_of,
     preference,
 )
-from megalite.model.attention_core import AttentionCore, Blocking, UnfusedCore
+from megalite.model.attention_core import AttentionCore, Blocking, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
 from megalite.model.positions import alibi_slopes, document_starts
 from megalite.tensor_parallel.parameter_shard import LayerContext
@@ -205,9 +207,24 @@ def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) 
         assert out.nbytes < 1024 * 1024 * HEADS * 4 / 4
 
 
-def test_a_plan_runs_it_on_tensors_without_memory(one_rank: Topology) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case", CASES)
+def test_triton_drops_what_unfused_drops(case: str, packed: bool, one_rank: Topology) -> None:
+    """By the operator's reference: tests/unit/kernels/test_triton_interpreter.py has the kernels."""
+    s, config = 37, config_of(attention_dropout=0.3, **CASES[case])
+    context = context_of(one_rank, torch.float64, has_documents=packed)
+    parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
+    drop = Drop(0.3, KEY, torch.tensor([2**40, 3]), 4 * s * s)
+    unfused = computed(UnfusedCore(config, context), parts, ids, drop)
+    assert_close(computed(TritonCore(config, context), parts, ids, drop), unfused, torch.float64)
+
+
+@pytest.mark.parametrize("kind", [UnfusedCore, TritonCore])
+def test_a_plan_runs_it_on_tensors_without_memory(
+    kind: type[UnfusedCore] | type[TritonCore], one_rank: Topology
+) -> None:
     config = config_of(attention_dropout=0.1, **CASES["gqa alibi"])
-    core = UnfusedCore(config, context_of(one_rank, torch.bfloat16, "meta"))
+    core = kind(config, context_of(one_rank, torch.bfloat16, "meta"))
     parts = [part.to("meta") for part in inputs(config, 37, torch.bfloat16)]
     ids, numbers = document_ids(37).to("meta"), torch.arange(2, device="meta")
     out, *grads = computed(core, parts, ids, Drop(0.1, KEY, numbers))
@@ -218,6 +235,36 @@ def test_a_plan_runs_it_on_tensors_without_memory(one_rank: Topology) -> None:
 def test_the_second_document_of_a_number_is_another_one() -> None:
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]])
     assert document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
+
+
+class _Cats(TorchDispatchMode):
+    """Records the number of dims of each cat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.cat.default:
+            self.dims.append(args[0][0].dim())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_gradient_of_the_split_is_a_cat_of_four_dims(one_rank: Topology) -> None:
+    """PyTorch's kernel for CUDA takes no more; the numbers are those of the split of 5 dims."""
+    config, s, b, d = config_of(num_query_groups=GROUPS), 5, 2, 64
+    context = context_of(one_rank, torch.float64)
+    attention = Attention(config, context, build_core(config, context), 0)
+    qkv = torch.randn(s, b, (HEADS + 2 * GROUPS) * d, dtype=torch.float64, requires_grad=True)
+    parts = attention.split(qkv)
+    q, k, v = qkv.view(s, b, GROUPS, -1, d).split((HEADS // GROUPS, 1, 1), dim=3)
+    expected_parts = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+    assert all(torch.equal(x, y) for x, y in zip(parts, expected_parts, strict=True))
+    grads = [torch.randn_like(part) for part in parts]
+    with _Cats() as cats:
+        (grad,) = torch.autograd.grad(parts, qkv, grads)
+    assert cats.dims == [4]
+    assert torch.equal(grad, torch.autograd.grad(expected_parts, qkv, grads)[0])
 
 
 def case_of(topology: Topology, dtype: torch.dtype, device: str = "cpu", **changes: object) -> Case:
@@ -236,7 +283,13 @@ def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     name, line = choose(case(torch.float32, attention_dropout=0.1))
     assert name == "unfused"
     assert line.startswith("unfused, chosen for cpu in fp32; not flash: ")
-    assert choose(case(torch.bfloat16, "meta"))[0] == "fused"
+    on_gpu = partial(case, torch.bfloat16, "meta")
+    assert choose(on_gpu())[0] == "fused"
+    for changes in ({"attention_dropout": 0.1}, {"has_documents": True}, CASES["gqa alibi"]):
+        assert choose(on_gpu(**changes))[0] == "triton"
+    assert choose(on_gpu(attention_dropout=0.1))[1].startswith("triton, chosen for meta in fp32; not fused: ")
+    assert choose(on_gpu(attention_dropout=0.1, **CASES["big heads"]))[0] == "unfused"
+    assert choose(case(torch.float64, "meta", attention_dropout=0.1))[0] == "unfused"
 
 
 def test_auto_always_ends_with_what_serves_everything(one_rank: Topology) -> None:
@@ -258,6 +311,7 @@ def test_megatrons_names_have_a_meaning(one_rank: Topology) -> None:
         ("cudnn", {}, "it runs only on CUDA GPUs; use auto, or flash, fused, unfused"),
         ("efficient", {}, "it runs only on CUDA GPUs; use auto, or flash, fused, unfused"),
         ("flex", {}, "FlexAttention has no backward on a CPU; use auto, or flash, fused, unfused"),
+        ("triton", {"attention_dropout": 0.1}, "it runs only on CUDA GPUs; use auto, or unfused"),
         ("flash", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
         ("flex", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
     ],

@@ -6,12 +6,20 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig, check_config
 from megalite.distributed.topology import Topology
+from megalite.kernels import CausalSoftmax, flash_attention
 from megalite.plan.model_flops import flops_per_token_by_convention
 from megalite.plan.model_parameters import total_parameters
-from megalite.train.callbacks.module_profile import NUM_TIMED, log_module_profile, profile_modules
+from megalite.train.callbacks.module_profile import (
+    ATTENTION_FLOPS,
+    NUM_TIMED,
+    log_module_profile,
+    profile_modules,
+)
 from megalite.train.trainer import Trainer, start_trainer
 
 MODEL = ModelConfig(
@@ -50,6 +58,14 @@ def test_operations_are_those_of_the_formula(one_rank: Topology, changes: dict[s
     assert rows["layers.*"].flops == rows["layers.*.attention"].flops + rows["layers.*.mlp"].flops
     assert rows["layers.*.attention.qkv"].num_modules == model.num_layers
     assert rows[""].num_parameters == total_parameters(model, 1)
+
+
+def test_operations_of_our_attention_on_gpus_are_counted() -> None:
+    b, n, g, s, d = 2, 4, 2, 16, 8
+    q, k = torch.zeros(b, n, s, d), torch.zeros(b, g, s, d)
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
+        flash_attention(q, k, k, CausalSoftmax(s, 1.0))
+    assert counter.get_total_flops() == 2 * 2 * b * n * s * s * d
 
 
 def test_every_forward_is_timed_and_parts_take_no_longer_than_the_whole(one_rank: Topology) -> None:

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Registers, spills and shared memory of the Triton kernels of attention, compiled without a GPU.
+
+    python benchmarks/triton_kernels.py                # needs Triton, and no GPU
+
+The operator's own launchers run, but the kernels are only compiled: for Hopper (compute capability 9.0), in
+bf16. cuobjdump, which comes with Triton, reads the machine code. A multiprocessor of Hopper has 64 Ki
+registers and 227 KiB of shared memory for programs: the last column is how many programs of a kernel it runs
+at once.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from megalite.kernels.flash_attention import SIZES, launch, launch_backward
+from megalite.kernels.traced import key_tensor
+
+HEAD_DIMS = (64, 128, 256)
+NAMES = ("forward", "key_gradients", "query_gradients")
+"""of the kernels, in the order of `KernelSizes`"""
+HOPPER = 90
+REGISTERS, SHARED_BYTES, WARPS = 64 << 10, 227 << 10, 64
+"""of a multiprocessor of Hopper"""
+
+
+class Resources(NamedTuple):
+    """What a program of a kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        spilled: bytes of a thread's registers that are kept in memory.
+        shared: bytes of shared memory.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+
+    def programs(self, warps: int) -> int:
+        """Return how many programs a multiprocessor of Hopper runs at once."""
+        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * warps)
+        return min(by_registers, SHARED_BYTES // (self.shared + 1024), WARPS // warps)
+
+
+@contextmanager
+def _only_compiled(capability: int) -> Iterator[dict[str, Any]]:
+    """Compile kernels for this compute capability where they would be launched; yield them by name."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    gpu = mock.Mock()
+    gpu.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    gpu.get_current_device.return_value = capability  # Triton keeps the kernels of each device
+    run, kernels = JITFunction.run, {}
+
+    def compile_only(self: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
+        kernels[self.__name__] = run(self, *arguments, warmup=True, **options)
+
+    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(driver, "_active", gpu):
+        yield kernels
+
+
+def compile_attention(
+    head_dim: int,
+    dtype: torch.dtype,
+    options: str = "",
+    capability: int = HOPPER,
+    seq_length: int = 128,
+    num_heads: int = 4,
+    num_groups: int = 2,
+) -> list[Resources]:
+    """Compile the kernels of attention; return what each of `NAMES` takes.
+
+    Args:
+        options: of dropout, documents and alibi, those that the kernels support, as text.
+    """
+    heads = (num_heads, num_groups, num_groups, num_heads)
+    q, k, v, grad = (torch.empty(seq_length, 2, n, head_dim, dtype=dtype).permute(1, 2, 0, 3) for n in heads)
+    slopes = torch.zeros(num_heads, dtype=torch.float64) if "alibi" in options else None
+    starts = torch.zeros(2, seq_length, dtype=torch.int64) if "documents" in options else None
+    site = (torch.arange(2), key_tensor(1 << 63)) if "dropout" in options else (None, None)
+    rest = slopes, starts, *site, head_dim**-0.5, 0.1 if "dropout" in options else 0.0, 0
+    with _only_compiled(capability) as kernels:
+        out, log_sums = launch(q, k, v, *rest)
+        launch_backward(grad, q, k, v, out, log_sums, *rest)
+    compiled = (kernels[f"{name}_kernel"] for name in NAMES)
+    return [Resources(*_registers_and_stack(each.asm["cubin"]), each.metadata.shared) for each in compiled]
+
+
+def _registers_and_stack(binary: bytes) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes of its stack, where spilled registers go."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run(
+            [program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (re.search(rf"{name}:(\d+)", text) for name in ("REG", "STACK"))
+    assert registers and stack
+    return int(registers[1]), int(stack[1])
+
+
+def main() -> None:
+    """Print the table."""
+    print(
+        "| head size | kernel | queries x keys | warps | with | registers | spilled | shared KiB | programs |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for head_dim in HEAD_DIMS:
+        for options in ("dropout", "dropout, documents, alibi"):
+            found = compile_attention(head_dim, torch.bfloat16, options)
+            for name, sizes, each in zip(NAMES, SIZES[2, head_dim], found, strict=True):
+                print(
+                    f"| {head_dim} | {name} | {sizes.queries} x {sizes.keys} | {sizes.warps} | {options} "
+                    f"| {each.registers} | {each.spilled} | {each.shared / 1024:.0f} "
+                    f"| {each.programs(sizes.warps)} |"
+                )
+
+
+if __name__ == "__main__":
+    main()

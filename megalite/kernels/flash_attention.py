@@ -1,0 +1,321 @@
+"""Compute causal attention with ALiBi, documents and dropout in one kernel, without the scores in memory.
+
+On CUDA the kernels are Triton's (`triton_attention`). Dropout's masks are those of `CausalSoftmax`, to the
+bit. The operators take dropout's key in a tensor on the host, so that one graph of torch.compile serves all
+layers.
+
+Shapes: b samples, n query heads, g key/value heads, s sequence, d head size.
+"""
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+from megalite.kernels.softmax import CausalSoftmax, Drop
+from megalite.kernels.softmax import reference as softmax_reference
+from megalite.kernels.softmax import reference_backward as softmax_reference_backward
+from megalite.kernels.traced import key_of, key_tensor
+
+_OP = f"{NAMESPACE}::flash_attention"
+_BACKWARD = f"{NAMESPACE}::flash_attention_backward"
+_REST = "Tensor? slopes, Tensor? starts, Tensor? samples, Tensor? key, float scale, float p, int base"
+
+torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed; torch's builds for CUDA bring it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
+    """Return dropout(softmax(scale * q k^T + bias)) v, ``[b, n, s, d]``.
+
+    Args:
+        q: ``[b, n, s, d]``, bf16, fp16 or fp32.
+        k: ``[b, g, s, d]``; n/g query heads share a key/value head.
+        v: ``[b, g, s, d]``.
+        softmax: bias and dropout; its `starts` do not decrease within a sample.
+    """
+    _, scale, slopes, starts, drop = softmax
+    starts = None if starts is None else starts.contiguous()
+    site: tuple[Any, ...] = None, None, scale, 0.0, 0
+    if drop is not None and drop.p > 0.0:
+        p, key, samples, base, tensor = drop
+        site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, *site)[0]
+    return out
+
+
+def like_sequence(x: Tensor) -> Tensor:
+    """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``."""
+    b, n, s, d = x.shape
+    return x.new_empty((s, b, n, d)).permute(1, 2, 0, 3)
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output, and in at least fp32 a number per query, for queries ``[b, n, s, d]``."""
+    return like_sequence(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _softmax_arguments(
+    s: int,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    p: float,
+    base: int,
+) -> tuple[Any, ...]:
+    drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
+    return CausalSoftmax(s, scale, slopes, starts, drop).arguments(0)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Implement the forward in plain PyTorch, with all scores in memory."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, values = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    weights = q.to(wide) @ keys.mT  # scores, overwritten in place
+    log_sums = softmax_reference(weights, *_softmax_arguments(q.shape[2], *rest))
+    out, _ = empty_results(q)
+    return out.copy_(weights @ values), log_sums
+
+
+def reference_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Implement the gradients of q, k and v in plain PyTorch."""
+    shared = q.shape[1] // k.shape[1]
+    keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
+    queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
+    weights, weight_grads = queries @ keys.mT, grads @ values.mT  # [b, n, s, s], overwritten in place
+    softmax_reference_backward(weights, weight_grads, log_sums, *_softmax_arguments(q.shape[2], *rest))
+    grad_k, grad_v = (
+        x.unflatten(1, (-1, shared)).sum(2) for x in (weight_grads.mT @ queries, weights.mT @ grads)
+    )
+    results = like_sequence(q), like_sequence(k), like_sequence(v)
+    for result, value in zip(results, (weight_grads @ keys, grad_k, grad_v), strict=True):
+        result.copy_(value)
+    return results
+
+
+class BlockSizes(NamedTuple):
+    """Size a program of a kernel.
+
+    Attributes:
+        queries: of a block, M.
+        keys: of a block, N.
+        warps: of 32 threads.
+        stages: blocks that are loaded while an earlier one is computed with, plus one.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class KernelSizes(NamedTuple):
+    """Size the kernels of forward, of the gradients of keys and values, and of the gradient of queries."""
+
+    forward: BlockSizes
+    key_gradients: BlockSizes
+    query_gradients: BlockSizes
+
+
+SIZES: dict[tuple[int, int], KernelSizes] = {
+    (2, 64): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 3), BlockSizes(128, 64, 8, 3)),
+    (2, 128): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 64, 8, 3)),
+    (2, 256): KernelSizes(BlockSizes(128, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(64, 32, 8, 2)),
+    (4, 64): KernelSizes(BlockSizes(64, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 32, 8, 2)),
+    (4, 128): KernelSizes(BlockSizes(32, 16, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2)),
+    (4, 256): KernelSizes(BlockSizes(16, 32, 8, 1), BlockSizes(16, 16, 8, 1), BlockSizes(16, 16, 8, 1)),
+}
+"""By the bytes of an element and the head size, rounded up to a power of two.
+
+Chosen by what they compile to (benchmarks/triton_kernels.py): large blocks whose programs keep their sums in
+registers. No GPU has measured them.
+"""
+SMALL_SIZES: dict[tuple[int, int], KernelSizes] = {
+    (2, 128): KernelSizes(BlockSizes(128, 32, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 32, 4, 3)),
+    (2, 256): KernelSizes(BlockSizes(64, 32, 4, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 4, 2)),
+}
+"""The same for GPUs with less shared memory than `LARGE_MEMORY`, where they differ."""
+LARGE_MEMORY = 160 << 10
+"""Bytes of shared memory of a program that A100, H100 and B200 have; other GPUs have at least 99 KiB."""
+_DELTA_ROWS = 64
+
+
+def kernel_sizes(q: Tensor) -> KernelSizes:
+    """Return the sizes for queries ``[b, n, s, d]``, with d at most `MAX_HEAD_DIM`."""
+    kind = q.dtype.itemsize, max(64, padded(q.shape[-1]))
+    if q.is_cuda:
+        properties: Any = torch.cuda.get_device_properties(q.device)
+        if properties.shared_memory_per_block_optin < LARGE_MEMORY and kind in SMALL_SIZES:
+            return SMALL_SIZES[kind]
+    return SIZES[kind]
+
+
+def padded(head_dim: int) -> int:
+    """Return the head size of a compiled kernel: GEMMs of a GPU need powers of two of at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _numbers(
+    q: Tensor, k: Tensor, key: Tensor | None, scale: float, p: float, base: int
+) -> tuple[int | float, ...]:
+    """Return what all kernels get from n to factor."""
+    n, s = q.shape[1:3]
+    threshold = min(round(p * 2**32), 2**32 - 1)  # as every dropout of megalite
+    return n, n // k.shape[1], s, scale, 0 if key is None else int(key), base, threshold, 1.0 / (1.0 - p)
+
+
+def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
+    """Return what a kernel is compiled for."""
+    s, d = q.shape[2:]
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return {
+        "d": d,
+        "D": padded(d),
+        "M": sizes.queries,
+        "N": sizes.keys,
+        "PRECISION": "tf32" if is_tf32 or q.dtype != torch.float32 else "ieee",
+        "ALIGNED": s % 4 == 0 and base % 4 == 0,
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
+    }
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose heads' rows are contiguous, which the kernels need."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
+    return [x.stride()[:3] for x in tensors]
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    p: float,
+    base: int,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward's kernel."""
+    from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
+
+    q, k, v = map(_with_rows, (q, k, v))
+    out, log_sums = empty_results(q)
+    b, n, s, _ = q.shape
+    if q.numel() == 0:
+        return out, log_sums
+    sizes = kernel_sizes(q).forward
+    with torch.cuda.device_of(q):
+        kernels.forward_kernel[-(-s // sizes.queries), n, b](
+            *(q, k, v, out, log_sums, slopes, starts, samples),
+            *_strides(q, k, v, out),
+            *_numbers(q, k, key, scale, p, base),
+            **_constants(q, base, sizes),
+        )
+    return out, log_sums
+
+
+def launch_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    key: Tensor | None,
+    scale: float,
+    p: float,
+    base: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernels of the gradients of q, k and v."""
+    from megalite.kernels import triton_attention as kernels
+
+    grad, q, k, v = map(_with_rows, (grad, q, k, v))
+    grad_q, grad_k, grad_v = like_sequence(q), like_sequence(k), like_sequence(v)
+    delta = torch.empty_like(log_sums)
+    (b, n, s, d), g = q.shape, k.shape[1]
+    if q.numel() == 0:
+        return grad_q, grad_k, grad_v
+    of_keys, of_queries = kernel_sizes(q)[1:]
+    numbers = _numbers(q, k, key, scale, p, base)
+    with torch.cuda.device_of(q):
+        kernels.delta_kernel[-(-s // _DELTA_ROWS), n, b](
+            out, grad, delta, *_strides(out, grad), n, s, d=d, M=_DELTA_ROWS, D=padded(d)
+        )
+        kernels.key_gradients_kernel[-(-s // of_keys.keys), g, b](
+            *(q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, _ends(starts), samples),
+            *_strides(q, k, v, grad, grad_k, grad_v),
+            *numbers,
+            **_constants(q, base, of_keys),
+        )
+        kernels.query_gradients_kernel[-(-s // of_queries.queries), n, b](
+            *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, samples),
+            *_strides(q, k, v, grad, grad_q),
+            *numbers,
+            **_constants(q, base, of_queries),
+        )
+    return grad_q, grad_k, grad_v
+
+
+def _ends(starts: Tensor | None) -> Tensor | None:
+    """Return the position after the last query that sees each key, int64 ``[b, s]``."""
+    if starts is None:
+        return None
+    positions = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return torch.searchsorted(starts, positions.contiguous(), right=True)
+
+
+torch.library.impl(_OP, "default", reference)  # on every device without Triton
+torch.library.impl(_BACKWARD, "default", reference_backward)
+if has_triton():
+    torch.library.impl(_OP, "CUDA", launch)
+    torch.library.impl(_BACKWARD, "CUDA", launch_backward)
+
+
+@torch.library.register_fake(_OP)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return like_sequence(q), like_sequence(k), like_sequence(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, slopes, starts, samples, key, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, slopes, starts, samples, key)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.megalite.flash_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return *grads, *(None,) * 7
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

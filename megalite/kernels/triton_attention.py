@@ -1,0 +1,291 @@
+"""Kernels of causal attention in Triton, which keep no score in memory (Dao et al. 2022, Dao 2023).
+
+Query i attends to the keys from start_i, the first token of its document, to i. D_ij is 0 or 1 / (1 - p), by
+dropout's counter. For one head:
+
+    x_ij    = scale q_i·k_j + slope (j - i)
+    L_i     = log sum_j exp(x_ij)                  forward's log-sum-exp, kept for backward
+    P_ij    = exp(x_ij - L_i)
+    o_i     = sum_j P_ij D_ij v_j
+
+    delta_i = do_i·o_i                             = sum_j P_ij D_ij do_i·v_j
+    dx_ij   = P_ij (D_ij do_i·v_j - delta_i)
+    dv_j    = sum_i P_ij D_ij do_i
+    dk_j    = scale sum_i dx_ij q_i
+    dq_i    = scale sum_j dx_ij k_j
+
+Backward computes P and D again. In one kernel a program has a block of keys and loops over queries, for dk
+and dv. In another it has a block of queries and loops over keys, for dq. No sum is atomic, so the results are
+the same in every run.
+
+Legend: b samples, n query heads, g key/value heads, r = n/g, s sequence, d head size. Constants of a compiled
+kernel: M queries and N keys in a block; D, d rounded up to a power of two; ALIGNED, whether the index of each
+query's first weight is divisible by 4; PRECISION of GEMMs in fp32. `factor` is 1 / (1 - p). Elements outside
+of a tensor are loaded as zeros. Exponentials and logarithms have base 2, as the GPU's own; L in memory has
+base e.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _head(x, strides, sample, head):
+    """Return the address of a head of ``[b, n, s, d]``; strides of b, n and s."""
+    return x + tl.cast(sample, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+
+
+@triton.jit
+def _row_addresses(x, stride, first, ROWS: tl.constexpr, D: tl.constexpr):
+    x += tl.cast(first, tl.int64) * stride  # only the block's own offsets fit into 32 bits
+    return x + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def _row_mask(first, s, d: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    mask = (first + tl.arange(0, ROWS) < s)[:, None]
+    if d != D:
+        mask &= (tl.arange(0, D) < d)[None, :]
+    return mask
+
+
+@triton.jit
+def _load_rows(x, stride, first, s, d: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Load rows ``[ROWS, D]`` of a head ``[s, d]``."""
+    mask = _row_mask(first, s, d, ROWS, D)
+    return tl.load(_row_addresses(x, stride, first, ROWS, D), mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(x, stride, first, s, values, d: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Store rows ``[ROWS, D]`` of a head ``[s, d]``, rounded."""
+    mask = _row_mask(first, s, d, ROWS, D)
+    tl.store(_row_addresses(x, stride, first, ROWS, D), values.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scores(products, queries, keys, scale, slopes, head):
+    """Return x in base 2 from ``q·k``; `queries` and `keys` are positions that broadcast to its shape."""
+    x = products * (scale * LOG2_E)
+    if slopes is not None:
+        slope = tl.load(slopes + head).to(tl.float32)
+        x += slope * LOG2_E * (keys - queries).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _first_keys(starts, sample, first, s, M: tl.constexpr):
+    """Return the first key of each query of a block, ``[M]``; 0 without documents."""
+    queries = first + tl.arange(0, M)
+    if starts is None:
+        first_keys = tl.zeros([M], tl.int32)
+    else:
+        places = starts + sample.to(tl.int64) * s + queries
+        first_keys = tl.load(places, mask=queries < s, other=0).to(tl.int32)
+    return first_keys
+
+
+@triton.jit
+def _key_ranges(starts, sample, first, s, M: tl.constexpr, N: tl.constexpr):
+    """Return where the keys of a block of queries begin, where some are hidden from some queries, and end."""
+    if starts is None:
+        begin, full_end = 0, (first + 1) // N * N
+    else:
+        begin = tl.load(starts + sample.to(tl.int64) * s + first).to(tl.int32) // N * N
+        full_end = begin
+    return begin, full_end, tl.minimum(first + M, s)
+
+
+@triton.jit
+def _query_ranges(ends, sample, first_key, s, M: tl.constexpr, N: tl.constexpr):
+    """Return where the queries of a block of keys begin, where they see all of its keys, and end."""
+    if ends is None:
+        full_begin, end = tl.minimum(tl.cdiv(first_key + N - 1, M) * M, s), s
+    else:
+        last_key = tl.minimum(first_key + N, s) - 1
+        end = tl.load(ends + sample.to(tl.int64) * s + last_key).to(tl.int32)
+        full_begin = end
+    return first_key // M * M, full_begin, end
+
+
+@triton.jit
+def _kept(
+    first, first_key, s, key, base, samples, sample, head, threshold,
+    M: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Return which weights of a block dropout keeps, ``[M, N]``: those of `megalite.kernels.dropout`.
+
+    Weight (i, j) of a head has the index e = base + (head s + i) s + j. Its random number is word e % 4 of
+    the Philox block with the counter (e // 4, the sample's number).
+    """
+    number = tl.load(samples + sample)
+    number_low, number_high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+    rows = base + (tl.cast(head, tl.int64) * s + first + tl.arange(0, M)) * s  # [M], each query's weight 0
+    if ALIGNED:  # four neighbouring keys have the four words of a block
+        blocks = (rows >> 2)[:, None] + (first_key // 4 + tl.arange(0, N // 4))[None, :]  # [M, N/4]
+        low, high = blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(key, low, high, number_low, number_high)
+        k0, k1, k2, k3 = w0 >= threshold, w1 >= threshold, w2 >= threshold, w3 >= threshold
+        kept = tl.join(tl.join(k0, k2), tl.join(k1, k3)).reshape(M, N)
+    else:
+        index = rows[:, None] + (first_key + tl.arange(0, N))[None, :]
+        low, high = (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(key, low, high, number_low, number_high)
+        even, odd = tl.where((index & 2) == 0, w0, w2), tl.where((index & 2) == 0, w1, w3)
+        kept = tl.where((index & 1) == 0, even, odd) >= threshold
+    return kept
+
+
+@triton.jit(do_not_specialize=["key", "base", "threshold"])
+def forward_kernel(
+    q, k, v, out, log_sums, slopes, starts, samples, q_strides, k_strides, v_strides, out_strides,
+    n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Compute o ``[b, n, s, d]`` and L ``[b, n, s]`` of a block of queries; grid (s/M, n, b)."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys start first
+    head, sample = tl.program_id(1), tl.program_id(2)
+    first = block * M
+    queries = (first + tl.arange(0, M))[:, None]
+    k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
+    q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], first, s, d, M, D)
+    first_keys = _first_keys(starts, sample, first, s, M)
+    begin, full_end, end = _key_ranges(starts, sample, first, s, M, N)
+    largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    for masked in tl.static_range(0 if starts is None else 1, 2):
+        for first_key in range(full_end if masked else begin, end if masked else full_end, N):
+            keys = (first_key + tl.arange(0, N))[None, :]
+            k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
+            products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+            x = _scores(products, queries, keys, scale, slopes, head)  # [M, N]
+            if masked:
+                x = tl.where((keys <= queries) & (keys >= first_keys[:, None]), x, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(x, 1))
+            shift = new_largest
+            if starts is not None:  # a query whose document starts after these keys has seen nothing yet
+                shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            p, correction = tl.exp2(x - shift[:, None]), tl.exp2(largest - shift)
+            total, largest = total * correction + tl.sum(p, 1), new_largest
+            if samples is not None:
+                kept = _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
+                p = tl.where(kept, p, 0.0)
+            v_block = _load_rows(v_head, v_strides[2], first_key, s, d, N, D)
+            acc = tl.dot(p.to(v_block.dtype), v_block, acc * correction[:, None], input_precision=PRECISION)
+    acc = acc * (factor / total)[:, None]
+    _store_rows(_head(out, out_strides, sample, head), out_strides[2], first, s, acc, d, M, D)
+    rows = first + tl.arange(0, M)
+    places = log_sums + (sample.to(tl.int64) * n + head) * s + rows
+    tl.store(places, (largest + tl.log2(total)) * LN_2, mask=rows < s)
+
+
+@triton.jit
+def delta_kernel(
+    out, grad, delta, out_strides, grad_strides, n, s, d: tl.constexpr, M: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Compute delta ``[b, n, s]`` of a block of queries from o and do; grid (s/M, n, b)."""
+    first, head, sample = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
+    o = _load_rows(_head(out, out_strides, sample, head), out_strides[2], first, s, d, M, D)
+    do = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], first, s, d, M, D)
+    rows = first + tl.arange(0, M)
+    sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + (sample.to(tl.int64) * n + head) * s + rows, sums, mask=rows < s)
+
+
+@triton.jit(do_not_specialize=["key", "base", "threshold"])
+def key_gradients_kernel(
+    q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, samples,
+    q_strides, k_strides, v_strides, grad_strides, grad_k_strides, grad_v_strides,
+    n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv ``[b, g, s, d]`` of a block of keys, of all r query heads; grid (s/N, g, b).
+
+    Scores are transposed, ``[N, M]``, so that P and dx, as first factors of GEMMs, may stay in registers.
+    """
+    first_key, group, sample = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
+    keys = (first_key + tl.arange(0, N))[:, None]
+    k_block = _load_rows(_head(k, k_strides, sample, group), k_strides[2], first_key, s, d, N, D)
+    v_block = _load_rows(_head(v, v_strides, sample, group), v_strides[2], first_key, s, d, N, D)
+    begin, full_begin, end = _query_ranges(ends, sample, first_key, s, M, N)
+    sum_k, sum_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    for head in range(group * r, group * r + r):
+        q_head, grad_head = _head(q, q_strides, sample, head), _head(grad, grad_strides, sample, head)
+        of_head = (sample.to(tl.int64) * n + head) * s
+        for masked in tl.static_range(0 if ends is None else 1, 2):
+            for first in range(begin if masked else full_begin, full_begin if masked else end, M):
+                rows = first + tl.arange(0, M)
+                q_block = _load_rows(q_head, q_strides[2], first, s, d, M, D)
+                log_sum = tl.load(log_sums + of_head + rows, mask=rows < s, other=float("inf")) * LOG2_E
+                products = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+                x = _scores(products, rows[None, :], keys, scale, slopes, head)  # [N, M]
+                p = tl.exp2(x - log_sum[None, :])
+                if masked:
+                    seen = keys <= rows[None, :]
+                    if starts is not None:
+                        seen &= keys >= _first_keys(starts, sample, first, s, M)[None, :]
+                    p = tl.where(seen, p, 0.0)
+                grad_block = _load_rows(grad_head, grad_strides[2], first, s, d, M, D)
+                weight_grads = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
+                kept_p = p
+                if samples is not None:
+                    kept = tl.trans(
+                        _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
+                    )
+                    kept_p, weight_grads = tl.where(kept, p, 0.0), tl.where(kept, weight_grads * factor, 0.0)
+                sum_v = tl.dot(kept_p.to(grad_block.dtype), grad_block, sum_v, input_precision=PRECISION)
+                deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
+                dx = p * (weight_grads - deltas[None, :])
+                sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
+    grad_k_head = _head(grad_k, grad_k_strides, sample, group)
+    grad_v_head = _head(grad_v, grad_v_strides, sample, group)
+    _store_rows(grad_k_head, grad_k_strides[2], first_key, s, sum_k * scale, d, N, D)
+    _store_rows(grad_v_head, grad_v_strides[2], first_key, s, sum_v * factor, d, N, D)
+
+
+@triton.jit(do_not_specialize=["key", "base", "threshold"])
+def query_gradients_kernel(
+    q, k, v, grad, grad_q, log_sums, delta, slopes, starts, samples,
+    q_strides, k_strides, v_strides, grad_strides, grad_q_strides,
+    n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Compute dq ``[b, n, s, d]`` of a block of queries; grid (s/M, n, b)."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # those with the most keys start first
+    head, sample = tl.program_id(1), tl.program_id(2)
+    rows = first + tl.arange(0, M)
+    k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
+    q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], first, s, d, M, D)
+    grad_block = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], first, s, d, M, D)
+    of_head = (sample.to(tl.int64) * n + head) * s
+    log_sum = tl.load(log_sums + of_head + rows, mask=rows < s, other=float("inf")) * LOG2_E
+    deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
+    first_keys = _first_keys(starts, sample, first, s, M)
+    begin, full_end, end = _key_ranges(starts, sample, first, s, M, N)
+    sum_q = tl.zeros([M, D], tl.float32)
+    for masked in tl.static_range(0 if starts is None else 1, 2):
+        for first_key in range(full_end if masked else begin, end if masked else full_end, N):
+            keys = (first_key + tl.arange(0, N))[None, :]
+            k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
+            products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+            x = _scores(products, rows[:, None], keys, scale, slopes, head)  # [M, N]
+            p = tl.exp2(x - log_sum[:, None])
+            if masked:
+                p = tl.where((keys <= rows[:, None]) & (keys >= first_keys[:, None]), p, 0.0)
+            v_block = _load_rows(v_head, v_strides[2], first_key, s, d, N, D)
+            weight_grads = tl.dot(grad_block, tl.trans(v_block), input_precision=PRECISION)
+            if samples is not None:
+                kept = _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
+                weight_grads = tl.where(kept, weight_grads * factor, 0.0)
+            dx = p * (weight_grads - deltas[:, None])
+            sum_q = tl.dot(dx.to(k_block.dtype), k_block, sum_q, input_precision=PRECISION)
+    grad_q_head = _head(grad_q, grad_q_strides, sample, head)
+    _store_rows(grad_q_head, grad_q_strides[2], first, s, sum_q * scale, d, M, D)

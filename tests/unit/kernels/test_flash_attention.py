@@ -1,0 +1,184 @@
+"""Flash attention against the formula in fp64: its reference on a CPU, its Triton kernels where they run.
+
+`test_triton_interpreter.py` runs this file on Triton's interpreter, `tests/gpu/test_flash_attention.py` its
+cases on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.kernels import CausalSoftmax, Drop, dropout, flash_attention, site_key
+from megalite.kernels.flash_attention import padded
+from megalite.model.blockwise_attention import Blocking, attend
+from megalite.model.positions import document_starts
+from tests.unit.kernels.test_softmax import expected_weights
+
+KEY = site_key(1, "attention.weights")
+NUMBERS = torch.tensor([2**40 + 5, 3])
+"""of two samples in the run"""
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton's interpreter multiplies bf16 numbers wrongly, and fp16 is not rounded as on a GPU.
+DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 3e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+"""of the largest element, or of 1"""
+
+
+class Case(NamedTuple):
+    s: int
+    d: int = 64
+    n: int = 2
+    g: int = 2
+    alibi: bool = False
+    documents: bool = False
+    p: float = 0.0
+
+
+CASES = {
+    "one query": Case(1),
+    "causal": Case(37),
+    "whole blocks": Case(64),
+    "small heads": Case(21, d=8),
+    "padded heads": Case(20, d=80),
+    "large heads": Case(18, d=256, p=0.2),
+    "gqa": Case(35, n=4),
+    "one group": Case(33, n=3, g=1, alibi=True),
+    "alibi": Case(37, alibi=True),
+    "documents": Case(50, documents=True),
+    "one query, dropout": Case(1, p=0.5),
+    "dropout": Case(37, p=0.3),
+    "dropout, rows of four": Case(40, p=0.3),
+    "everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3),
+    "everything, rows of four": Case(44, n=4, alibi=True, documents=True, p=0.3),
+}
+
+
+def softmax_of(case: Case, device: str = "cpu") -> CausalSoftmax:
+    softmax = CausalSoftmax(case.s, 1.0 / math.sqrt(case.d))
+    if case.alibi:
+        generator = torch.Generator().manual_seed(1)
+        slopes = torch.rand(case.n, generator=generator, dtype=torch.float64)
+        softmax = softmax._replace(slopes=slopes.to(device))
+    if case.documents:
+        ends = torch.tensor([[0.1, 0.13, 0.6, 0.9], [0.5, 0.55, 0.57, 2.0]]) * case.s
+        ids = (torch.arange(case.s)[:, None] >= ends[:, None]).sum(-1)
+        softmax = softmax._replace(starts=document_starts(ids).to(device))
+    if case.p:
+        drop = Drop(case.p, KEY, NUMBERS.to(device), base=8 * case.s**2)
+        softmax = softmax._replace(drop=drop)
+    return softmax
+
+
+def inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """Queries, keys and values in the order of hidden states, and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(case.s, 2, heads, case.d, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .permute(1, 2, 0, 3)
+        for heads in (case.n, case.g, case.g, case.n)
+    ]
+
+
+def computed(case: Case, parts: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of queries, keys and values."""
+    *leaves, grad = (part.detach().requires_grad_() for part in parts)
+    out = flash_attention(*leaves, softmax_of(case, str(grad.device)))
+    return [out, *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def expected(case: Case, parts: list[Tensor]) -> list[Tensor]:
+    """The same by autograd of the formula, in fp64 on the CPU."""
+    *leaves, grad = (part.cpu().double().requires_grad_() for part in parts)
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(case.n // case.g, dim=1) for x in (k, v))
+    out = expected_weights(q @ k.mT, softmax_of(case), 0) @ v
+    return [out, *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.dtype) -> None:
+    for name, result, reference in zip(("output", "q", "k", "v"), results, references, strict=True):
+        assert result.dtype == dtype
+        error = (result.cpu().double() - reference).abs().max() / reference.abs().max().clamp_min(1.0)
+        assert error < ROUNDING[dtype], (name, error)
+
+
+def zeros_of_weights(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Where the weights are 0, ``[b, n, s, s]``: in this operator, and in blockwise attention.
+
+    The values are rows of the identity, so that the output is the weights.
+    """
+    q, k, _, _ = inputs(case, torch.float32, device)
+    v = torch.eye(case.s, case.d, device=device).expand_as(k)
+    softmax = softmax_of(case, device)
+    zeros = flash_attention(q, k, v, softmax) == 0.0
+    blockwise, _ = attend(q, k, v, softmax, Blocking(16, 1 << 20))
+    return zeros[..., : case.s], (blockwise == 0.0)[..., : case.s]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_the_formula(case: Case, dtype: torch.dtype) -> None:
+    parts = inputs(case, dtype)
+    assert_close(computed(case, parts), expected(case, parts), dtype)
+
+
+@pytest.mark.parametrize("s", [37, 40])
+def test_drops_exactly_the_weights_that_blockwise_attention_drops(s: int) -> None:
+    case = Case(s, p=0.4)
+    zeros, blockwise = zeros_of_weights(case)
+    assert torch.equal(zeros, blockwise)
+    kept = dropout(torch.ones(1, 2, case.n, s, s), case.p, KEY, NUMBERS, base=8 * s**2)[0]
+    assert torch.equal(~zeros, (kept != 0.0).tril())
+
+
+def test_reads_heads_where_they_lie() -> None:
+    """Queries, keys and values are slices of one tensor, and the gradient of a sum is expanded."""
+    s, n, d = 19, 2, 64
+    qkv = torch.randn(s, 2, n, 3, d, requires_grad=True)
+    softmax = softmax_of(Case(s))
+    q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(3))
+    out = flash_attention(q, k, v, softmax)
+    (grad,) = torch.autograd.grad(out.sum(), qkv)
+    copies = [part.detach().contiguous().requires_grad_() for part in (q, k, v)]
+    same = flash_attention(*copies, softmax)
+    assert torch.equal(out, same)
+    grads = torch.autograd.grad(same.sum(), copies)
+    assert torch.equal(grad, torch.stack([x.permute(2, 0, 1, 3) for x in grads], dim=3))
+
+
+def test_nothing_gives_nothing() -> None:
+    parts = inputs(Case(0), torch.float32)
+    assert [x.shape for x in computed(Case(0), parts)] == [parts[3].shape, *(x.shape for x in parts[:3])]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is no part of a graph")
+def test_opcheck_and_compile() -> None:
+    for name in ("gqa", "everything"):
+        case = CASES[name]
+        q, k, v, grad = inputs(case, torch.float32)
+        softmax = softmax_of(case)
+        key = None if softmax.drop is None else torch.tensor(7)
+        samples, base = (None, 0) if softmax.drop is None else (NUMBERS, softmax.drop.base)
+        rest = softmax.slopes, softmax.starts, samples, key, softmax.scale, case.p, base
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        torch.library.opcheck(torch.ops.megalite.flash_attention.default, (*leaves, *rest))
+        saved = torch.ops.megalite.flash_attention(q, k, v, *rest)
+        torch.library.opcheck(
+            torch.ops.megalite.flash_attention_backward.default, (grad, q, k, v, *saved, *rest)
+        )
+    whole = torch.compile(flash_attention, backend="aot_eager", fullgraph=True)
+    softmax = softmax._replace(drop=Drop(0.3, 0, NUMBERS, 0, torch.tensor(7)))
+    assert torch.equal(whole(q, k, v, softmax), flash_attention(q, k, v, softmax))
+
+
+def test_head_sizes_are_padded_to_powers_of_two() -> None:
+    assert [padded(d) for d in (1, 16, 17, 64, 80, 96, 128, 192, 256)] == [
+        16, 16, 32, 64, 128, 128, 128, 256, 256,
+    ]  # fmt: skip
