@@ -74,8 +74,8 @@ class ModelConfig:
     attention_backend: AttentionBackend = field(
         default="auto", metadata=flags(sets={"--use-flash-attn": "flash", "--use-flash-attn-v2": "flash"})
     )
-    """Kernel that computes attention. fused: any of flash, cudnn and efficient; triton, on CUDA GPUs, and
-    unfused or local: the only ones with attention dropout (docs/attention.md)."""
+    """Kernel that computes attention. fused: any of flash, cudnn and efficient. With attention dropout:
+    triton on CUDA GPUs, and unfused or local (docs/attention.md)."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x
     layers)."""
