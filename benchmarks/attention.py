@@ -29,7 +29,7 @@ from megalite.kernels import Drop
 from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
 from megalite.model.gpt_stage import DTYPES
 from megalite.model.positions import attention_bias
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 SHAPES = (
     (128, 8, 16, 64),

@@ -36,7 +36,7 @@ from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfi
 from megalite.distributed.topology import Launch, Topology
 from megalite.log import log
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 NUM_LAYERS = 24
 
@@ -50,7 +50,7 @@ def state_of(num_bytes: int) -> dict[str, Tensor | ParameterShard]:
         flat = torch.randn(NUM_LAYERS * size * size)
         for layer, elements in enumerate(flat.split(size * size)):
             name = what.format(f"layers.{layer}.mlp")
-            state[name] = ParameterShard(elements, 0, (size, size), spec, is_copied=True)
+            state[name] = ParameterShard(elements, 0, (size, size), spec, is_replicated=True)
     return state
 
 

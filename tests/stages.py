@@ -11,7 +11,7 @@ from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
 from megalite.model.gpt_stage import DTYPES, GPTStage
 from megalite.model.recompute import apply_recompute
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 def build_stage(

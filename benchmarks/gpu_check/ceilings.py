@@ -24,7 +24,7 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.hardware.gpus import Gpu
 from megalite.kernels import Drop, add_weight_gradient_
 from megalite.model.attention_backends import BACKENDS, Case, kernel_of
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
 
 TINY = replace(

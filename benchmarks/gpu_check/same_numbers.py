@@ -26,7 +26,7 @@ from megalite.distributed.topology import Axis, Launch, Topology
 from megalite.kernels import Drop
 from megalite.model.attention_core import UnfusedCore
 from megalite.model.positions import document_starts
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import compare

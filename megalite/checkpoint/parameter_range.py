@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.distributed.topology import Topology
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import axis_of
+from megalite.tensor_parallel.parameter_spec import axis_of
 
 Tensors = Mapping[str, Tensor | ParameterShard]
 """The tensors of a rank by global name: shards of parameter-shaped tensors, and plain tensors."""

@@ -48,7 +48,7 @@ def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES)
     copied = {
         name: part
         for name, part in mine.items()
-        if isinstance(part, ParameterShard) and part.is_copied and _numel(part)
+        if isinstance(part, ParameterShard) and part.is_replicated and _numel(part)
     }
     pieces = {
         name: whole_piece(tensor, topology)
@@ -66,7 +66,7 @@ def whole_piece(tensor: Tensor | ParameterShard, topology: Topology) -> FilePiec
     """Return all that this rank holds of a tensor; a whole slice keeps its shape, other shards are flat."""
     if isinstance(tensor, Tensor):
         return FilePiece(tensor)
-    elements = tensor.tensor.view(tensor.shape) if tensor.is_copied else tensor.tensor
+    elements = tensor.tensor.view(tensor.shape) if tensor.is_replicated else tensor.tensor
     return FilePiece(elements, ParameterRange.of(tensor, topology))
 
 

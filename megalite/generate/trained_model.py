@@ -29,7 +29,7 @@ from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
 from megalite.model.gpt_stage import DTYPES, GPTStage
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import LayerContext, new_parameter, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, new_parameter, spec_of
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
 
@@ -191,7 +191,7 @@ def load_model(
     _allocate(stage, topology)
     parts = {
         f"model.{name}": ParameterShard(
-            parameter.data.view(-1), 0, tuple(parameter.shape), spec_of(parameter), is_copied=True
+            parameter.data.view(-1), 0, tuple(parameter.shape), spec_of(parameter), is_replicated=True
         )
         for name, parameter in stage.named_parameters()
     }

@@ -14,7 +14,7 @@ from megalite.model.attention_core import Core
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Attention(nn.Module):

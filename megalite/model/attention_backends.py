@@ -21,7 +21,7 @@ from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM, MIN_CAPABILITY, has_triton
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION

@@ -32,7 +32,7 @@ from megalite.model.positions import (
     within_documents,
 )
 from megalite.model.traced_attention import traced_attention
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class LayerCore(Protocol):

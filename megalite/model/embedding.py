@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 

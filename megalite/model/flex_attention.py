@@ -15,7 +15,7 @@ from megalite.config import ModelConfig
 from megalite.kernels import Drop
 from megalite.model.attention_core import AttentionCore
 from megalite.model.positions import document_starts, local_slopes
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class FlexCore(AttentionCore):

@@ -22,7 +22,7 @@ from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.linear import LinearContext, column_linear
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -18,7 +18,7 @@ from megalite.kernels import Drop
 from megalite.microbatch import Microbatch
 from megalite.model.attention_core import SdpaCore
 from megalite.model.positions import Angles, PositionInfo, attention_bias
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class CachedCore(SdpaCore):

@@ -14,7 +14,7 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class TransformerLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""The feed-forward block, cut over the tensor-parallel axis by its inner features.
+"""The feed-forward block, sharded along the tensor-parallel axis by its inner features.
 
 Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.size.
 """
@@ -6,6 +6,7 @@ Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.siz
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,25 +14,27 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
-from megalite.tensor_parallel.parameter_shard import LayerContext
-
-Activation = Callable[[Tensor, "Tensor | None"], Tensor]
-"""Maps ``[..., n]`` and a bias that is still to be added to it, or None."""
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
-def _of_sum(function: Callable[[Tensor], Tensor]) -> Activation:
-    """Return an activation that adds the bias in a kernel of its own."""
-    return lambda x, bias: function(x if bias is None else x + bias)
+class ActivationFunction(NamedTuple):
+    """An activation, and whether its kernel adds the bias of the GEMM before it.
+
+    Attributes:
+        function: maps ``[..., n]``, and the bias ``[n]`` or None if `adds_bias`.
+        adds_bias: otherwise the GEMM adds the bias, at no cost.
+    """
+
+    function: Callable[..., Tensor]
+    adds_bias: bool = False
 
 
-ACTIVATION_FUNCTIONS: dict[str, Activation] = {
-    "gelu": bias_gelu,
-    "gelu_exact": _of_sum(F.gelu),
-    "relu": _of_sum(F.relu),
-    "swiglu": bias_swiglu,
+ACTIVATION_FUNCTIONS = {
+    "gelu": ActivationFunction(bias_gelu, adds_bias=True),
+    "gelu_exact": ActivationFunction(F.gelu),
+    "relu": ActivationFunction(F.relu),
+    "swiglu": ActivationFunction(bias_swiglu, adds_bias=True),
 }
-FUSES_BIAS = frozenset({"gelu", "swiglu"})
-"""Activations whose kernel adds the bias; for the others the GEMM before them adds it at no cost."""
 
 
 class MLP(nn.Module):
@@ -49,11 +52,11 @@ class MLP(nn.Module):
             config.init_method_std,
         )
         up_shape = (2, ffn) if config.is_gated else (ffn,)
-        fuses_bias = config.activation in FUSES_BIAS
-        self.up = ColumnParallelLinear(h, up_shape, context, bias=bias, std=std, skip_bias_add=fuses_bias)
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        adds_bias = self.activation.adds_bias
+        self.up = ColumnParallelLinear(h, up_shape, context, bias=bias, std=std, skip_bias_add=adds_bias)
         down_std = depth_scaled_std(std, config.num_layers)
         self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, skip_bias_add=True)
-        self.activation = ACTIVATION_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -61,4 +64,5 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor) -> Tensor:
         """Map `up`'s ``[s, b, ffn/tp]``, or ``[s, b, 2 ffn/tp]`` if gated, to ``[s, b, ffn/tp]``."""
-        return self.activation(x, self.up.bias if self.up.skip_bias_add else None)
+        function, adds_bias = self.activation
+        return function(x, self.up.bias) if adds_bias else function(x)

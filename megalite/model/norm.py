@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import layer_norm_on, rms_norm_on
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 
 class LayerNorm(nn.Module):

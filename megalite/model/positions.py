@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.kernels import rotate
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Angles(NamedTuple):

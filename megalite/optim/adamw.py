@@ -94,7 +94,7 @@ class BucketState:
             start - entry.start,
             tuple(entry.parameter.shape),
             entry.spec,
-            is_copied=self.owned.stop - self.owned.start == self.bucket.size,
+            is_replicated=self.owned.stop - self.owned.start == self.bucket.size,
         )
 
 

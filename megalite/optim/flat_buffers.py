@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed.topology import Axis
-from megalite.tensor_parallel.parameter_shard import ParameterSpec, spec_of
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class ParameterShard:
         start: position of the first of them in the slice.
         shape: of the slice.
         spec: of the parameter.
-        is_copied: whether every data-parallel rank has these elements; otherwise the others have the rest.
+        is_replicated: whether every data-parallel rank has these elements; else the others have the rest.
     """
 
     tensor: Tensor
     start: int
     shape: tuple[int, ...]
     spec: ParameterSpec
-    is_copied: bool
+    is_replicated: bool
 
 
 ALIGNMENT = 64

@@ -19,7 +19,7 @@ from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.gradient_buckets import MESSAGE_DTYPES, main_dtype
 from megalite.optim.optimizer import BaseOptimizer, CountedShard
 from megalite.tensor_parallel.counter_random import fill_initial
-from megalite.tensor_parallel.parameter_shard import ParameterSpec, num_used, spec_of
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, num_used, spec_of
 
 
 class FullyShardedParameter:
@@ -72,7 +72,7 @@ class FullyShardedParameter:
 
     def parameter_shard(self, tensor: Tensor) -> ParameterShard:
         """Return a tensor of these elements, ``[n]``, as a shard of the parameter."""
-        return ParameterShard(tensor, self.start, self.shape, self.spec, is_copied=False)
+        return ParameterShard(tensor, self.start, self.shape, self.spec, is_replicated=False)
 
     def full(self, tensor: Tensor) -> Tensor:
         """All-gather `parameter.data` or its gradient; every rank of dp must call it."""

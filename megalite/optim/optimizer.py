@@ -20,7 +20,7 @@ from megalite.optim.flat_buffers import Bucket, ParameterShard, make_buckets
 from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MESSAGE_DTYPES, GradientBuffer, GradReducer
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.tensor_parallel.counter_random import fill_initial
-from megalite.tensor_parallel.parameter_shard import num_used
+from megalite.tensor_parallel.parameter_spec import num_used
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 
 BLOCKS = {"cpu": 2**16}
@@ -319,7 +319,7 @@ class Optimizer(BaseOptimizer):
         dp, overlap = topology.dp, parallel.overlap_grad_reduce
         if self.tied is None:
             return GradReducer(self.buffers, dp, overlap)
-        sum_copies = partial(sum_tied_embedding_grads, pp=topology.pp) if self.tied.is_copied else None
+        sum_copies = partial(sum_tied_embedding_grads, pp=topology.pp) if self.tied.has_other_copy else None
         return GradReducer(self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies)
 
     def initialize_main(self, seed: int) -> None:
@@ -371,7 +371,7 @@ class Optimizer(BaseOptimizer):
         """Return the model's weights for a checkpoint, as views of all of this rank's slices."""
         return {
             entry.name: ParameterShard(
-                entry.parameter.data.view(-1), 0, tuple(entry.parameter.shape), entry.spec, is_copied=True
+                entry.parameter.data.view(-1), 0, tuple(entry.parameter.shape), entry.spec, is_replicated=True
             )
             for buffer in self.buffers
             for entry in buffer.bucket.entries
@@ -411,7 +411,7 @@ class Optimizer(BaseOptimizer):
 
     def _counts(self, bucket: Bucket) -> bool:
         """Return whether this rank counts a bucket in norms: copies on several ranks are counted once."""
-        is_copy = self.tied is not None and self.tied.is_copied and not self.topology.pp.is_first
+        is_copy = self.tied is not None and self.tied.has_other_copy and not self.topology.pp.is_first
         if is_copy and bucket is self.buffers[-1].bucket:
             return False
         return bucket.is_cut or self.topology.tp.is_first

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, axis_of, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, axis_of, spec_of
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ class Fp8Gemm:
 
     Args:
         fp8_format: a key of `GRADIENT_DTYPES`.
-        tp: the axis that the layers' tensors are cut over.
+        tp: the axis that the layers' tensors are sharded along.
     """
 
     def __init__(self, fp8_format: str, tp: Axis) -> None:
@@ -105,7 +105,7 @@ class Fp8Gemm:
         operands = in_fp8(rows, self.gradient_dtype, largest_grad), in_fp8(weight.t(), E4M3, largest_weight)
         return _with_rows_of(grad, scaled_gemm(*operands, None, grad.dtype, is_fast=False))
 
-    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def differentiable(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
         y: Tensor = _Traced.apply(x, weight.flatten(0, -2), None if bias is None else bias.flatten(), self)
         return y

@@ -1,4 +1,4 @@
-"""Linear layers that are cut over the tensor-parallel axis.
+"""Linear layers that are sharded along the tensor-parallel axis.
 
     layer    sequence parallel    before the GEMM                  after the GEMM
                                   forward       backward           forward           backward
@@ -39,12 +39,12 @@ from megalite.distributed.collectives import (
 from megalite.distributed.topology import Axis
 from megalite.kernels import add_weight_gradient_
 from megalite.tensor_parallel.fp8 import Fp8Gemm
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
 
 
 class Gemm(Protocol):
-    """Define the GEMMs of a rank's slice, in 16 or more bits (`PlainGemm`) or in 8 (`Fp8Gemm`)."""
+    """Define the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
@@ -55,11 +55,11 @@ class Gemm(Protocol):
     def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
         """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
 
-    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def differentiable(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
 
 
-class PlainGemm:
+class WideGemm:
     """Run the GEMMs in the tensors' own dtype."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,7 +76,7 @@ class PlainGemm:
         """Compute ``grad weight``."""
         return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
 
-    def traced(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def differentiable(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Compute ``x weight^T + bias``."""
         return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
@@ -102,13 +102,13 @@ class LinearContext:
         return LinearContext(
             context.tp,
             context.sequence_parallel and context.tp.size > 1,
-            PlainGemm() if context.fp8_format is None else Fp8Gemm(context.fp8_format, context.tp),
+            WideGemm() if context.fp8_format is None else Fp8Gemm(context.fp8_format, context.tp),
             context.weight_gradient_store,
             context.fuses_weight_gradients,
         )
 
     @property
-    def is_plain(self) -> bool:
+    def needs_only_autograd(self) -> bool:
         """Return whether autograd alone suffices: no collective, no main_grad, no weight-gradient store."""
         return self.tp.size == 1 and self.store is None and not self.fuses_weight_gradient
 
@@ -128,8 +128,8 @@ def column_linear(
     """
     # Layers are compiled at tp 1 without a weight-gradient store, so a compiled call needs no collective.
     # A graph cannot add to main_grad: autograd accumulates instead.
-    if context.is_plain or torch.compiler.is_compiling():
-        return context.gemm.traced(x, weight, bias)
+    if context.needs_only_autograd or torch.compiler.is_compiling():
+        return context.gemm.differentiable(x, weight, bias)
     return _apply(_ColumnLinear, x, weight, bias, context)
 
 
@@ -145,8 +145,8 @@ def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, conte
         ``[s, b, out]``, the same on every rank; the rank's slice ``[s/tp, b, out]`` if sequence parallel.
     """
     tp = context.tp
-    if context.is_plain or torch.compiler.is_compiling():
-        return context.gemm.traced(x, weight, bias)
+    if context.needs_only_autograd or torch.compiler.is_compiling():
+        return context.gemm.differentiable(x, weight, bias)
     if tp.size == 1:
         return _apply(_RowLinear, x, weight, bias, context)
     y = _apply(_RowLinear, x, weight, None, context)
@@ -155,7 +155,7 @@ def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, conte
     return y if bias is None else y.add_(bias)
 
 
-class _Parameters(NamedTuple):
+class _HiddenFromAutograd(NamedTuple):
     """Hide the parameters from autograd, which adds an edge to every bare tensor argument."""
 
     weight: nn.Parameter
@@ -175,7 +175,7 @@ def _apply(
         # Backward stores their gradients for later. Autograd must not run the hooks of parameters that have
         # no gradient yet.
         flat_weight, flat_bias = flat_weight.detach(), None if flat_bias is None else flat_bias.detach()
-    y: Tensor = function.apply(x, flat_weight, flat_bias, _Parameters(weight, bias), context)
+    y: Tensor = function.apply(x, flat_weight, flat_bias, _HiddenFromAutograd(weight, bias), context)
     return y
 
 
@@ -188,7 +188,7 @@ class _ColumnLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        parameters: _Parameters,
+        parameters: _HiddenFromAutograd,
         context: LinearContext,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -238,7 +238,7 @@ class _RowLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        parameters: _Parameters,
+        parameters: _HiddenFromAutograd,
         context: LinearContext,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -279,7 +279,7 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 def _store_gradients(
-    parameters: _Parameters, grad: Tensor, gathered_x: Callable[[], Tensor], context: LinearContext
+    parameters: _HiddenFromAutograd, grad: Tensor, gathered_x: Callable[[], Tensor], context: LinearContext
 ) -> None:
     """Store the gradients of weight and bias for later; `gathered_x` returns ``[s, b, in]``.
 

@@ -19,12 +19,12 @@ class TiedWeight(NamedTuple):
 
     Attributes:
         weight: this rank's slice.
-        is_copied: True if the first and the last stage are on different ranks, each with a copy; False if one
-            rank holds both stages and they share the parameter.
+        has_other_copy: True if the first and the last stage are on different ranks, each with a copy; False
+            if one rank holds both stages and they share the parameter.
     """
 
     weight: nn.Parameter
-    is_copied: bool
+    has_other_copy: bool
 
 
 def sum_tied_embedding_grads(gradient: Tensor, pp: Axis) -> None:

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is cut over the tensor-parallel axis."""
+"""Cross-entropy over a vocabulary that is sharded along the tensor-parallel axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The word embedding, cut over the tensor-parallel axis by the vocabulary (Shoeybi et al. 2019)."""
+"""The word embedding, sharded along the tensor-parallel axis by the vocabulary (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.distributed.collectives import reduce_from, reduce_scatter
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 
 
 class VocabParallelEmbedding(nn.Module):

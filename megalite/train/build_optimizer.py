@@ -54,4 +54,4 @@ def _tied_weight(chunks: Sequence[GPTStage], topology: Topology) -> TiedWeight |
     if weight is None or topology.pp.size == 1:
         return None
     has_both = any(chunk.is_first for chunk in chunks) and any(chunk.is_last for chunk in chunks)
-    return TiedWeight(weight, is_copied=not has_both)
+    return TiedWeight(weight, has_other_copy=not has_both)

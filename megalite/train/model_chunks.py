@@ -13,7 +13,7 @@ from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.gpt_stage import DTYPES, GPTStage
 from megalite.model.recompute import apply_recompute
 from megalite.tensor_parallel.fp8 import check_device
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 

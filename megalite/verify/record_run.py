@@ -10,7 +10,7 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.parameter_shard import gather_full, spec_of
+from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import Trainer, start_trainer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.errors import UserError
 from megalite.log import log
-from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 _MODULES = {
     "input_layernorm": "attention_norm",

@@ -21,7 +21,7 @@ from megalite.config.validate import problems_of
 from megalite.distributed.topology import AXES, WORLD, Axis, Topology
 from megalite.errors import ConfigError, UserError
 from megalite.model.gpt_stage import DTYPES, GPTStage
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 
 def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:

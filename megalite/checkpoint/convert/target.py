@@ -38,7 +38,7 @@ from megalite.distributed.topology import AXES
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.gpt_stage import DTYPES
-from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 Parameters = Iterator[tuple[str, Tensor]]
 """Full tensors by our name, without padding, in the order of the specs."""

@@ -24,7 +24,7 @@ from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec, Shard
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, Shard
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50)
 CONFIG = Config(model=MODEL, training=TrainingConfig(global_batch_size=8, train_iters=100))
@@ -50,9 +50,13 @@ def state(topology: Topology, value: float) -> dict[str, torch.Tensor | Paramete
     mine = full.chunk(tp.size, 1)[tp.rank].flatten()
     start, end = (mine.numel() * (dp.rank + more) // dp.size for more in (0, 1))
     return {
-        "model.cut": ParameterShard(mine, 0, shape, cut, is_copied=True),
-        "model.whole": ParameterShard(torch.full((10,), value).bfloat16(), 0, (5, 2), whole, is_copied=True),
-        "optimizer.cut.exp_avg": ParameterShard(mine[start:end].double(), start, shape, cut, is_copied=False),
+        "model.cut": ParameterShard(mine, 0, shape, cut, is_replicated=True),
+        "model.whole": ParameterShard(
+            torch.full((10,), value).bfloat16(), 0, (5, 2), whole, is_replicated=True
+        ),
+        "optimizer.cut.exp_avg": ParameterShard(
+            mine[start:end].double(), start, shape, cut, is_replicated=False
+        ),
         "optimizer.num_steps": torch.tensor(value),
     }
 

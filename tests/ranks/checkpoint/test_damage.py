@@ -20,7 +20,7 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
 from megalite.errors import UserError
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterSpec
 from tests.checkpoint_folder import edit_run, reseal
 from tests.ranks.checkpoint.saving import save_checkpoint
 
@@ -35,7 +35,7 @@ Load = Callable[..., int | None]
 
 
 def tensors(value: float) -> Tensors:
-    weight = ParameterShard(torch.full((6,), value), 0, (2, 3), ParameterSpec((2, 3)), is_copied=True)
+    weight = ParameterShard(torch.full((6,), value), 0, (2, 3), ParameterSpec((2, 3)), is_replicated=True)
     return {"model.weight": weight, "optimizer.num_steps": torch.tensor(value)}
 
 

@@ -19,7 +19,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterSpec
 from tests.ranks.checkpoint.saving import save_checkpoint
 
 CONFIG = Config(
@@ -41,10 +41,10 @@ def tensors(topology: Topology, seed: int | None) -> Tensors:
     found: Tensors = {"optimizer.num_steps": values("steps", 1)[0]}
     share = 12 // topology.dp.size
     for name in ("model.up.weight", "model.norm"):
-        found[name] = ParameterShard(values(name, 12), 0, (3, 4), ParameterSpec((3, 4)), is_copied=True)
+        found[name] = ParameterShard(values(name, 12), 0, (3, 4), ParameterSpec((3, 4)), is_replicated=True)
         state, start = f"optimizer.{name}.exp_avg", share * topology.dp.rank
         mine = values(state, 12)[start : start + share]
-        found[state] = ParameterShard(mine, start, (3, 4), ParameterSpec((3, 4)), is_copied=False)
+        found[state] = ParameterShard(mine, start, (3, 4), ParameterSpec((3, 4)), is_replicated=False)
     return found
 
 

@@ -21,7 +21,7 @@ from megalite.config import (
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import Shard
+from megalite.tensor_parallel.parameter_spec import Shard
 from megalite.train.trainer import Trainer, start_trainer
 
 NUM_ITERATIONS = 2

@@ -276,7 +276,7 @@ def test_a_large_share_is_two_files(tmp_path: Path, topology, monkeypatch) -> No
     assert loaded(topology, config) == (10, 1.0)
 
 
-def test_nothing_is_written_to_before_it_is_copied(tmp_path: Path, topology, monkeypatch) -> None:
+def test_nothing_is_written_to_before_it_is_replicated(tmp_path: Path, topology, monkeypatch) -> None:
     config, may_copy = config_of(tmp_path, async_save=True), threading.Event()
     fill = HostCopy.fill
 

@@ -54,7 +54,7 @@ def whole_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
         if isinstance(tensor, ParameterShard):
             full = torch.zeros(tensor.shape, dtype=tensor.tensor.dtype)
             full.view(-1)[tensor.start : tensor.start + tensor.tensor.numel()] = tensor.tensor
-            if not tensor.is_copied:
+            if not tensor.is_replicated:
                 torch.distributed.all_reduce(full, group=trainer.topology.dp.group)
             tensor = full
         whole[name] = tensor.clone()

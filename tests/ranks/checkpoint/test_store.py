@@ -16,7 +16,7 @@ from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec, Shard
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, Shard
 from tests.ranks.checkpoint.saving import save_checkpoint
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50, norm_epsilon=1e-6)
@@ -35,7 +35,7 @@ def tensors_of(topology) -> dict[str, torch.Tensor | ParameterShard]:
     flat = torch.randn(20, generator=torch.Generator().manual_seed(10 * topology.pp.rank + topology.tp.rank))
     flat[:4] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     stage, tp = topology.pp.rank, topology.tp.size
-    cut = {"spec": ParameterSpec((3, 4 * tp), Shard("tp", 1)), "is_copied": True}
+    cut = {"spec": ParameterSpec((3, 4 * tp), Shard("tp", 1)), "is_replicated": True}
     return {
         f"model.{stage}.weight": ParameterShard(flat[:12], 0, (3, 4), **cut),
         f"optimizer.{stage}.exp_avg": ParameterShard(flat[8:].double(), 0, (3, 4), **cut),
@@ -123,7 +123,9 @@ def test_a_damaged_file_of_one_rank_is_reported_by_all(tmp_path, damage, what):
 
 def save_where_one_rank_cannot(topology, folder: Path) -> str:
     """The second rank cannot write large files: all ranks must report it, and none may wait."""
-    large = {f"{topology.tp.rank}": ParameterShard(torch.zeros(2 << 20), 0, (2 << 20,), CUT, is_copied=True)}
+    large = {
+        f"{topology.tp.rank}": ParameterShard(torch.zeros(2 << 20), 0, (2 << 20,), CUT, is_replicated=True)
+    }
     if topology.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of this process alone
     try:

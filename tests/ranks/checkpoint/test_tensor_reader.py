@@ -13,14 +13,14 @@ from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import FilePiece, read_tensors
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec, Shard
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, Shard
 from tests.checkpoint_folder import write_checkpoint
 
 VALUES = torch.arange(6.0)
 
 
 def whole(elements: torch.Tensor, shape: tuple[int, ...] = (2, 3)) -> ParameterShard:
-    return ParameterShard(elements, 0, shape, ParameterSpec(shape), is_copied=True)
+    return ParameterShard(elements, 0, shape, ParameterSpec(shape), is_replicated=True)
 
 
 def stretch(start: int, end: int) -> FilePiece:
@@ -34,7 +34,7 @@ def manifest_of(save: Path, *files: Mapping[str, FilePiece]) -> Manifest:
 def test_stretches_and_plain_tensors_are_read(tmp_path: Path, topology) -> None:
     manifest = manifest_of(tmp_path, {"x": stretch(0, 4), "y": FilePiece(VALUES)}, {"x": stretch(4, 6)})
     x, y, middle = torch.zeros(6), torch.zeros(6), torch.zeros(3)
-    part = ParameterShard(middle, 2, (2, 3), ParameterSpec((2, 3)), is_copied=False)
+    part = ParameterShard(middle, 2, (2, 3), ParameterSpec((2, 3)), is_replicated=False)
     read_tensors(manifest, {"x": whole(x), "y": y}, topology)
     read_tensors(manifest, {"x": part}, topology)
     assert torch.equal(x, VALUES)
@@ -58,7 +58,7 @@ def test_files_that_have_nothing_of_a_rank_are_not_opened(tmp_path: Path, topolo
         return original(path, **options)
 
     monkeypatch.setattr(safetensors, "safe_open", watched)
-    last = ParameterShard(torch.zeros(2), 4, (2, 3), ParameterSpec((2, 3)), is_copied=False)
+    last = ParameterShard(torch.zeros(2), 4, (2, 3), ParameterSpec((2, 3)), is_replicated=False)
     read_tensors(manifest, {"x": last}, topology)
     assert opened == ["part_1.safetensors"]
     opened.clear()
@@ -95,8 +95,8 @@ def test_a_lost_file_is_reported(tmp_path: Path, topology) -> None:
     [
         torch.zeros(3, 2),
         torch.zeros(2, 3, dtype=torch.int64),
-        ParameterShard(torch.zeros(2), 1, (6,), ParameterSpec((6,)), is_copied=False),
-        ParameterShard(torch.zeros(6), 0, (2, 3), ParameterSpec((2, 3), Shard("tp", 1)), is_copied=True),
+        ParameterShard(torch.zeros(2), 1, (6,), ParameterSpec((6,)), is_replicated=False),
+        ParameterShard(torch.zeros(6), 0, (2, 3), ParameterSpec((2, 3), Shard("tp", 1)), is_replicated=True),
     ],
     ids=["shape", "type", "shape of a part", "cut"],
 )

@@ -19,7 +19,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Launch, Topology
 from megalite.dry_run.counts import Counts, count_iteration
 from megalite.dry_run.dry_run import dry_run_of
-from megalite.tensor_parallel.parameter_shard import spec_of
+from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.train.model_chunks import build_chunks, named_parameters
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data

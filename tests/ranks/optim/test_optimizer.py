@@ -11,7 +11,7 @@ from torch import nn
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.optim.optimizer import Optimizer
-from megalite.tensor_parallel.parameter_shard import (
+from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
     ParameterSpec,
     Shard,
@@ -57,7 +57,7 @@ def build(topology) -> tuple[dict[str, nn.Parameter], Optimizer]:
     for name, parameter in parameters.items():
         parameter.data.copy_(mine(full(name, 0), name, topology))
     at_edge = topology.pp.size > 1 and "word" in parameters
-    tied = TiedWeight(parameters["word"], is_copied=True) if at_edge else None
+    tied = TiedWeight(parameters["word"], has_other_copy=True) if at_edge else None
     config = dataclasses.replace(parallel(), ddp_bucket_size=10)
     optimizer = Optimizer(parameters.items(), tied, CONFIG, config, topology, torch.float64)
     return parameters, optimizer

@@ -12,7 +12,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.optim.flat_buffers import make_buckets
 from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MAX_IN_FLIGHT, GradReducer
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 NUM_LAYERS = 4
 WIDTH = 6

@@ -15,7 +15,7 @@ from megalite.distributed import collectives
 from megalite.distributed.local_ranks import run_ranks
 from megalite.optim.flat_buffers import ALIGNMENT
 from megalite.optim.optimizer import ForwardUnit, Optimizer
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 NUM_LAYERS = 3

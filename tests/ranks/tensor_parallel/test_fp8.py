@@ -14,7 +14,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter_shard import LayerContext, gather_full, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
 
 S, B, WIDTH, OUT = 8, 2, 64, 96

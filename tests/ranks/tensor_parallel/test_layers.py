@@ -8,7 +8,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.collectives import all_gather_from, reduce_from
 from megalite.distributed.local_ranks import run_ranks
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter_shard import LayerContext, gather_full, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 

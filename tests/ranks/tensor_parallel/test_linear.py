@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.parameter_shard import LayerContext, gather_full, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 

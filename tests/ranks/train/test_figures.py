@@ -13,7 +13,7 @@ from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.parameter_shard import spec_of
+from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.train.callbacks.layer_norms import layer_grad_norms
 from megalite.train.trainer import start_trainer
 

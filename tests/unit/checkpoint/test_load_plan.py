@@ -20,7 +20,7 @@ from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfi
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 PROGRESS = TrainingProgress(10, 80)
 WORD, OUTPUT = "embedding.word.weight", "output.weight"
@@ -69,7 +69,7 @@ def manifest_of(config: Config, topology: Topology, *more: str, without: str = "
 @pytest.fixture
 def take(topology: Topology):
     def take(saved: Config, here: Config, *more: str, without: str = "-") -> LoadPlan:
-        part = ParameterShard(torch.zeros(2), 0, (2,), ParameterSpec((2,)), is_copied=True)
+        part = ParameterShard(torch.zeros(2), 0, (2,), ParameterSpec((2,)), is_replicated=True)
         wanted = {name: torch.zeros(()) if is_plain(name) else part for name in names_of(here)}
         return plan_load(manifest_of(saved, topology, *more, without=without), wanted, here, topology)
 

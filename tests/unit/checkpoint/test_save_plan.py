@@ -10,7 +10,7 @@ from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
 from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_shard import ParameterSpec, Shard
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, Shard
 
 SIZES = (40_000, 1000, 1000, 999, 500, 64, 64, 64, 7, 1)
 CUT_BYTES = 4000
@@ -23,11 +23,11 @@ def tensors(topology: Topology) -> dict[str, ParameterShard | torch.Tensor]:
         shard = Shard("tp", 0) if number % 2 else None
         full = (size * topology.tp.size if shard else size,)
         state[f"copied.{number}"] = ParameterShard(
-            torch.arange(float(size)), 0, (size,), ParameterSpec(full, shard), is_copied=True
+            torch.arange(float(size)), 0, (size,), ParameterSpec(full, shard), is_replicated=True
         )
     start = 10 * topology.dp.rank
     own = ParameterShard(
-        torch.arange(start, start + 10.0), start, (40,), ParameterSpec((40,)), is_copied=False
+        torch.arange(start, start + 10.0), start, (40,), ParameterSpec((40,)), is_replicated=False
     )
     return state | {"own": own}
 

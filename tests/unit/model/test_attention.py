@@ -32,7 +32,7 @@ from megalite.model.attention_backends import (
 from megalite.model.attention_core import AttentionCore, Blocking, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
 from megalite.model.positions import alibi_slopes, document_starts
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_bytes import LiveBytes
 
 HEADS, GROUPS = 4, 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.model.positions import Rotary
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Launch, Topology
-from megalite.tensor_parallel.parameter_shard import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 
 @pytest.fixture

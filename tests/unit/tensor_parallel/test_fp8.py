@@ -25,7 +25,7 @@ from megalite.tensor_parallel.linear import (
     RowParallelLinear,
     column_linear,
 )
-from megalite.tensor_parallel.parameter_shard import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.stages import build_stage
 
 BF16 = torch.bfloat16
