@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from benchmarks.gpu_check.commands import run_python
 from benchmarks.gpu_check.installation import outcome_of_tests
@@ -38,12 +42,22 @@ def racecheck(context: CheckContext) -> Iterator[Result]:
 
 
 def _sanitized(tool: str) -> Iterator[Result]:
+    _add_toolkit_to_path()
     if shutil.which("compute-sanitizer") is None:
-        yield skipped(tool, "compute-sanitizer is not in PATH")
+        yield skipped(tool, "compute-sanitizer is neither in PATH nor beside nvcc")
         return
     test = f"tests/gpu/test_kernels.py::test_no_kernel_touches_what_is_not_its_own[{tool}]"
     done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rf", "-m", "slow", test)
     yield from outcome_of_tests(tool, done.status, done.text)
+
+
+def _add_toolkit_to_path() -> None:
+    """Let this process and its children find the programs that lie beside nvcc."""
+    sys.path.insert(0, "scripts")
+    from cuda_toolkit import find_toolkit
+
+    with suppress(LookupError):
+        os.environ["PATH"] += os.pathsep + str(Path(find_toolkit(torch.version.cuda).nvcc).parent)
 
 
 def resume_sync(context: CheckContext) -> Iterator[Result]:

@@ -1,9 +1,10 @@
-"""Stage 1: versions, the build, and the tests that need a GPU."""
+"""Stages 1 and 6: versions, the build, and the tests that need a GPU."""
 
 from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,20 +60,56 @@ def kernels(context: CheckContext) -> Iterator[Result]:
         "compiled",
         described,
     )
-
-
-def gpu_tests(context: CheckContext) -> Iterator[Result]:
-    """Run the tests that need a GPU."""
-    tests = ["tests/gpu"]
     if context.device == "cuda":
-        tests.append("tests/unit/model/test_attention.py")
-    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rf", *tests)
-    yield from outcome_of_tests("GPU tests", done.status, done.text)
+        yield _triton_attention()
+
+
+def _triton_attention() -> Result:
+    """Compile and run Triton's attention once: importing it does not say whether it can be compiled."""
+    import torch
+
+    from megalite.kernels import CausalSoftmax, flash_attention
+    from megalite.kernels.flash_attention import has_triton
+
+    if not has_triton():
+        return failed("Triton attention", "Triton is not installed")
+    q = torch.randn(1, 1, 16, 64, device="cuda", dtype=torch.bfloat16)
+    try:
+        is_finite = bool(flash_attention(q, q, q, CausalSoftmax(16, 0.125)).isfinite().all())
+    except Exception as error:
+        traceback.print_exc()
+        return failed("Triton attention", f"{type(error).__name__}: {error}")
+    return passed("Triton attention", is_finite, "runs" if is_finite else "not finite", "runs")
+
+
+def operator_tests(context: CheckContext) -> Iterator[Result]:
+    """Run the tests of compiled operators and of copies to the GPU."""
+    return _tests("operator tests", "tests/gpu/test_kernels.py", "tests/gpu/test_host_copy.py")
+
+
+def triton_tests(context: CheckContext) -> Iterator[Result]:
+    """Run the tests of Triton's attention in bf16, and of its masks; each case compiles its kernels."""
+    return _tests("Triton tests", "tests/gpu/test_flash_attention.py", "-k", "bfloat16 or drops")
+
+
+def compiled_layer_tests(context: CheckContext) -> Iterator[Result]:
+    """Run the tests of layers that torch.compile compiles."""
+    return _tests("compiled layers", "tests/gpu/test_precision.py")
+
+
+def backend_tests(context: CheckContext) -> Iterator[Result]:
+    """Compare each attention backend with the formula."""
+    return _tests("attention backends", "tests/unit/model/test_attention.py", "-k", "on_a_gpu")
+
+
+def _tests(name: str, *arguments: str) -> Iterator[Result]:
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *arguments)
+    yield from outcome_of_tests(name, done.status, done.text)
 
 
 def outcome_of_tests(name: str, status: int, text: str) -> Iterator[Result]:
     """Read pytest's last lines: a result for each test that failed, and one for all."""
-    for line in re.findall(r"^FAILED (.*)$", text, flags=re.MULTILINE):
+    for line in re.findall(r"^(?:FAILED|ERROR) (.*)$", text, flags=re.MULTILINE):
         yield failed(name, line)
     counts = dict.fromkeys(("passed", "failed", "skipped", "error"), 0)
     for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", text):

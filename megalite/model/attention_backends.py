@@ -27,7 +27,7 @@ _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
 _LONG_WITH_BIAS = 1024  # tokens from which the unfused core is faster in any dtype, if there is a bias
 _CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities
-_MIN_FLEX_HEAD, _MIN_FLEX_CAPABILITY = 16, (8, 0)
+_MIN_FLEX_HEAD, _MAX_FLEX_HEAD, _MIN_FLEX_CAPABILITY = 16, 256, (8, 0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ def _flex_refusal(case: Case) -> str:
         return "FlexAttention has no fp64"
     if case.config.head_dim < _MIN_FLEX_HEAD:
         return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {case.config.head_dim}"
+    if case.config.head_dim > _MAX_FLEX_HEAD:  # its blocks do not fit into shared memory
+        return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.config.head_dim}"
     if case.device == "cuda" and torch.cuda.is_available():
         if not has_triton():
             return "FlexAttention needs Triton, which is not installed"

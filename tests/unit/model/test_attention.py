@@ -372,6 +372,7 @@ def test_the_line_names_the_kernel_that_pytorch_selects(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_is_the_formula_on_a_gpu(backend: str, case: str, packed: bool, one_rank: Topology) -> None:
+    torch._dynamo.reset()  # after eight recompilations FlexAttention would not be compiled any more
     config = config_of(attention_backend=backend, params_dtype="bf16", **CASES[case])
     context = context_of(one_rank, torch.bfloat16, "cuda", has_documents=packed)
     try:
