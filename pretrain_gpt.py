@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from megalite.checkpoint.lease import hold_folder
 from megalite.config import Config
 from megalite.config.command_line import parse
-from megalite.config.entry_point import run_main
+from megalite.config.entry_point import run_rank
 from megalite.distributed.topology import Launch, Topology, refusal_reported
 from megalite.dry_run.dry_run import dry_run
 from megalite.train.callbacks import default_callbacks
@@ -63,4 +63,4 @@ def pretrain(config: Config, launch: Launch, signals: StopSignals, callbacks: Se
 
 
 if __name__ == "__main__":
-    run_main(main, sys.argv[1:])
+    run_rank(main, sys.argv[1:])

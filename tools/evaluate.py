@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalite.config.entry_point import run_main
+from megalite.config.entry_point import run_rank
 from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
@@ -133,4 +133,4 @@ def _json(result: EvaluationResult, trained: TrainedModel) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megalite.config.entry_point import run_main
+from megalite.config.entry_point import run_rank
 from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.distributed.topology import Topology
 from megalite.generate.completions import CompletionWriter
@@ -144,4 +144,4 @@ def _put(text: str, topology: Topology) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from megalite.errors import UserError
 
@@ -58,6 +60,28 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         raise SystemExit(_BROKEN_PIPE) from None
     finally:
         _flush_output()
+
+
+def run_rank(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> NoReturn:
+    """Run a program that may be one of several ranks, as `run_main` does, and end the process at once.
+
+    The functions of `atexit` are called, but Python does not finalize. There, a thread of torch.distributed
+    that waits for the interpreter is ended inside of C++, which aborts the process now and then ("terminate
+    called without an active exception"): torchrun would report a run that has succeeded as failed.
+    """
+    status = 0
+    try:
+        run_main(main, arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stderr.write(f"error: the output cannot be written ({error.strerror})\n")
+        status = status or 1
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _output_has_no_reader() -> bool:

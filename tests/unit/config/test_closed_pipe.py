@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.entry_point import run_main
+from megalite.config.entry_point import run_main, run_rank
 
 ROOT = Path(__file__).parents[3]
 MORE_THAN_A_BUFFER = ["--stages", "16", "--microbatches", "256"]
@@ -71,6 +71,6 @@ def test_another_broken_pipe_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
-def test_every_tool_starts_by_the_shared_entry_point(tool: Path) -> None:
+def test_every_tool_starts_by_a_shared_entry_point(tool: Path) -> None:
     start = tool.read_text(encoding="utf-8").partition('if __name__ == "__main__":\n')[2]
-    assert start.strip().startswith(f"{run_main.__name__}("), start
+    assert start.strip().startswith((f"{run_main.__name__}(", f"{run_rank.__name__}(")), start
