@@ -53,6 +53,8 @@ def _sanitized(tool: str) -> Iterator[Result]:
 
 def _add_toolkit_to_path() -> None:
     """Let this process and its children find the programs that lie beside nvcc."""
+    if torch.version.cuda is None:
+        return
     sys.path.insert(0, "scripts")
     from cuda_toolkit import find_toolkit
 
