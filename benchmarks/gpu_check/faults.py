@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from benchmarks.gpu_check.commands import run_python
-from benchmarks.gpu_check.installation import outcome_of_tests
+from benchmarks.gpu_check.installation import find_nvcc, outcome_of_tests
 from benchmarks.gpu_check.results import Result, failed, info, passed, skipped
 from benchmarks.gpu_check.runner import ROOT, CheckContext
 
@@ -53,13 +51,9 @@ def _sanitized(tool: str) -> Iterator[Result]:
 
 def _add_toolkit_to_path() -> None:
     """Let this process and its children find the programs that lie beside nvcc."""
-    if torch.version.cuda is None:
-        return
-    sys.path.insert(0, "scripts")
-    from cuda_toolkit import find_toolkit
-
     with suppress(LookupError):
-        os.environ["PATH"] += os.pathsep + str(Path(find_toolkit(torch.version.cuda).nvcc).parent)
+        nvcc, _ = find_nvcc()
+        os.environ["PATH"] += os.pathsep + str(Path(nvcc).parent)
 
 
 def resume_sync(context: CheckContext) -> Iterator[Result]:

@@ -28,14 +28,28 @@ def versions(context: CheckContext) -> Iterator[Result]:
     yield info("gcc", first_line("gcc", "--version"))
     if context.device == "cuda":
         yield info("GPUs", float(torch.cuda.device_count()))
-        sys.path.insert(0, "scripts")
-        from cuda_toolkit import find_toolkit
-
         try:
-            toolkit = find_toolkit(torch.version.cuda)
-            yield info("nvcc", ".".join(map(str, toolkit.release)), detail=toolkit.nvcc)
+            nvcc, release = find_nvcc()
+            yield info("nvcc", ".".join(map(str, release)), detail=nvcc)
         except LookupError as error:
             yield failed("nvcc", str(error))
+
+
+def find_nvcc() -> tuple[str, tuple[int, int]]:
+    """Return the path and the release of the compiler that setup.py uses.
+
+    Raises:
+        LookupError: there is none for this torch.
+    """
+    import torch
+
+    sys.path.insert(0, "scripts")
+    from cuda_toolkit import find_toolkit
+
+    if torch.version.cuda is None:
+        raise LookupError("torch has no CUDA")
+    toolkit = find_toolkit(torch.version.cuda)
+    return toolkit.nvcc, toolkit.release
 
 
 def build(context: CheckContext) -> Iterator[Result]:
