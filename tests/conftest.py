@@ -18,6 +18,7 @@ hypothesis.settings.load_profile("megalite")
 
 
 ROOT = Path(__file__).parents[1]
+FOLDERS_OF_RANKS = {"ranks", "parity"}  # their tests run 2 to 8 processes each
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,16 +47,21 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Remove the mark `slow` from the rows of the sample, so that they run.
+    """Remove the mark `slow` from the rows of the sample, and let one pytest-xdist worker run all ranks.
 
     Rows are ordered by the digest of the seed and their name: another commit runs another sample, and
     the same seed runs the same one again.
+    Two rank tests at once on two cores take three times as long as one after the other, so all of them are
+    one group of `--dist loadgroup`; the other worker has the unit tests and the end-to-end runs.
     """
     seed, size = config.option.layout_seed, config.option.layout_sample
     slow = [each for each in items if "tests/parity/" in each.nodeid and each.get_closest_marker("slow")]
     slow.sort(key=lambda each: hashlib.sha256(f"{seed} {each.nodeid}".encode()).digest())
     for item in slow[:size]:
         item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[0] in FOLDERS_OF_RANKS:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(autouse=True)
