@@ -56,6 +56,7 @@ def compatibility_record(
             "seed": config.training.seed,
             "global_batch_size": config.global_batch(topology.dp.size),
             "rampup_batch_size": list(config.training.rampup_batch_size or []) or None,
+            "step_batch_size_schedule": list(config.training.step_batch_size_schedule or []) or None,
         },
         "schedule": OptimizerSchedules.of(config).fields(),
         "settings": _settings(config),

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class BatchSize:
     """Compute the global batch size from the samples consumed so far: there is no state to save.
 
     A ramp-up begins with START samples and grows by INCREMENT in equal steps over the first SAMPLES samples
-    until it reaches the full batch (Megatron-LM's formula, rounding included).
+    until it reaches the full batch (Megatron-LM's formula, rounding included). Steps set the size from a
+    number of consumed samples on.
 
     Args:
-        full: the global batch size at the end of the ramp-up, or always without one.
+        full: the global batch size at the end of the ramp-up or after the last step, or always without them.
         rampup: START, INCREMENT and SAMPLES; START plus a number of increments is `full`.
+        steps: consumed samples and the size from there on, in order; the first begins at 0, and the last has
+            `full`. See `batch_size_steps`.
     """
 
-    def __init__(self, full: int, rampup: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, full: int, rampup: tuple[int, ...] | None = None, steps: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.full = full
         self.start, self.increment, self._rampup_samples = rampup or (full, 0, 0)
         self._num_steps = (full - self.start) // self.increment if rampup else 0
+        self._thresholds = [samples for samples, _ in steps]
+        self._sizes = [size for _, size in steps]
+        if steps:
+            self.start = self._sizes[0]
 
     def __call__(self, consumed_samples: int) -> int:
         """Return the global batch size of the iteration after `consumed_samples` samples."""
+        if self._sizes:
+            return self._sizes[bisect.bisect(self._thresholds, consumed_samples) - 1]
         if self._num_steps == 0 or consumed_samples > self._rampup_samples:
             return self.full
         return self.start + int(consumed_samples / (self._rampup_samples / self._num_steps)) * self.increment
@@ -44,8 +60,30 @@ class BatchSize:
     def _rampup(self) -> Iterator[tuple[int, int]]:
         """Yield iterations done and samples consumed, from the start until the batch is full."""
         number, consumed = 0, 0
-        while self(consumed) != self.full:
+        while self(consumed) != self.full or (self._thresholds and consumed < self._thresholds[-1]):
             yield number, consumed
             consumed += self(consumed)
             number += 1
         yield number, consumed
+
+
+def batch_size_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tuple[int, int]]:
+    """Return the steps of a schedule: consumed samples, and the batch size from there on.
+
+    Args:
+        schedule: entries TOKENS:SIZE as in Megatron-LM, such as 2.4B:320; a string may hold several.
+        seq_length: tokens per sample, by which the thresholds are divided.
+
+    Returns:
+        No steps if an entry is not of this form, or if the thresholds do not rise from 0.
+    """
+    steps = []
+    for entry in " ".join(schedule or ()).replace(",", " ").upper().split():
+        match = re.fullmatch(r"(\d+|\d*\.\d+)([KMBT]?):(\d+)", entry)
+        if match is None:
+            return []
+        tokens, suffix, size = match.groups()
+        steps.append((int(float(tokens) * _SUFFIXES[suffix]) // seq_length, int(size)))
+    thresholds = [samples for samples, _ in steps]
+    rises = all(samples < later for samples, later in itertools.pairwise(thresholds))
+    return steps if thresholds[:1] == [0] and rises and all(size > 0 for _, size in steps) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megalite.config.batch_size import BatchSize
+from megalite.config.batch_size import BatchSize, batch_size_steps
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
@@ -46,7 +46,8 @@ class Config:
 
     def batch_size(self, dp: int) -> BatchSize:
         """Return the global batch size of every iteration over `dp` replicas."""
-        return BatchSize(self.global_batch(dp), self.training.rampup_batch_size)
+        steps = batch_size_steps(self.training.step_batch_size_schedule, self.model.seq_length)
+        return BatchSize(self.global_batch(dp), self.training.rampup_batch_size, steps)
 
     @property
     def hang_timeout(self) -> float:

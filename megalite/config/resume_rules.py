@@ -27,7 +27,7 @@ _NAMES: Mapping[OnResume, str] = {
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
         max_position_embeddings vocab_size position_embedding_type rotary_base normalization norm_epsilon
         activation add_bias_linear embed_layernorm untie_embeddings_and_output_weights""",
-    OnResume.RUN: "seed global_batch_size rampup_batch_size",
+    OnResume.RUN: "seed global_batch_size rampup_batch_size step_batch_size_schedule",
     OnResume.SCHEDULE: """
         lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
         lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples

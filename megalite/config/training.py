@@ -23,6 +23,9 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] | None = None
     """Ramp up the global batch size: START INCREMENT SAMPLES. It grows from START by INCREMENT at a time,
     over SAMPLES samples."""
+    step_batch_size_schedule: tuple[str, ...] | None = None
+    """Change the global batch size at numbers of consumed tokens: TOKENS:SIZE ..., as in 0:16 2.4B:320
+    12B:1536. The last size is --global-batch-size."""
     train_iters: int | None = None
     """Length of the run in optimizer steps. Either this or --train-samples is required."""
     train_samples: int | None = None

@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.modules,
     parallel_rules.saved_slices,
     training_rules.ramp_up,
+    training_rules.batch_size_schedule,
     training_rules.enough_samples,
     training_rules.bounds,
     training_rules.unit,

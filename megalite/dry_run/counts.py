@@ -164,7 +164,9 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
 def _with_microbatches(config: Config, number: int) -> Config:
     """Return the config with `number` microbatches in the first iteration, over all replicas."""
     samples = number * config.training.micro_batch_size
-    training = replace(config.training, global_batch_size=samples, rampup_batch_size=None)
+    training = replace(
+        config.training, global_batch_size=samples, rampup_batch_size=None, step_batch_size_schedule=None
+    )
     return replace(config, training=training)
 
 

@@ -101,6 +101,8 @@ def announce(trainer: Trainer) -> None:
     )
     if rampup := config.training.rampup_batch_size:
         log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
+    if schedule := config.training.step_batch_size_schedule:
+        log.info("global batch schedule: %s (tokens:samples)", " ".join(schedule))
     _log_datasets(trainer)
     if config.logging.log_throughput:
         log.info("TFLOP/s are %s", CONVENTION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megalite.config.batch_size import batch_size_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value, format_value
 from megalite.config.model import vocab_padding_problems
@@ -317,6 +318,9 @@ def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
     micro, ramp = training.micro_batch_size, training.rampup_batch_size
     smallest = ramp[0] if ramp else training.global_batch_size or micro * dp
     batch_flag = f"--rampup-batch-size from {smallest}" if ramp else f"--global-batch-size {smallest}"
+    if steps := batch_size_steps(training.step_batch_size_schedule, config.model.seq_length):
+        smallest = min(size for _, size in steps)
+        batch_flag = f"--step-batch-size-schedule with {smallest}"
     if smallest // (micro * dp) < parallel.pp:
         yield Problem(
             ("global_batch_size", "rampup_batch_size", "micro_batch_size", *_SHAPE, "data_parallel_size"),

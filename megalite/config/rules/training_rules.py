@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megalite.config.batch_size import BatchSize
+from megalite.config.batch_size import BatchSize, batch_size_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import replicas
@@ -12,7 +12,7 @@ from megalite.config.training import iteration_range
 from megalite.errors import Problem
 from megalite.files import url_problem
 
-_RAMPUP, _FULL = "rampup_batch_size", "global_batch_size"
+_RAMPUP, _FULL, _STEPS = "rampup_batch_size", "global_batch_size", "step_batch_size_schedule"
 
 
 def ramp_up(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -37,22 +37,62 @@ def ramp_up(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"the increment {rampup[1]}; pass --global-batch-size {full + (rampup[0] - full) % rampup[1]}",
         )
     else:
-        yield from _whole_microbatches(config, world_size, rampup)
+        sizes = {
+            f"{what} {number}": number for what, number in zip(("start", "increment"), rampup, strict=False)
+        }
+        yield from _whole_microbatches(config, world_size, _RAMPUP, sizes)
 
 
-def _whole_microbatches(config: Config, world_size: int | None, rampup: tuple[int, ...]) -> Iterator[Problem]:
-    """Check that every batch of a ramp-up is the same whole number of microbatches on every replica."""
+def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the schedule of the batch size is one, and ends at the global batch size."""
+    training = config.training
+    if training.step_batch_size_schedule is None:
+        return
+    current = flag_with_value(_STEPS, training.step_batch_size_schedule)
+    steps = batch_size_steps(training.step_batch_size_schedule, config.model.seq_length)
+    if not steps:
+        yield Problem(
+            (_STEPS,),
+            f"{current} is not a schedule: pass TOKENS:SIZE entries whose tokens rise from 0, as in "
+            "0:16 2.4B:320 12B:1536",
+        )
+        return
+    last = steps[-1][1]
+    if training.rampup_batch_size is not None:
+        yield Problem(
+            (_STEPS, _RAMPUP), f"{current} and --rampup-batch-size contradict each other: remove one"
+        )
+    elif training.global_batch_size != last:
+        yield Problem(
+            (_STEPS, _FULL),
+            f"{current} ends with batches of {last} samples, but --global-batch-size is "
+            f"{training.global_batch_size}: pass --global-batch-size {last}",
+        )
+    else:
+        yield from _whole_microbatches(
+            config, world_size, _STEPS, {f"size {size}": size for _, size in steps}
+        )
+
+
+def _whole_microbatches(
+    config: Config, world_size: int | None, field: str, sizes: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Check that every batch of a field is the same whole number of microbatches on every replica.
+
+    Args:
+        sizes: batch sizes and differences of them, by what they are.
+    """
     micro, dp = config.training.micro_batch_size, replicas(config, world_size)
     samples = micro * (dp or 1)
     divisor = f"--micro-batch-size {micro}"
     if dp is not None:
         divisor += f" x data-parallel size {dp} = {samples}"
-    for what, number in zip(("start", "increment"), rampup[:2], strict=True):
+    for what, number in sizes.items():
         if number % samples:
             yield Problem(
-                (_RAMPUP, "micro_batch_size", "data_parallel_size"),
-                f"{flag_with_value(_RAMPUP, rampup)}: the {what} {number} is not divisible by {divisor}: "
-                f"pass {-(-number // samples) * samples}, or change one of them",
+                (field, "micro_batch_size", "data_parallel_size"),
+                f"{flag_with_value(field, getattr(config.training, field))}: the {what} is not divisible by "
+                f"{divisor}: pass {-(-number // samples) * samples}, or change one of them",
             )
 
 
@@ -61,10 +101,11 @@ def enough_samples(config: Config, world_size: int | None) -> Iterator[Problem]:
     training, dp = config.training, replicas(config, world_size)
     full = training.global_batch_size or training.micro_batch_size * (dp or 1)
     rampup = training.rampup_batch_size
-    first = BatchSize(full, rampup if rampup is not None and len(rampup) == 3 else None).start
+    steps = batch_size_steps(training.step_batch_size_schedule, config.model.seq_length)
+    first = BatchSize(full, rampup if rampup is not None and len(rampup) == 3 else None, steps).start
     if training.train_samples is not None and training.train_samples < first:
         yield Problem(
-            ("train_samples", _FULL, _RAMPUP, "micro_batch_size"),
+            ("train_samples", _FULL, _RAMPUP, _STEPS, "micro_batch_size"),
             f"--train-samples {training.train_samples} is less than the first batch of {first} samples: "
             "pass more samples, or a smaller batch",
         )

@@ -138,14 +138,15 @@ def run_trial(
 def trial_config(config: Config, metrics: Path, length: Length) -> Config:
     """Return the config of a trial: without checkpoints and evaluation, and only for its iterations.
 
-    The run keeps its length, and with it its schedules, but exits early. A ramp-up is removed: the full batch
-    is tuned.
+    The run keeps its length, and with it its schedules, but exits early. A ramp-up or a schedule of the batch
+    is removed: the full batch is tuned.
     """
     training = replace(
         config.training,
         exit_interval=length.iterations,
         eval_iters=0,
         rampup_batch_size=None,
+        step_batch_size_schedule=None,
         exit_duration_in_mins=None,
     )
     if training.train_iters is None and training.train_samples is None:

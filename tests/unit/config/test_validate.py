@@ -146,6 +146,32 @@ RULES = [
         "the increment 2 is not divisible by --micro-batch-size 4: pass 4",
     ),
     ("--rampup-batch-size 2 0 9 --global-batch-size 8", None, "--rampup-batch-size 0 is out of range"),
+    (
+        "--step-batch-size-schedule 1M:4",
+        None,
+        "schedule 1M:4 is not a schedule: pass TOKENS:SIZE entries whose",
+    ),
+    (
+        "--step-batch-size-schedule 0:4 1M:8 --global-batch-size 4",
+        None,
+        "0:4 1M:8 ends with batches of 8 samples, but --global-batch-size is 4: pass --global-batch-size 8",
+    ),
+    (
+        "--step-batch-size-schedule 0:4 1M:8 --rampup-batch-size 4 4 9",
+        None,
+        "0:4 1M:8 and --rampup-batch-size contradict each other: remove one",
+    ),
+    (
+        "--step-batch-size-schedule 0:4 1M:6 2M:8 --micro-batch-size 4",
+        None,
+        "0:4 1M:6 2M:8: the size 6 is not divisible by --micro-batch-size 4: pass 8, or change one of them",
+    ),
+    (
+        "--step-batch-size-schedule 0:4 1M:8 --micro-batch-size 4 --pp 2 --pipeline-schedule interleaved "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        2,
+        "--step-batch-size-schedule with 4 makes 1 microbatches of --micro-batch-size 4",
+    ),
     ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is not a range: pass FIRST:LAST"),
     ("--iterations-to-skip 0:2", None, "--iterations-to-skip 0:2 is not a range"),
     ("--start-weight-decay 0.1", None, "--start-weight-decay 0.1 with --weight-decay-incr-style constant"),
