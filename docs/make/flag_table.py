@@ -1,41 +1,64 @@
-"""Generate the table of Megatron-LM and Megatron-DeepSpeed flags from the command-line parser."""
+"""Generate the table of all flags by topic from the command-line parser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config import Config
-from megalite.config.arguments import Diagnostics, FlagTokens
-from megalite.config.fields import ConfigField, config_fields
-from megalite.config.megatron_compatibility import UNSUPPORTED, CommandLine, FlagRule, megatron_rules
+from megalite.config.fields import ConfigField, config_fields, field_docs
+from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS, UNSUPPORTED
 
 BEGIN, END = "<!-- made by python -m docs.make -->", "<!-- end -->"
 CHECKED = {
-    "--deepspeed-config": "compared with the flags; a conflict is an error that names both",
-    "--group-query-attention": "`--num-query-groups` enables it, and is required with it",
-    "--local-rank": "must equal the environment variable LOCAL_RANK",
+    "parallel": {
+        "--deepspeed-config": "its settings are compared with the flags; a conflict is an error",
+        "--local-rank": "must equal the environment variable LOCAL_RANK",
+    },
+    "model": {"--group-query-attention": "`--num-query-groups` enables it, and is required with it"},
+    "training": {
+        "--accumulate-allreduce-grads-in-fp32": "gradient sums are in fp32; refused with bf16 communication"
+    },
 }
-"""Flags whose value is only checked against other settings."""
+"""Flags whose value is only checked against other settings, by topic."""
 
 
 def flag_table() -> str:
-    """Return three Markdown tables: flags that are honoured, flags without effect, and refused flags."""
-    return "\n".join([*_fields(), "", *_accepted(), "", *_refused()])
+    """Return a Markdown table for each topic: flags, and what megalite does with them."""
+    return "\n".join(line for topic, title in TOPICS.items() for line in _table(topic, title))
 
 
-def _fields() -> Iterator[str]:
-    yield "### Supported flags"
-    yield ""
-    yield "| flag | aliases |"
-    yield "|---|---|"
+def _table(topic: str, title: str) -> Iterator[str]:
+    yield from (f"### {title}", "", "| flag | in megalite |", "|---|---|")
+    docs = field_docs(topic)
     for field in config_fields():
-        others = [*(f"`{flag}`" for flag in field.flags[1:]), *_values(field)]
-        if others:
-            yield f"| `{field.flags[0]}` | {', '.join(others)} |"
-    alone = sorted(field.flags[0] for field in config_fields() if not field.flags[1:] and not _values(field))
+        if field.group == topic:
+            names = ", ".join((_code(*field.flags), *_values(field)))
+            yield f"| {names} | {_first_sentence(docs[field.name])} |"
+    for flag, text in CHECKED.get(topic, {}).items():
+        yield f"| {_code(flag)} | checked: {text} |"
+    for accepted in ACCEPTED:
+        if accepted.topic == topic:
+            yield f"| {_code(*_dashed(accepted.flags))} | accepted, no effect: {accepted.why} |"
+    for off in ACCEPTED_IF_OFF:
+        if off.topic == topic:
+            values = " or ".join(f"`{value}`" for value in off.off.split())
+            yield f"| {_code(off.flag)} | only {values}: {off.what} is missing; {off.fix} |"
+    for feature in UNSUPPORTED:
+        if feature.topic == topic:
+            names = [*_dashed(feature.flags), *(f"{flag}*" for flag in _dashed(feature.prefixes))]
+            yield f"| {_code(*names)} | refused, {feature.what}: {feature.fix} |"
     yield ""
-    yield "Flags without an alias (a switch also has a `--no-` form):"
-    yield ", ".join(f"`{flag}`" for flag in alone) + "."
+
+
+def _dashed(flags: str) -> list[str]:
+    return [f"--{flag}" for flag in sorted(flags.split())]
+
+
+def _code(*flags: str) -> str:
+    return ", ".join(f"`{flag}`" for flag in flags)
+
+
+def _first_sentence(text: str) -> str:
+    return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def _values(field: ConfigField) -> list[str]:
@@ -48,37 +71,3 @@ def _word(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else f"`{value}`"
-
-
-def _accepted() -> Iterator[str]:
-    yield "### Flags accepted without effect"
-    yield ""
-    yield "| flag | reason |"
-    yield "|---|---|"
-    unsupported = {f"--{flag}" for entry in UNSUPPORTED for flag in entry.flags.split()}
-    for flag, rule in sorted(megatron_rules().items()):
-        if flag not in unsupported:
-            shown, why = _reason(flag, rule)
-            yield f"| `{shown}` | {why} |"
-
-
-def _reason(flag: str, rule: FlagRule) -> tuple[str, str]:
-    """Return the flag, with its only accepted value if any, and the reason that a run prints."""
-    if flag in CHECKED:
-        return flag, CHECKED[flag]
-    found = Diagnostics()
-    for values in ((), ("1",)):
-        rule(FlagTokens(flag, flag, values), CommandLine(Config(), {}, None), found)
-    text = [*found.notices, *found.problems][0]
-    value = f" {text.split()[3]}" if " only accepts " in text else ""
-    return flag + value, text.partition(": ")[2]
-
-
-def _refused() -> Iterator[str]:
-    yield "### Refused flags"
-    yield ""
-    yield "| flag | feature | instead |"
-    yield "|---|---|---|"
-    for entry in UNSUPPORTED:
-        flags = ", ".join(f"`--{flag}`" for flag in sorted(entry.flags.split()))
-        yield f"| {flags} | {entry.what} | {entry.fix} |"

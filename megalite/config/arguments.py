@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalite.config.fields import ConfigField, ValueKind, nearest, normalised
+from megalite.config.fields import ConfigField, ValueKind, nearest_hint, normalised
 from megalite.config.flags import format_value
 
 _TRUE = ("true", "yes", "on", "1")
@@ -126,8 +126,7 @@ def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
 def _parse_item(kind: ValueKind, token: str) -> Any:
     if kind.choices and token not in kind.choices:
         raise ValueError(
-            f"cannot be {token!r}: choose one of {', '.join(kind.choices)}; "
-            f"nearest is {nearest(token, kind.choices)}"
+            f"cannot be {token!r}: choose one of {', '.join(kind.choices)}{nearest_hint(token, kind.choices)}"
         )
     if kind.item is bool:
         if token.lower() not in _TRUE + _FALSE:

@@ -10,11 +10,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
+from megalite.config.batch_size import batch_size_steps
 from megalite.config.config import Config
 from megalite.config.entry_point import is_first_rank
-from megalite.config.fields import fields_by_flag, nearest
-from megalite.config.help import help_text
-from megalite.config.megatron_compatibility import REMARKS, CommandLine, megatron_rules
+from megalite.config.fields import fields_by_flag, nearest, nearest_hint
+from megalite.config.help import full_help, short_help
+from megalite.config.megatron_compatibility import (
+    REMARKS,
+    CommandLine,
+    accepted_flags,
+    megatron_rules,
+    rule_of,
+)
 from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
@@ -22,9 +29,9 @@ from megalite.config.yaml_reader import read_checkpoint_model, read_yaml
 from megalite.config.yaml_writer import to_yaml
 from megalite.errors import ConfigError, one_line
 
-_HELP = ("--help", "-h")
+_HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
 _OVERRIDE = "--override-flags"
-_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP)
+_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP, _HELP_ALL)
 NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
 """Fields that only training needs: other programs pass them to `parse` as `unneeded`."""
 
@@ -43,13 +50,15 @@ def parse(argv: Sequence[str], unneeded: Collection[str] = ()) -> tuple[Config, 
 
     Raises:
         ConfigError: with all errors of the command line, and of the config as far as it could be read.
-        SystemExit: --help or --print-config was requested, and has been printed.
+        SystemExit: --help, --help-all or --print-config was requested, and has been printed.
     """
     diagnostics = Diagnostics()
     flags, stray = split_tokens(argv)
     flags, after_override = _override(flags)
+    if any(flag.flag == _HELP_ALL for flag in flags):
+        _print_and_exit(full_help(Path(sys.argv[0]).name))
     if any(flag.flag in _HELP for flag in flags):
-        _print_and_exit(help_text(Path(sys.argv[0]).name))
+        _print_and_exit(short_help(Path(sys.argv[0]).name))
     for token in [*stray, *after_override]:
         diagnostics.add_problem(f"{token!r} does not follow a flag: put its flag in front of it")
     config = _config(flags, diagnostics)
@@ -99,25 +108,34 @@ def _config(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Config:
     from_file = {} if path is None else read_yaml(path, diagnostics)
     from_flags = diagnostics.by_field(_settings(flags, diagnostics))
     settings = {**from_file, **from_flags}
-    config = _with(base, settings)
+    config = _with_full_batch(_with(base, settings))
     if config.checkpoint.use_checkpoint_args:
-        config = _with(base, {**read_checkpoint_model(config.checkpoint, diagnostics), **settings})
+        model = read_checkpoint_model(config.checkpoint, diagnostics)
+        config = _with_full_batch(_with(base, {**model, **settings}))
         if any(flag.flag == "--preset" for flag in flags):
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
     return config
 
 
+def _with_full_batch(config: Config) -> Config:
+    """Return the config with the last size of --step-batch-size-schedule as the global batch size."""
+    training = config.training
+    steps = batch_size_steps(training.step_batch_size_schedule, 1)
+    if not steps or training.global_batch_size is not None:
+        return config
+    return replace(config, training=replace(training, global_batch_size=steps[-1][1]))
+
+
 def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator[UserSetting]:
     """Yield the values of the flags that set a field; report the flags that nothing knows."""
-    megatron = megatron_rules()
     for flag in flags:
         field = fields_by_flag().get(flag.flag)
         if field is None:
-            if flag.flag not in megatron and flag.flag not in _PROGRAM_FLAGS:
-                guess = nearest(flag.flag, known_flags())
-                meant = fields_by_flag().get(guess)
+            if rule_of(flag.flag) is None and flag.flag not in _PROGRAM_FLAGS:
+                supported = [*fields_by_flag(), *accepted_flags(), *_PROGRAM_FLAGS]
+                meant = fields_by_flag().get(nearest(flag.flag, supported) or "")
                 diagnostics.add_problem(
-                    f"unknown flag {flag.name}; nearest is {guess} (--help lists all)",
+                    f"unknown flag {flag.name}{nearest_hint(flag.flag, supported)} (--help-all lists all)",
                     *((meant.name,) if meant else ()),
                 )
         elif flag.flag in field.sets and flag.values:
@@ -147,8 +165,7 @@ def _preset(name: str | None, diagnostics: Diagnostics) -> Config:
         return Config()
     if name not in PRESETS:
         diagnostics.add_problem(
-            f"--preset {name} is not known: choose one of {', '.join(PRESETS)}; "
-            f"nearest is {nearest(name, PRESETS)}",
+            f"--preset {name} is not known: choose one of {', '.join(PRESETS)}{nearest_hint(name, PRESETS)}",
             *(field.name for field in fields(Config().model)),
         )
         return Config()
@@ -165,11 +182,10 @@ def _with(base: Config, settings: Mapping[str, UserSetting]) -> Config:
 
 
 def _check_megatron_flags(flags: Sequence[FlagTokens], config: Config, diagnostics: Diagnostics) -> None:
-    rules = {**megatron_rules(), **REMARKS}
     line = CommandLine(config, {flag.flag: flag for flag in flags}, _world_size())
     for flag in line.flags.values():
-        if flag.flag in rules:
-            rules[flag.flag](flag, line, diagnostics)
+        if rule := rule_of(flag.flag) or REMARKS.get(flag.flag):
+            rule(flag, line, diagnostics)
 
 
 def _world_size() -> int | None:

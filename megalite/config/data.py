@@ -163,9 +163,12 @@ class DataConfig:
 
 
 def split_weights(text: str) -> list[float]:
-    """Return the weights of --split; empty if they are not one to three numbers with a positive sum."""
+    """Return the weights of --split; empty if they are not one to three numbers with a positive sum.
+
+    Quotes around them are left out: in a shell script, an array's "--split '99,1,0'" keeps the inner ones.
+    """
     try:
-        weights = [float(weight) for weight in text.split(",")]
+        weights = [float(weight) for weight in text.strip("'\"").split(",")]
     except ValueError:
         return []
     usable = len(weights) <= 3 and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0

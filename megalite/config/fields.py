@@ -17,12 +17,83 @@ from typing import Any, Literal, NamedTuple, Union
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flags_in
 
+_MIN_SIMILARITY = 0.7
+"""Least similarity (difflib's ratio, from 0 to 1) of a typo to a name that an error message suggests."""
+SYNONYMS = {
+    "batch_size": "micro_batch_size",
+    "dtype": "params_dtype",
+    "epochs": "train_iters",
+    "num_epochs": "train_iters",
+    "num_train_epochs": "train_iters",
+    "max_steps": "train_iters",
+    "num_steps": "train_iters",
+    "steps": "train_iters",
+    "iterations": "train_iters",
+    "learning_rate": "lr",
+    "warmup_steps": "lr_warmup_iters",
+    "warmup_ratio": "lr_warmup_fraction",
+    "lr_scheduler_type": "lr_decay_style",
+    "max_grad_norm": "clip_grad",
+    "gradient_clipping": "clip_grad",
+    "gradient_checkpointing": "recompute_granularity",
+    "output_dir": "save",
+    "checkpoint_dir": "save",
+    "save_dir": "save",
+    "save_steps": "save_interval",
+    "save_total_limit": "keep_last",
+    "resume": "load",
+    "resume_from_checkpoint": "load",
+    "logging_steps": "log_interval",
+    "logging_dir": "tensorboard_dir",
+    "eval_steps": "eval_interval",
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "sequence_length": "seq_length",
+    "context_length": "seq_length",
+    "max_seq_len": "seq_length",
+    "block_size": "seq_length",
+    "n_layer": "num_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_query_groups",
+    "intermediate_size": "ffn_hidden_size",
+    "dropout": "hidden_dropout",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "tokenizer": "tokenizer_model",
+    "dataset": "data_path",
+    "train_data": "data_path",
+}
+"""Names of other programs, and the field that is meant."""
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name nearest to a typo: the shortest that begins with it, else the most similar."""
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is meant: a synonym, the shortest that begins with it, or the most similar.
+
+    Args:
+        name: what the user wrote.
+        known: names to choose from; all flags, or all names of fields.
+
+    Returns:
+        None if no name is similar.
+    """
     names = sorted(known)
+    synonym = SYNONYMS.get(name.lstrip("-").replace("-", "_").lower(), "")
+    for candidate in (synonym, flag_of(synonym)):
+        if candidate in names:
+            return candidate
     begins = [candidate for candidate in names if candidate.startswith(name)]
-    return min(begins, key=len) if begins else get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    if begins:
+        return min(begins, key=len)
+    return next(iter(get_close_matches(name, names, n=1, cutoff=_MIN_SIMILARITY)), None)
+
+
+def nearest_hint(name: str, known: Iterable[str]) -> str:
+    """Return `; nearest is NAME` for an error message; nothing if no name is similar."""
+    guess = nearest(name, known)
+    return "" if guess is None else f"; nearest is {guess}"
 
 
 _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)

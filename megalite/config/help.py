@@ -1,30 +1,66 @@
-"""The text of `--help`, from the fields and the docstrings under them."""
+"""The texts of `--help` and `--help-all`, from the fields and the docstrings under them."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs
-from megalite.config.flags import format_value
-from megalite.config.megatron_compatibility import megatron_help
+from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
+from megalite.config.flags import flag_of, format_value
+from megalite.config.megatron_compatibility import accepted_flags, refused_flags
 from megalite.config.presets import PRESETS
 
 _WIDTH = 110
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
-def help_text(program: str) -> str:
-    """Return the help text of a program: every flag, with its field's docstring and default."""
-    return "\n".join(_lines(program)) + "\n"
+_EVERYDAY = {
+    "model": "num_layers hidden_size num_attention_heads seq_length params_dtype",
+    "layout": "tensor_model_parallel_size pipeline_model_parallel_size zero_stage recompute_granularity",
+    "data": "data_path tokenizer_model mock_data",
+    "training": "train_iters micro_batch_size global_batch_size lr lr_warmup_iters lr_decay_style",
+    "checkpoints and logs": "save load save_interval tensorboard_dir",
+}
+"""The fields that most runs set, under the titles of the short help."""
 
 
-def _lines(program: str) -> Iterator[str]:
+def short_help(program: str) -> str:
+    """Return the text of --help: an example, and the flags that most runs need."""
+    return "\n".join(_short_lines(program)) + "\n"
+
+
+def full_help(program: str) -> str:
+    """Return the text of --help-all: every flag, with its field's docstring and default."""
+    return "\n".join(_all_lines(program)) + "\n"
+
+
+def _short_lines(program: str) -> Iterator[str]:
+    yield from _usage(program)
+    yield "example, a model of 124M parameters on 4 GPUs or on 4 processes of a laptop:"
+    yield ""
+    yield f"  torchrun --nproc-per-node 4 {program} --preset gpt2-124m --tp 2 --bf16 \\"
+    yield "    --data-path my_text_document --tokenizer-model tokenizer.json \\"
+    yield "    --train-iters 10000 --micro-batch-size 4 --global-batch-size 64 --lr 6e-4 --save checkpoints"
+    for title, names in _EVERYDAY.items():
+        yield from ("", f"{title}:")
+        for name in names.split():
+            field = fields_by_flag()[flag_of(name)]
+            yield from _entry(_names(field), f"{field_docs(field.group)[name]} {_default(field)}")
+    yield ""
+    yield "--help-all lists all flags, --dry-run shows what a run would hold and send without training."
+
+
+def _usage(program: str) -> Iterator[str]:
     yield f"usage: {program} [--preset NAME] [--config FILE.yaml] [flags]"
     yield ""
     yield "Flags override the YAML file, which overrides the preset. Names may be written with - or _."
     yield ""
     yield from _entry(["--preset NAME"], f"A published or tiny model: {', '.join(PRESETS)}.")
+    yield ""
+
+
+def _all_lines(program: str) -> Iterator[str]:
+    yield from _usage(program)
     yield from _entry(
         ["--config FILE.yaml"], "Read settings from a YAML file, as --print-config writes them."
     )
@@ -33,14 +69,18 @@ def _lines(program: str) -> Iterator[str]:
         "Let flags after this one replace those before it: for scripts that pass on a user's flags.",
     )
     yield from _entry(["--print-config"], "Print all settings as YAML, and exit.")
-    yield from _entry(["--help", "-h"], "Print this help, and exit.")
+    yield from _entry(["--help", "-h"], "Print the flags that most runs need, and exit.")
+    yield from _entry(["--help-all"], "Print this help, and exit.")
     group = None
     for field in config_fields():
         if field.group != group:
             group, docs = field.group, field_docs(field.group)
             yield from ("", f"{group}:")
         yield from _entry(_names(field), f"{docs[field.name]} {_default(field)}")
-    for title, flags in megatron_help():
+    for title, flags in (
+        ("accepted for existing command lines, but not needed (the log says why)", accepted_flags()),
+        ("not supported yet: an error says what to use instead", sorted(refused_flags())),
+    ):
         yield from ("", f"{title}:")
         yield from _wrapped(" ".join(flags), 2)
 

@@ -1,15 +1,22 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are not fields of the config."""
+"""The rules of Megatron-LM's and Megatron-DeepSpeed's flags that are not fields of the config."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megalite.config.arguments import Diagnostics, FlagTokens
 from megalite.config.config import Config
 from megalite.config.deepspeed import check_deepspeed_file
+from megalite.config.megatron_flags import (
+    ACCEPTED,
+    ACCEPTED_IF_OFF,
+    UNSUPPORTED,
+    FlagIfOff,
+    UnsupportedFeature,
+)
 
 
 @dataclass(frozen=True)
@@ -43,22 +50,36 @@ def _not_needed(why: str, num_values: int = 0) -> FlagRule:
     return rule
 
 
-def _only(value: str, why: str) -> FlagRule:
-    """Return the rule of a flag that has one supported value, which is always used."""
+def _only_off(entry: FlagIfOff) -> FlagRule:
+    """Return the rule of a flag that is accepted with the values that turn its feature off."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        if flag.values == (value,):
-            diagnostics.notices.append(f"{flag.name} {value} is not needed: {why}")
+        accepted = entry.off.split()
+        if len(flag.values) == 1 and any(_is_same(flag.values[0], value) for value in accepted):
+            diagnostics.notices.append(f"{flag.name} {flag.values[0]} is not needed: it is always so")
         else:
             found = " ".join(flag.values) or "no value"
-            diagnostics.add_problem(f"{flag.name} only accepts {value} in this version, not {found}: {why}")
+            diagnostics.add_problem(
+                f"{flag.name} only accepts {' or '.join(accepted)} in this version, not {found} "
+                f"({entry.what}): {entry.fix}"
+            )
 
     return rule
 
 
-def _unsupported(what: str, fix: str) -> FlagRule:
+def _is_same(text: str, value: str) -> bool:
+    """Return whether two values are equal, as numbers if both are numbers: 1.0 is 1."""
+    try:
+        return float(text) == float(value)
+    except ValueError:
+        return text == value
+
+
+def _unsupported(feature: UnsupportedFeature) -> FlagRule:
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        diagnostics.add_problem(f"{flag.name} ({what}) is not supported in this version: {fix}")
+        diagnostics.add_problem(
+            f"{flag.name} ({feature.what}) is not supported in this version: {feature.fix}"
+        )
 
     return rule
 
@@ -79,7 +100,7 @@ def _gradients_in_fp32(flag: FlagTokens, line: CommandLine, diagnostics: Diagnos
             f"{flag.name} and --grad-communication-dtype {dtype} contradict each other: remove one"
         )
     else:
-        _not_needed(_IN_FP32)(flag, line, diagnostics)
+        _not_needed("gradient sums and their communication are in fp32")(flag, line, diagnostics)
 
 
 def _deepspeed_config(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
@@ -105,166 +126,48 @@ def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
         )
 
 
-_SAME_ANYWHERE = "initial weights are the same on any device and in any layout"
-_NO_WORKERS = "samples are read from memory-mapped files, without worker processes"
-_FUSION = "the fastest kernel on the device is chosen, and logged at start-up"
-_NO_RNG_STATE = (
-    "there is no random state: weights, dropout and the order of samples follow from --seed and counters"
-)
-_IN_FP32 = "softmax, gradient sums and their communication are at least in fp32"
-
 _RULES: dict[str, FlagRule] = {
-    "--data-impl": _only("mmap", "corpora are memory-mapped .bin/.idx files"),
-    "--dataloader-type": _only("single", "a run reads the shuffled samples once, in order"),
-    "--transformer-impl": _only("local", "layers are megalite's own"),
-    "--abort-on-unmet-fused-kernel-constraints": _not_needed(
-        "kernels accept every shape, and the start-up log names those that run"
-    ),
-    "--sync-tp-duplicated-parameters": _not_needed(
-        "parameters that tensor-parallel ranks duplicate get equal gradients on each rank, and stay equal"
-    ),
-    "--deepspeed": _not_needed("megalite does not use DeepSpeed; --deepspeed_config is read and checked"),
     "--deepspeed-config": _deepspeed_config,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
-    "--fim-data": _not_needed("--fim-rate above 0 turns it on"),
-    "--num-workers": _not_needed(_NO_WORKERS, 1),
-    "--valid-num-workers": _not_needed(_NO_WORKERS, 1),
-    "--no-load-rng": _not_needed(_NO_RNG_STATE),
-    "--no-save-rng": _not_needed(_NO_RNG_STATE),
-    "--use-cpu-initialization": _not_needed(_SAME_ANYWHERE),
-    "--use-mcore-models": _not_needed("there is one implementation of each model"),
-    "--no-query-key-layer-scaling": _not_needed("attention scores are never scaled by the layer number"),
-    "--attention-softmax-in-fp32": _not_needed(_IN_FP32),
     "--accumulate-allreduce-grads-in-fp32": _gradients_in_fp32,
-    "--log-learning-rate-to-tensorboard": _not_needed("it is always logged"),
-    "--log-loss-scale-to-tensorboard": _not_needed("it is always logged"),
-    "--log-world-size-to-tensorboard": _not_needed("it is always logged"),
-    "--no-barrier-with-level-1-timing": _not_needed("timers never make ranks wait for each other"),
-    "--no-masked-softmax-fusion": _not_needed(_FUSION),
-    "--no-bias-gelu-fusion": _not_needed(_FUSION),
-    "--no-bias-swiglu-fusion": _not_needed(_FUSION),
-    "--no-bias-dropout-fusion": _not_needed(_FUSION),
-    "--no-rope-fusion": _not_needed(_FUSION),
 }
-
+"""Flags whose value is checked against other settings."""
 
 REMARKS: dict[str, FlagRule] = {"--zero-stage": _zero_stage}
 """Flags of fields that users of other programs need a notice about."""
 
 
-def megatron_rules() -> dict[str, FlagRule]:
+@functools.cache
+def megatron_rules() -> Mapping[str, FlagRule]:
     """Return the rule of every flag that is not a field's, by its name with dashes."""
-    unsupported = {
-        f"--{flag}": _unsupported(entry.what, entry.fix)
-        for entry in UNSUPPORTED
-        for flag in entry.flags.split()
-    }
-    return {**unsupported, **_RULES}
+    rules: dict[str, FlagRule] = dict(_RULES)
+    for accepted in ACCEPTED:
+        for flag in accepted.flags.split():
+            rules[f"--{flag}"] = _not_needed(accepted.why, accepted.num_values)
+    for off in ACCEPTED_IF_OFF:
+        rules[off.flag] = _only_off(off)
+    for feature in UNSUPPORTED:
+        for flag in feature.flags.split():
+            rules[f"--{flag}"] = _unsupported(feature)
+    return rules
 
 
-def megatron_help() -> list[tuple[str, list[str]]]:
-    """Return the flags that are not fields' for the help text, under two titles."""
-    unsupported = sorted(f"--{flag}" for entry in UNSUPPORTED for flag in entry.flags.split())
-    return [
-        ("accepted for existing command lines, but not needed (the log says why)", sorted(_RULES)),
-        ("not supported yet: an error says what to use instead", unsupported),
-    ]
+def rule_of(flag: str) -> FlagRule | None:
+    """Return the rule of a flag, of which only the beginning may be known; None for an unknown flag."""
+    if rule := megatron_rules().get(flag):
+        return rule
+    for feature in UNSUPPORTED:
+        if flag.startswith(tuple(f"--{prefix}" for prefix in feature.prefixes.split())):
+            return _unsupported(feature)
+    return None
 
 
-class UnsupportedFeature(NamedTuple):
-    """Name a feature of Megatron's that megalite does not have.
-
-    Attributes:
-        what: its name.
-        fix: what to do instead.
-        flags: the flags that request it, without their dashes.
-    """
-
-    what: str
-    fix: str
-    flags: str
+def accepted_flags() -> list[str]:
+    """Return the flags that are not fields', without those that are always refused."""
+    return sorted(megatron_rules().keys() - refused_flags())
 
 
-UNSUPPORTED = (
-    UnsupportedFeature(
-        "this precision",
-        "remove it; with --bf16 and --fp16 the loss is in fp32 and hidden states in 16 bits",
-        """
-        fp16-lm-cross-entropy fp32-residual-connection
-        """,
-    ),
-    UnsupportedFeature(
-        "activations in host memory",
-        "remove it; --recompute-granularity full also saves activation memory",
-        """
-        checkpoint-in-cpu
-        """,
-    ),
-    UnsupportedFeature(
-        "context parallelism",
-        "remove it",
-        """
-        context-parallel-size cp-comm-type
-        """,
-    ),
-    UnsupportedFeature(
-        "mixture of experts",
-        "remove it to train a dense model",
-        """
-        num-experts expert-model-parallel-size moe-router-topk moe-grouped-gemm
-        """,
-    ),
-    UnsupportedFeature(
-        "an optimizer in host memory",
-        "remove it; --zero-stage 1 shards the optimizer state over data-parallel ranks",
-        """
-        cpu-optimizer cpu-torch-adam
-        """,
-    ),
-    UnsupportedFeature(
-        "this option of fill-in-the-middle",
-        "remove it: whole documents are split, and samples end with the tokenizer's end-of-document token",
-        """
-        fim-split-sample fim-fragment-rate fim-no-prefix fim-pad-token fim-eod-token
-        """,
-    ),
-    UnsupportedFeature(
-        "this model option",
-        "remove it, or choose another --preset",
-        """
-        squared-relu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
-        rotary-percent rotary-seq-len-interpolation-factor qk-layernorm apply-layernorm-1p
-        multi-latent-attention openai-gelu glu-activation
-        """,
-    ),
-    UnsupportedFeature(
-        "this optimizer option",
-        "remove it",
-        """
-        sgd-momentum decoupled-lr
-        """,
-    ),
-    UnsupportedFeature(
-        "another checkpoint format",
-        "remove it: checkpoints are safetensors files that any layout loads; see --load and --save",
-        """
-        ckpt-format dist-ckpt-format universal-checkpoint
-        """,
-    ),
-    UnsupportedFeature(
-        "this kind of non-persistent checkpoint",
-        "remove it: each rank saves its own state to --non-persistent-local-ckpt-dir",
-        """
-        non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo
-        """,
-    ),
-    UnsupportedFeature(
-        "this log or profiler",
-        "remove it; see --metrics-file, --tensorboard-dir, --profile-execution and --log-straggler-interval",
-        """
-        disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count codecarbon-dir log-level
-        """,
-    ),
-)
-"""A new feature removes its flags from here."""
+def refused_flags() -> set[str]:
+    """Return the flags of missing features."""
+    return {f"--{flag}" for feature in UNSUPPORTED for flag in feature.flags.split()}

@@ -60,6 +60,8 @@ class ToolParser(argparse.ArgumentParser):
             guess = nearest(name, [*own, *others])
             if guess in own:
                 problems.append(f"unknown flag {name}; nearest is {guess} (see --help)")
+            elif not others:
+                problems.append(f"unknown flag {name} (see --help)")
         if problems:
             raise ConfigError(problems)
 

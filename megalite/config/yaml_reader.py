@@ -87,9 +87,11 @@ def _settings(
         else:
             known = [field.name for field in config_fields() if group in (None, field.group)]
             guess = nearest(name.replace("-", "_"), known)
-            parent = f" of {group}" if group else ""
+            parent, hint = f" of {group}" if group else "", f"; nearest is {guess!r}" if guess else ""
+            if _is_field(name, None):
+                hint = f", but of {fields_by_flag()[f'--{normalised(name)}'].group}"
             diagnostics.add_problem(
-                f"{_line(key, path)}: {name!r} is not a field{parent}; nearest is {guess!r}", guess
+                f"{_line(key, path)}: {name!r} is not a field{parent}{hint}", *((guess,) if guess else ())
             )
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from megalite.config import check_config
 from megalite.config.command_line import parse
+from megalite.config.data import split_weights
 from megalite.errors import ConfigError
-from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE
+from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE, GPT3_175B
 
 
 @pytest.fixture
@@ -77,6 +78,47 @@ def test_the_176b_script(in_folder: Path) -> None:
     assert config.training.rampup_batch_size == (192, 16, 9_765_625)
 
 
+def test_megatrons_example_of_gpt3_is_accepted_whole() -> None:
+    """The flags of Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh."""
+    config, notices = parse(shlex.split(GPT3_175B))
+    check_config(config, world_size=128)
+    assert (config.parallel.tp, config.parallel.pp, config.training.global_batch_size) == (8, 16, 1536)
+    assert config.training.step_batch_size_schedule == ("0:16", "2.4B:320", "12B:1536")
+    assert config.batch_size(1)(0) == 16
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("--context-parallel-size 1", "--context-parallel-size 1 is not needed: it is always so"),
+        ("--rotary-percent 1.0", "--rotary-percent 1.0 is not needed: it is always so"),
+        ("--manual-gc", "--manual-gc is not needed: Python's garbage collection"),
+        ("--no-mmap-bin-files", "--no-mmap-bin-files is not needed: files are memory-mapped"),
+        ("--cross-entropy-loss-fusion", "--cross-entropy-loss-fusion is not needed: the fastest kernel"),
+        (
+            "--calculate-per-token-loss",
+            "--calculate-per-token-loss is not needed: the loss is always the mean",
+        ),
+        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not needed: checkpoints are safetensors"),
+    ],
+)
+def test_flags_that_change_nothing_are_accepted_with_the_reason(line: str, notice: str) -> None:
+    _, notices = parse(shlex.split(line))
+    assert len(notices) == 1
+    assert notices[0].startswith(notice)
+
+
+def test_a_flag_is_refused_by_the_beginning_of_its_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--moe-a-flag-of-next-year", "3"])
+    assert "--moe-a-flag-of-next-year (mixture of experts) is not supported" in caught.value.problems[0]
+
+
+def test_a_split_keeps_the_quotes_of_a_shell_array() -> None:
+    assert split_weights("'99,1,0'") == [99, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("line", "signals"),
     [
@@ -111,7 +153,7 @@ def test_workers_are_accepted_and_told() -> None:
         ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
         (
             "--context-parallel-size 2",
-            "--context-parallel-size (context parallelism) is not supported in this version",
+            "--context-parallel-size only accepts 1 in this version, not 2 (context parallelism)",
         ),
         ("--deepspeed_config", "--deepspeed_config takes one value"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from megalite.config import Config, ModelConfig, OptimizerConfig, check_config, entry_point
 from megalite.config.command_line import parse
 from megalite.config.entry_point import run_main
-from megalite.config.fields import config_fields, field_docs, fields_by_flag
+from megalite.config.fields import SYNONYMS, config_fields, field_docs, fields_by_flag
 from megalite.config.megatron_compatibility import megatron_rules
 from megalite.config.presets import PRESETS
 from megalite.errors import ConfigError, UserError
@@ -116,7 +117,7 @@ def test_all_mistakes_come_at_once_and_none_that_rests_on_another(problems) -> N
     assert [problem.split(":")[0].split(";")[0] for problem in found[:5]] == [
         "unknown flag --hiden-size",
         "--lr takes a number, not 'x'",
-        "unknown flag --foo",
+        "unknown flag --foo (--help-all lists all)",
         "unknown flag --train-itrs",
         "--qk-layernorm (this model option) is not supported in this version",
     ]
@@ -213,9 +214,49 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     assert (model.num_layers * layer + rows * h, model.head_dim) == pytest.approx(PUBLISHED[name], rel=0.013)
 
 
-def test_help_has_each_field_once_with_all_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_its_example_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(["--help", "--nonsense"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    names = {word for word in text.replace(",", " ").split() if word.startswith("--")}
+    fields = {fields_by_flag()[name].name for name in names & fields_by_flag().keys()}
+    assert 20 <= len(fields) <= 26
+    (example,) = re.findall(r"\.py (--preset(?:.*\\\n)*.*)", text)
+    config, notices = parse(example.replace("\\\n", " ").split())
+    assert config.training.train_iters == 10000
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--epochs", "--train-iters"),
+        ("--max-steps", "--train-iters"),
+        ("--output-dir", "--save"),
+        ("--resume", "--load"),
+        ("--tensor-model-paralel-size", "--tensor-model-parallel-size"),
+        ("--foo", None),
+        ("--cpu-optimiser", "--optimizer"),  # --cpu-optimizer is nearer, and refused
+    ],
+)
+def test_the_flag_that_is_meant(written: str, meant: str | None, problems) -> None:
+    (problem,) = (found for found in problems(f"{written} 3") if "unknown flag" in found)
+    hint = "" if meant is None else f"; nearest is {meant}"
+    assert problem == f"unknown flag {written}{hint} (--help-all lists all)"
+
+
+def test_synonyms_are_of_fields() -> None:
+    names = {field.name for field in config_fields()}
+    assert set(SYNONYMS.values()) <= names
+    assert not SYNONYMS.keys() & names
+
+
+def test_help_has_each_field_once_with_all_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help-all", "--nonsense"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     lines = text.splitlines()

@@ -76,7 +76,7 @@ def test_values(text: str, name: str, expected: object, written) -> None:
     ("text", "message"),
     [
         ("tp: 1\nhiden_size: 3", "line 2: 'hiden_size' is not a field; nearest is 'hidden_size'"),
-        ("model:\n  lr: 3", "line 2: 'lr' is not a field of model; nearest is"),
+        ("model:\n  lr: 3", "line 2: 'lr' is not a field of model, but of optimizer"),
         ("modl:\n  num_layers: 3", "line 1: 'modl' is not a field"),
         ("model: 3", "line 1: expected `key: value` lines under model"),
         ("- a", "line 1: expected `key: value` lines at the top level"),
