@@ -9,6 +9,7 @@ from megalite.config.flags import flags
 from megalite.config.training import iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
+LogLine = Literal["megatron", "megatron-deepspeed"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,9 @@ class LoggingConfig:
 
     log_interval: int = 100
     """Iterations between log lines."""
+    log_line: LogLine = field(default="megatron", metadata=flags(sets={"--deepspeed": "megatron-deepspeed"}))
+    """Fields of the log line: those of Megatron-LM, or also Megatron-DeepSpeed's consumed tokens, samples per
+    second and TFLOPs."""
     profile_modules: int | None = None
     """Log the parameters, FLOPs and latency of each module of the forward pass, before this iteration."""
     log_throughput: bool = False

@@ -93,6 +93,13 @@ def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
         )
 
 
+def _deepspeed(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    diagnostics.notices.append(
+        f"{flag.name} only adds Megatron-DeepSpeed's fields to the log line: megalite does not use DeepSpeed; "
+        "--deepspeed_config is read and checked"
+    )
+
+
 def _gradients_in_fp32(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
     dtype = line.config.parallel.grad_communication_dtype
     if dtype in ("bf16", "fp16"):
@@ -134,7 +141,7 @@ _RULES: dict[str, FlagRule] = {
 }
 """Flags whose value is checked against other settings."""
 
-REMARKS: dict[str, FlagRule] = {"--zero-stage": _zero_stage}
+REMARKS: dict[str, FlagRule] = {"--zero-stage": _zero_stage, "--deepspeed": _deepspeed}
 """Flags of fields that users of other programs need a notice about."""
 
 

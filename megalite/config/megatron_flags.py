@@ -138,9 +138,6 @@ ACCEPTED = (
         "the zero-bubble schedules (--pipeline-schedule) delay weight gradients",
         "defer-embedding-wgrad-compute delay-wgrad-compute",
     ),
-    AcceptedFlags(
-        "parallel", "megalite does not use DeepSpeed; --deepspeed_config is read and checked", "deepspeed"
-    ),
     AcceptedFlags("optimizer", "adam is AdamW, whose weight decay is decoupled", "decoupled-weight-decay"),
     AcceptedFlags("data", "--fim-rate above 0 turns it on", "fim-data"),
     AcceptedFlags("data", _NO_WORKERS, "num-workers valid-num-workers num-dataset-builder-threads", 1),

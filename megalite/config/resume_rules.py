@@ -62,7 +62,7 @@ _NAMES: Mapping[OnResume, str] = {
         non_persistent_ckpt_type non_persistent_local_ckpt_dir exit_on_save_failure keep_last keep_every
         finetune load_optim save_optim use_checkpoint_args override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler allow_data_change allow_settings_change
-        log_interval profile_modules log_throughput log_params_norm log_num_zeros_in_grad
+        log_interval log_line profile_modules log_throughput log_params_norm log_num_zeros_in_grad
         log_straggler_interval tensorboard_dir tensorboard_log_interval tensorboard_queue_size
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
         log_memory_to_tensorboard log_layer_grad_norms_interval wandb_project wandb_exp_name wandb_save_dir

@@ -73,7 +73,9 @@ def _lines(error: BaseException, config: Config, topology: Topology) -> Iterator
         )
     else:
         usage = f"the process can use {limits.memory_bytes / _GB:.2f} GB"
-    yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested}: {usage}"
+    # With the words that people search a log for: "RuntimeError" and "CUDA out of memory".
+    name = f"RuntimeError: {topology.device.type.upper()} out of memory"
+    yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested} ({name}): {usage}"
     yield from advise(config, topology.world_size, topology.pp.rank, limits).lines()
 
 

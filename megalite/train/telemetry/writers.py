@@ -42,14 +42,16 @@ class DashboardWriter(MetricsWriter, Protocol):
         """Write the gradient norm of each layer."""
 
 
-def iteration_line(metrics: IterationMetrics, log_throughput: bool) -> str:
-    """Return the log line of an interval, as parsers of Megatron-LM's logs read it."""
+def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
+    """Return the log line of an interval, as parsers of Megatron-LM's or Megatron-DeepSpeed's logs read it."""
     fields = [
         f"iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
         f"consumed samples: {metrics.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}",
     ]
-    if log_throughput:
+    if config.log_line == "megatron-deepspeed":
+        fields.append(f"consumed tokens: {metrics.consumed_tokens:12d}")
+    fields.append(f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}")
+    if config.log_throughput:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
     fields += [
         f"learning rate: {metrics.learning_rate:.3E}",
@@ -66,6 +68,12 @@ def iteration_line(metrics: IterationMetrics, log_throughput: bool) -> str:
         f"number of skipped iterations: {metrics.num_skipped:3d}",
         f"number of nan iterations: {metrics.num_nan:3d}",
     ]
+    if config.log_line == "megatron-deepspeed":
+        seq_length = metrics.consumed_tokens / metrics.consumed_samples
+        fields += [
+            f"samples per second: {metrics.tokens_per_second / seq_length:.3f}",
+            f"TFLOPs: {metrics.tflops_per_gpu:.2f}",
+        ]
     return "".join(f" {field} |" for field in fields)
 
 
@@ -90,7 +98,7 @@ class LogLineWriter:
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         for warning in metrics.warnings:
             log.warning(warning, extra=THIS_RANK)
-        log.info(iteration_line(metrics, self._config.log_throughput), extra=THIS_RANK)
+        log.info(iteration_line(metrics, self._config), extra=THIS_RANK)
         if self._config.timing_log_level:
             log.info(timer_table(times, self._config.timing_log_option), extra=THIS_RANK)
 

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from megalite.config import LoggingConfig, ParallelConfig
+from megalite.config.command_line import parse
 from megalite.distributed.topology import Topology
 from megalite.log import configure_logging, log
 from megalite.train.setup import startup_line
@@ -22,25 +23,37 @@ GOLDEN = (
 
 
 def test_iteration(metrics: IterationMetrics) -> None:
-    assert iteration_line(metrics, log_throughput=False) == GOLDEN
+    assert iteration_line(metrics, LoggingConfig()) == GOLDEN
 
 
 def test_throughput_follows_the_elapsed_time(metrics: IterationMetrics) -> None:
     before, elapsed, after = GOLDEN.partition(" elapsed time per iteration (ms): 537.3 |")
     expected = f"{before}{elapsed} throughput per GPU (TFLOP/s/GPU): 117.7 |{after}"
-    assert iteration_line(metrics, log_throughput=True) == expected
+    assert iteration_line(metrics, LoggingConfig(log_throughput=True)) == expected
 
 
 def test_optional_fields_follow_the_grad_norm(metrics: IterationMetrics) -> None:
     before, norm, after = GOLDEN.partition(" grad norm: 1.303 |")
     further = dataclasses.replace(metrics, num_zeros=0, params_norm=12.345)
     expected = f"{before}{norm} num zeros: 0 | params norm: 12.345 |{after}"
-    assert iteration_line(further, log_throughput=False) == expected
+    assert iteration_line(further, LoggingConfig()) == expected
+
+
+def test_the_fields_of_blooms_logs(metrics: IterationMetrics) -> None:
+    """They stand where Megatron-DeepSpeed has them; --deepspeed requests them."""
+    config, _ = parse(["--deepspeed"])
+    metrics = dataclasses.replace(metrics, consumed_tokens=800 * 1024, tokens_per_second=15_246.6)
+    before, elapsed, after = GOLDEN.partition(" elapsed time per iteration (ms): 537.3 |")
+    expected = (
+        f"{before} consumed tokens:       819200 |{elapsed}{after}"
+        " samples per second: 14.889 | TFLOPs: 117.70 |"
+    )
+    assert iteration_line(metrics, config.logging) == expected
 
 
 @pytest.mark.parametrize(("loss", "shown"), [(math.nan, "NAN"), (math.inf, "INF"), (-math.inf, "-INF")])
 def test_a_loss_that_is_no_number_is_shown(metrics: IterationMetrics, loss: float, shown: str) -> None:
-    line = iteration_line(dataclasses.replace(metrics, lm_loss=loss), log_throughput=False)
+    line = iteration_line(dataclasses.replace(metrics, lm_loss=loss), LoggingConfig())
     assert f" lm loss: {shown} |" in line
 
 

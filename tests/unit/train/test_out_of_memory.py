@@ -40,7 +40,8 @@ def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology
     assert caught.value.on_one_rank
     first, estimate, *remedies = str(caught.value).splitlines()
     assert first.startswith(
-        "rank 6 (pp 1 of 2, dp 1 of 2, tp 0 of 2) ran out of memory when it requested 2.68 GB more"
+        "rank 6 (pp 1 of 2, dp 1 of 2, tp 0 of 2) ran out of memory when it requested 2.68 GB more "
+        "(RuntimeError: CPU out of memory)"
     )
     assert "the planned memory of this rank is" in estimate
     assert all(word in estimate for word in ("activations", "logits", "optimizer", "gradients", "weights"))
