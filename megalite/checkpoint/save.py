@@ -27,6 +27,7 @@ from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.topology import AXES, Topology
 from megalite.files import partial_name, replace_file
+from megalite.hardware.device_name import device_name
 from megalite.log import log
 from megalite.optim.flat_buffers import ParameterShard
 
@@ -131,6 +132,7 @@ class Contents:
         description = {
             "progress": dataclasses.asdict(progress),
             "layout": {axis: getattr(topology, axis).size for axis in AXES},
+            "device": device_name(topology.device),
             **compatibility_record(config, topology, data),
         }
         return Contents(progress.iteration, description, to_yaml(config))

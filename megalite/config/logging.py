@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from megalite.config.flags import flags
@@ -53,8 +54,9 @@ class LoggingConfig:
     """Name of the run in Weights & Biases. By default a random one."""
     wandb_save_dir: str | None = None
     """Folder of wandb's own files. By default the --save folder, or the working directory."""
-    metrics_file: str | None = None
-    """Write a JSON Lines file with an object for each logged iteration and evaluation."""
+    metrics_file: str | None = field(default=None, metadata=flags(sets={"--no-metrics-file": ""}))
+    """Write a JSON Lines file with an object for each logged iteration and evaluation. By default
+    metrics.jsonl in the --save folder; --no-metrics-file writes none."""
     timing_log_level: int | None = None
     """Detail of the timers. 0: evaluation, saving and so on; 1: the parts of an iteration; 2: the parts of a
     microbatch. By default 0, or 1 with --log-timers-to-tensorboard."""
@@ -93,6 +95,12 @@ class LoggingConfig:
             return self.timing_log_level
         has_dashboard = self.tensorboard_dir is not None or self.wandb_project is not None
         return 1 if self.log_timers_to_tensorboard and has_dashboard else 0
+
+    def metrics_path(self, save: str | None) -> Path | None:
+        """Return the metrics file, resolved with the --save folder; None for no file."""
+        if self.metrics_file is not None:
+            return Path(self.metrics_file) if self.metrics_file else None
+        return Path(save) / "metrics.jsonl" if save is not None else None
 
     @property
     def traced_iterations(self) -> range:

@@ -95,8 +95,8 @@ def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
 
 def _deepspeed(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
     diagnostics.notices.append(
-        f"{flag.name} only adds Megatron-DeepSpeed's fields to the log line: megalite does not use DeepSpeed; "
-        "--deepspeed_config is read and checked"
+        f"{flag.name} adds Megatron-DeepSpeed's fields to the log line, no more: megalite does not use "
+        "DeepSpeed; --deepspeed_config is read and checked"
     )
 
 

@@ -167,7 +167,58 @@ def _restarts(run: Run) -> str:
     return f"{len(run.history.segments) - 1}" + (f", {again} iterations repeated" if again else "")
 
 
+def _parts(run: Run) -> str:
+    """Return which files of the run were found besides its metrics, and which were not."""
+    parts = {
+        "checkpoints": bool(run.checkpoints),
+        "config": bool(run.config),
+        "pipeline trace": run.trace is not None,
+        "logs": bool(run.logs),
+    }
+    found = ", ".join(name for name, is_there in parts.items() if is_there) or "nothing else"
+    missing = ", ".join(name for name, is_there in parts.items() if not is_there)
+    return f"{found} (without {missing})" if missing else found
+
+
+def _model(run: Run) -> str:
+    """Return the shape of the model, by the newest checkpoint."""
+    if run.manifest is None:
+        return ""
+    model = run.manifest.description["model"]
+    sizes = {"num_layers": "layers", "num_attention_heads": "heads"}
+    widths = {"hidden_size": "hidden size", "seq_length": "sequence length", "vocab_size": "vocabulary"}
+    return ", ".join(
+        [f"{model[name]} {what}" for name, what in sizes.items() if name in model]
+        + [f"{what} {model[name]}" for name, what in widths.items() if name in model]
+    )
+
+
+def _parameters(run: Run) -> str:
+    if run.manifest is None:
+        return ""
+    pieces = [first for name, (first, *_) in run.manifest.tensors.items() if name.startswith("model.")]
+    return f"{sum(math.prod(piece.range.full_shape) for piece in pieces if piece.range is not None):,}"
+
+
+def _layout(run: Run) -> str:
+    """Return the number of ranks by axis, by the newest checkpoint."""
+    sizes = {} if run.manifest is None else run.manifest.description.get("layout", {})
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def _machine(run: Run) -> str:
+    """Return the device of the ranks, by the newest checkpoint; older ones do not have it."""
+    description = {} if run.manifest is None else run.manifest.description
+    if "device" not in description:
+        return ""
+    return f"{math.prod(description['layout'].values())} ranks on {description['device']}"
+
+
 _FACTS: dict[str, Callable[[Run], str]] = {
+    "model": _model,
+    "parameters": _parameters,
+    "layout": _layout,
+    "machine": _machine,
     "iterations": _iterations,
     "tokens": _tokens,
     "last training loss": _loss,
@@ -181,6 +232,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
     "restarts": _restarts,
     "last line (UTC)": lambda run: format_time(_last(run).wall_time),
     "metrics from": lambda run: str(run.source),
+    "with": _parts,
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.folder import iterations_in
-from megalite.checkpoint.manifest import CONFIG, RUN
+from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, read_manifest
 from megalite.errors import UserError
 from megalite.files import parse_json, read_regular
 from megalite.report.run_history import History, read_history
@@ -42,6 +42,7 @@ class Run:
     Attributes:
         source: file or folder that the metrics are from.
         config: resolved, as YAML; empty if neither a checkpoint nor TensorBoard's files have it.
+        manifest: of the newest checkpoint; None without one, or if its text files are damaged.
         trace: file with a trace of its pipeline.
         is_trace_requested: the trace was named by the user, not found.
     """
@@ -52,6 +53,7 @@ class Run:
     checkpoints: tuple[Checkpoint, ...] = ()
     config: str = ""
     config_source: str = ""
+    manifest: Manifest | None = None
     trace: Path | None = None
     is_trace_requested: bool = False
     logs: tuple[Path, ...] = ()
@@ -82,8 +84,8 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
     events = sorted({file.parent for file in files if EVENTS in file.name})
     if not metrics and not events:
         raise UserError(
-            f"{path} holds no metrics of a run: train with --metrics-file (or --tensorboard-dir) in it, "
-            "or pass the metrics file itself"
+            f"{path} holds no metrics of a run: train with --save, --metrics-file or --tensorboard-dir in "
+            "it, or pass the metrics file itself"
         )
     history = read_history(metrics[0]) if metrics else read_events(events)
     checkpoints = tuple(_checkpoints(files))
@@ -96,6 +98,7 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
         checkpoints=checkpoints,
         config=config,
         config_source=config_source,
+        manifest=_manifest(checkpoints),
         trace=trace or max(found, key=lambda file: file.stat().st_mtime, default=None),
         is_trace_requested=trace is not None,
         logs=(*logs, *(file for file in files if file.suffix in (".log", ".out"))),
@@ -140,6 +143,16 @@ def _checkpoints(files: list[Path]) -> Iterator[Checkpoint]:
             text = folder / name / RUN
             if text.is_file():
                 yield Checkpoint(iteration, folder / name, text.stat().st_mtime)
+
+
+def _manifest(checkpoints: tuple[Checkpoint, ...]) -> Manifest | None:
+    newest = max(checkpoints, key=lambda each: each.iteration, default=None)
+    if newest is None:
+        return None
+    try:
+        return read_manifest(newest.folder)
+    except (OSError, DamagedCheckpoint):
+        return None
 
 
 def _config(checkpoints: tuple[Checkpoint, ...], events: list[Path]) -> tuple[str, str]:

@@ -43,7 +43,7 @@ class DashboardWriter(MetricsWriter, Protocol):
 
 
 def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
-    """Return the log line of an interval, as parsers of Megatron-LM's or Megatron-DeepSpeed's logs read it."""
+    """Return the log line of an interval, as parsers of Megatron's and Megatron-DeepSpeed's logs read it."""
     fields = [
         f"iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
         f"consumed samples: {metrics.consumed_samples:12d}",
@@ -212,8 +212,8 @@ class Writers:
             return
         self._logs.append(LogLineWriter(config))
         try:
-            if config.metrics_file is not None:
-                self._logs.append(MetricsFile(Path(config.metrics_file)))
+            if (metrics_path := config.metrics_path(save)) is not None:
+                self._logs.append(MetricsFile(metrics_path))
             if config.tensorboard_dir is not None:
                 folder = Path(config.tensorboard_dir)
                 self._dashboards.append(

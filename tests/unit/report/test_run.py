@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalite.config import LoggingConfig
+from megalite.config.command_line import parse
 from megalite.errors import UserError
+from megalite.hardware.device_name import device_name
 from megalite.report.page import page
 from megalite.report.run_folder import open_run
 from megalite.train.telemetry.dashboards import TensorBoardWriter
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from pretrain_gpt import main
 from tests.run_folder import evaluation, iteration, write_metrics, write_restarted_run
 
 
@@ -37,11 +42,32 @@ def test_several_runs_in_one_folder(tmp_path: Path) -> None:
     assert (run.name, run.checkpoints, run.config, run.logs) == ("other", (), "", ())
 
 
+def test_the_summary_of_a_run_that_only_saves(tmp_path: Path) -> None:
+    """With --save the metrics file is there, and the newest checkpoint says what ran where."""
+    words = "--preset gpt-tiny --mock-data --vocab-size 256 --train-iters 2 --eval-iters 0 --log-interval 1"
+    with pytest.raises(SystemExit) as caught:
+        main([*words.split(), "--save", str(tmp_path / "mine")])
+    assert caught.value.code == 0
+    text = page([open_run(tmp_path / "mine")])
+    assert "4 layers, 4 heads, hidden size 64, sequence length 64, vocabulary 256" in text
+    assert "<td>220,544</td>" in text
+    assert "<td>pp 1 x dp 1 x tp 1</td>" in text
+    assert f"<td>1 ranks on {escape(device_name(torch.device('cpu')))}</td>" in text
+    assert "<td>checkpoints, config (without pipeline trace, logs)</td>" in text
+
+
+def test_no_metrics_file() -> None:
+    assert LoggingConfig().metrics_path("runs/mine") == Path("runs/mine/metrics.jsonl")
+    assert LoggingConfig().metrics_path(None) is None
+    config, _ = parse(["--no-metrics-file"])
+    assert config.logging.metrics_path("runs/mine") is None
+
+
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_nothing_of_a_run(tmp_path: Path, has_folder: bool) -> None:
     path = tmp_path if has_folder else tmp_path / "missing"
     with pytest.raises(
-        UserError, match="no metrics of a run: train with --metrics-file" if has_folder else "does not exist"
+        UserError, match="no metrics of a run: train with --save, " if has_folder else "does not exist"
     ):
         open_run(path)
 
