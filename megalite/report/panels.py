@@ -60,6 +60,27 @@ PANELS = (
     Panel("Global batch size", (("global_batch_size", ""),), "samples", from_zero=True),
     Panel("Norm of the weights", (("params_norm", ""),)),
     Panel("Zeros in the gradient", (("num_zeros", ""),), from_zero=True),
+    Panel(
+        "Load of the reporting rank's machine",
+        (("gpu_percent", "GPU"), ("cpu_percent", "CPU, all cores")),
+        "%",
+        is_smoothed=True,
+        from_zero=True,
+    ),
+    *(
+        Panel(
+            f"{what} of the reporting rank's machine",
+            tuple((f"{name}_{way}_mb_per_second", way) for way in ways),
+            "MB/s",
+            is_smoothed=True,
+            from_zero=True,
+        )
+        for what, name, ways in (
+            ("Disk", "disk", ("read", "write")),
+            ("Network", "network", ("receive", "send")),
+            ("InfiniBand", "infiniband", ("receive", "send")),
+        )
+    ),
 )
 _NOT_DRAWN = {
     *("iteration", "consumed_samples", "consumed_tokens", "train_iters", "num_iterations", "num_skipped"),

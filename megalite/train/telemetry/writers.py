@@ -17,6 +17,7 @@ from megalite.distributed.observer import CHECKPOINT, DEVICE
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
 from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
+from megalite.train.telemetry.machine_load import MachineLoad
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
@@ -120,12 +121,16 @@ class MetricsFile:
     file. If an iteration is run again after an end without a checkpoint, it has two lines, and the later one
     counts.
 
+    Args:
+        load: of the machine, whose rates each line of an interval has; None for lines without them.
+
     Raises:
         UserError: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, load: MachineLoad | None = None) -> None:
         self._start = time.time()
+        self._load = load
         self._file = OutputFile(path, "--metrics-file")
         if _ends_in_broken_line(path):
             self._file.write(b"\n")  # else the half-written line of a killed run spoils the first line
@@ -136,7 +141,7 @@ class MetricsFile:
         for name in ("params_norm", "num_zeros"):
             if record[name] is None:  # not requested, or there is none
                 del record[name]
-        self._write(record)
+        self._write(record | (self._load.rates() if self._load is not None else {}))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
@@ -213,7 +218,7 @@ class Writers:
         self._logs.append(LogLineWriter(config))
         try:
             if (metrics_path := config.metrics_path(save)) is not None:
-                self._logs.append(MetricsFile(metrics_path))
+                self._logs.append(MetricsFile(metrics_path, MachineLoad(topology.device)))
             if config.tensorboard_dir is not None:
                 folder = Path(config.tensorboard_dir)
                 self._dashboards.append(
