@@ -55,6 +55,17 @@ def test_ranks_of_a_large_world(rank):
         assert topology.is_reporter == (rank == 4095)
 
 
+@pytest.mark.parametrize(("pp", "dp"), [(1, 4), (2, 1), (4, 1), (2, 3)])
+def test_gradients_of_a_pipeline_have_a_group_of_their_own(pp, dp):
+    with Topology.fake(layout(1, pp, dp), pp * dp, 0) as found:
+        assert (found.dp.backward_group, found.tp.backward_group) == (None, None)
+        if pp == 1:
+            assert found.pp.backward_group is None
+        else:
+            assert dist.get_process_group_ranks(found.pp.backward_group) == list(found.pp.ranks)
+            assert found.pp.backward_group.group_name != found.pp.group.group_name
+
+
 @pytest.mark.parametrize(("tp", "pp", "dp"), list(itertools.product((1, 2, 3), repeat=3)))
 def test_every_layout_of_small_worlds(tp, pp, dp):
     world_size = tp * pp * dp
