@@ -67,11 +67,12 @@ class Variant:
 
 
 OFF, ON = "--no-overlap-grad-reduce", "--overlap-grad-reduce"
+ZERO1 = "--zero-stage 1 --no-overlap-param-gather"
 VARIANTS = {
     "dp2, gradients": Variant(OFF, ON, sharded=False),
-    "zero1, gradients": Variant(f"--zero-stage 1 {OFF}", f"--zero-stage 1 {ON}", sharded=True),
+    "zero1, gradients": Variant(f"{ZERO1} {OFF}", f"{ZERO1} {ON}", sharded=True),
     "zero1, gradients and weights": Variant(
-        f"--zero-stage 1 {OFF}", f"--zero-stage 1 {ON} --overlap-param-gather", sharded=True
+        f"{ZERO1} {OFF}", f"--zero-stage 1 {ON} --overlap-param-gather", sharded=True
     ),
 }
 

@@ -97,8 +97,9 @@ def _triton_attention() -> Result:
 
 
 def operator_tests(context: CheckContext) -> Iterator[Result]:
-    """Run the tests of compiled operators and of copies to the GPU."""
-    return _tests("operator tests", "tests/gpu/test_kernels.py", "tests/gpu/test_host_copy.py")
+    """Run the tests of compiled operators, of copies to the GPU and of NCCL."""
+    others = ("tests/gpu/test_host_copy.py", "tests/gpu/test_communication.py")
+    return _tests("operator tests", "tests/gpu/test_kernels.py", *others)
 
 
 def triton_tests(context: CheckContext) -> Iterator[Result]:

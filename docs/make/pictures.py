@@ -159,8 +159,8 @@ def data_parallel() -> str:
     drawing.text(
         16,
         214,
-        "Only the last bucket is reduced after backward. With --overlap-param-gather, weights are gathered "
-        "during the next forward.",
+        "Only the last bucket is reduced after backward. On a GPU, weights are gathered during the next "
+        "forward.",
         11,
     )
     return drawing.content()

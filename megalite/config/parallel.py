@@ -53,8 +53,9 @@ class ParallelConfig:
     weights too."""
     overlap_grad_reduce: bool = True
     """Overlap the gradient reduction over data-parallel ranks with the backward pass."""
-    overlap_param_gather: bool = False
-    """Overlap the all-gather of updated weights with the next forward pass; with --zero-stage 1 or 2."""
+    overlap_param_gather: bool | None = None
+    """Overlap the all-gather of updated weights with the next forward pass; with --zero-stage 1 or 2. By
+    default on GPUs only."""
     grad_communication_dtype: GradCommunicationDtype | None = field(
         default=None, metadata=flags(sets={"--grad-reduce-in-bf16": "bf16"})
     )
@@ -96,6 +97,10 @@ class ParallelConfig:
     def zero_stage_among(self, num_replicas: int) -> int:
         """Return the ZeRO stage among `num_replicas` replicas; a single one has nothing to shard."""
         return self.zero_stage if num_replicas > 1 else 0
+
+    def gathers_under_forward(self, device_type: str) -> bool:
+        """Return whether the all-gather of updated weights overlaps the next forward, where there is one."""
+        return device_type == "cuda" if self.overlap_param_gather is None else self.overlap_param_gather
 
     @property
     def has_given_ends(self) -> bool:

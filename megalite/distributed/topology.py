@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ class Axis:
         rank: this rank's coordinate, in [0, size).
         ranks: global ranks along the axis, in order of their coordinate.
         group: process group of those ranks.
+        backward_group: on the pipeline axis, a second group of the same ranks, for gradients: their messages
+            do not wait for those of hidden states.
         observers: called at the beginning and end of each wait for the other ranks.
     """
 
@@ -57,6 +60,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
+    backward_group: dist.ProcessGroup | None = None
     observers: list[Observer[Wait]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -396,14 +400,41 @@ def _from_mesh(
     kind: type[Topology] = Topology,
 ) -> Topology:
     mesh_device = "cuda" if device.type == "cuda" else "cpu"
-    mesh = init_device_mesh(mesh_device, sizes, mesh_dim_names=AXES)
+    options = _group_options(sizes) if mesh_device == "cuda" else None
+    mesh = init_device_mesh(mesh_device, sizes, mesh_dim_names=AXES, backend_override=options)
     axes = {name: _axis(mesh, name) for name in AXES}
+    if axes["pp"].size > 1:
+        axes["pp"] = replace(axes["pp"], backward_group=_another_group(mesh, "pp"))
     if timeout is not None:  # DeviceMesh gives its groups torch's default
-        for axis in axes.values():
-            _set_pg_timeout(timeout, axis.group)
+        for group in (*(axis.group for axis in axes.values()), axes["pp"].backward_group):
+            if group is not None:
+                _set_pg_timeout(timeout, group)
     size = mesh.size()
     world = Axis(WORLD, size, rank, tuple(range(size)), _get_default_group())
     return kind(rank=rank, world_size=size, device=device, mesh=mesh, world=world, **axes)
+
+
+def _group_options(sizes: tuple[int, int, int]) -> dict[int | str, Any] | None:
+    """Return NCCL's options of the mesh's groups, by axis; an axis without any has torch's defaults.
+
+    Collectives between replicas run on a stream of high priority: they overlap with GEMMs, whose waiting
+    thread blocks would otherwise all start before them.
+    """
+    if sizes[AXES.index("dp")] == 1:
+        return None
+    return {"dp": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
+
+
+def _another_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    """Return a second process group of this rank's line of ranks along an axis; every rank must call it."""
+    lines = mesh.mesh.movedim(AXES.index(name), -1).flatten(0, -2).tolist()
+    description = f"mesh_{name}_backward"
+    if mesh.device_type == "cuda":  # one call splits NCCL's communicator for all lines
+        group = dist.split_group(split_ranks=lines, group_desc=description)
+    else:
+        group, _ = dist.new_subgroups_by_enumeration(lines, group_desc=description)
+    assert group is not None
+    return group
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:

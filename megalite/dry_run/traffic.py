@@ -61,7 +61,9 @@ class Traffic(Mode):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        self._axes = {getattr(topology, name).group.group_name: name for name in AXES}
+        axes = [getattr(topology, name) for name in AXES]
+        groups = [(axis.name, group) for axis in axes for group in (axis.group, axis.backward_group)]
+        self._axes = {group.group_name: name for name, group in groups if group is not None}
         self.calls: Counter[CollectiveCall] = Counter()
 
     def __torch_dispatch__(

@@ -223,33 +223,47 @@ class WeightGatherer:
 
     With units, the all-gather overlaps the next forward: buckets are started in the order in which forward
     first uses them, and each unit's call waits for its own buckets. Without, `start` waits for all of them.
+
+    Args:
+        one_ahead: start each bucket only when forward waits for the one before it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], dp: Axis, units: Sequence[ForwardUnit] = ()) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], dp: Axis, units: Sequence[ForwardUnit] = (), one_ahead: bool = False
+    ) -> None:
         self.dp = dp
         self.overlap = bool(units)
+        self.one_ahead = one_ahead
         self._in_flight: dict[Bucket, Pending] = {}
         bucket_of = {entry.parameter: bucket for bucket in buckets for entry in bucket.entries}
         needs = [dict.fromkeys(bucket_of[parameter] for parameter in parameters) for _, parameters in units]
         used = dict.fromkeys(bucket for needed in needs for bucket in needed)
         assert not units or len(used) == len(buckets), "a bucket that no unit waits for"
         self.buckets = list(used) if units else list(buckets)
+        self._position = {bucket: position for position, bucket in enumerate(self.buckets)}
+        self._num_started = len(self.buckets)  # before the first update, weights are complete
         for (module, _), needed in zip(units, needs, strict=True):
             module.register_forward_pre_hook(partial(self._wait, list(needed)))
 
     def start(self) -> None:
-        """Start to all-gather every bucket from up-to-date shards."""
-        for bucket in self.buckets:
-            self._in_flight[bucket] = flat_all_gather(bucket.weight, bucket.weight[bucket.shard], self.dp)
+        """Start to all-gather the buckets from up-to-date shards."""
+        self._num_started = 0
+        self._start_until(1 if self.overlap and self.one_ahead else len(self.buckets))
         if not self.overlap:
             self.finish()
 
     def finish(self) -> None:
         """Wait for every bucket, before weights are read outside of a unit's forward."""
-        self._wait(list(self._in_flight))
+        self._wait(self.buckets)
+
+    def _start_until(self, end: int) -> None:
+        for bucket in self.buckets[self._num_started : end]:
+            self._in_flight[bucket] = flat_all_gather(bucket.weight, bucket.weight[bucket.shard], self.dp)
+        self._num_started = max(self._num_started, end)
 
     def _wait(self, buckets: Sequence[Bucket], *_: Any) -> None:
         for bucket in buckets:
+            self._start_until(self._position[bucket] + 2)  # this bucket and the one after it
             if pending := self._in_flight.pop(bucket, None):
                 pending.wait()
 
@@ -296,9 +310,11 @@ class Optimizer(BaseOptimizer):
         self.gatherer: WeightGatherer | None = None
         if stage > 0:
             buckets = [buffer.bucket for buffer in self.buffers]
-            self.gatherer = WeightGatherer(
-                buckets, topology.dp, units if parallel.overlap_param_gather else ()
-            )
+            overlaps = parallel.gathers_under_forward(topology.device.type)
+            # With tensor parallelism a GPU starts kernels in the order of their launch (`settings_for`):
+            # forward would not begin before the last bucket.
+            one_ahead = topology.tp.size > 1
+            self.gatherer = WeightGatherer(buckets, topology.dp, units if overlaps else (), one_ahead)
 
     def _make_buffers(
         self, pairs: Sequence[tuple[str, nn.Parameter]], parallel: ParallelConfig, dp: Axis, stage: int

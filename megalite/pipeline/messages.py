@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from megalite.pipeline.schedules import Action, StageMap
+from megalite.pipeline.schedules import Action, ActionKind, StageMap
 
 Duration = Callable[[int, Action], float]
 """Time that an action takes on a rank, in any unit."""
@@ -86,6 +86,9 @@ def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duratio
     return times
 
 
+Direction = Literal["forward", "backward"]
+
+
 @dataclass(frozen=True)
 class StageMessage:
     """A tensor that one rank's action produces and another rank's action reads; equal on both ranks.
@@ -99,13 +102,20 @@ class StageMessage:
     receiver: int
     reader: Action
 
+    @property
+    def direction(self) -> Direction:
+        """Return "forward" for hidden states, "backward" for their gradient."""
+        return "forward" if self.reader.kind is ActionKind.FORWARD else "backward"
+
     def __str__(self) -> str:
         return f"the input of {self.reader} from rank {self.sender} to rank {self.receiver}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages that a rank starts together; at least one.
+    """Messages of one direction that a rank starts together; at least one.
+
+    Hidden states and their gradients have a process group each: neither waits for the other's messages.
 
     Attributes:
         send: the output of the action before the batch.
@@ -115,12 +125,17 @@ class Batch:
     send: StageMessage | None
     receives: tuple[StageMessage, ...] = ()
 
+    @property
+    def direction(self) -> Direction:
+        """Return the direction of its messages."""
+        return (self.send or self.receives[0]).direction
+
 
 Step = Action | Batch
 """Next step of a rank: compute, or exchange messages."""
 
 MAX_OPEN_BATCHES = 2
-"""Batches that a rank may have in flight: it waits for the oldest before it starts the next.
+"""Batches of a direction that a rank may have in flight: it waits for the oldest before it starts the next.
 
 Two absorb jitter, and they bound the tensors that are kept until they have been sent.
 """
@@ -158,21 +173,25 @@ def _steps_of(rank: int, actions: Sequence[Action], stages: StageMap, times: Tim
     send: StageMessage | None = None
     for action, following in zip_longest(actions, actions[1:]):
         start, end = times[rank, action]
-        arrived = _pop_until(due, start, inclusive=True)
-        if send or arrived:
-            yield Batch(send, arrived)
+        yield from _batches(send, _pop_until(due, start, inclusive=True))
         reader = reader_of(rank, action, stages)
         send = None if reader is None or reader[0] == rank else StageMessage(rank, *reader)
         if send or following is None:
             arriving = _pop_until(due, end, inclusive=False)
         else:
             arriving = _pop_until(due, times[rank, following].start, inclusive=True)
-        if arriving:
-            yield Batch(None, arriving)
+        yield from _batches(None, arriving)
         yield action
     assert not due, due
-    if send:
-        yield Batch(send)
+    yield from _batches(send, ())
+
+
+def _batches(send: StageMessage | None, receives: Sequence[StageMessage]) -> Iterator[Batch]:
+    """Yield a batch for each direction that has messages, the send's first: another rank waits for it."""
+    messages = [send, *receives] if send else receives
+    for direction in dict.fromkeys(message.direction for message in messages):
+        own = tuple(message for message in receives if message.direction == direction)
+        yield Batch(send if send and send.direction == direction else None, own)
 
 
 def _pop_until(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.distributed.topology import Axis
-from megalite.pipeline.messages import MAX_OPEN_BATCHES, Batch, StageMessage
-from megalite.pipeline.schedules import Action, ActionKind
+from megalite.pipeline.messages import MAX_OPEN_BATCHES, Batch, Direction, StageMessage
+from megalite.pipeline.schedules import Action
 
 Parcel = tuple[Tensor, int]
 """A tensor to send or to receive into, and the other rank's coordinate along the axis."""
@@ -29,9 +29,13 @@ class PointToPoint:
         self._dtype = dtype
         self._device = device
         self._launch = _launch_together if device.type == "cuda" else _launch_each  # by NCCL, and by gloo
+        self._groups: dict[Direction, dist.ProcessGroup] = {
+            "forward": pp.group,
+            "backward": pp.backward_group or pp.group,
+        }
         # Sends, oldest first, each with its message and its tensor, which must live until it has left.
-        self._pending: deque[tuple[dist.Work, StageMessage, Tensor]] = deque()
-        self._arriving: dict[Action, tuple[dist.Work, Tensor, int]] = {}  # by its reader; with the sender
+        self._pending: dict[Direction, deque[tuple[dist.Work, StageMessage, Tensor]]] = defaultdict(deque)
+        self._arriving: dict[Action, tuple[dist.Work, Tensor, StageMessage]] = {}  # by its reader
 
     def start(self, batch: Batch, outgoing: Tensor | None) -> None:
         """Start a batch without waiting for it.
@@ -42,40 +46,41 @@ class PointToPoint:
         """
         send: Parcel | None = None
         if batch.send:
-            self._wait_for_sends(MAX_OPEN_BATCHES - 1)
+            self._wait_for_sends(batch.direction, MAX_OPEN_BATCHES - 1)
             assert outgoing is not None
             send = self._checked(outgoing), batch.send.receiver
         receives = [
             (torch.empty(self._shape, dtype=self._dtype, device=self._device), message.sender)
             for message in batch.receives
         ]
-        received, sent = self._launch(self._pp, receives, send)
+        received, sent = self._launch(self._groups[batch.direction], receives, send)
         for message, work, (tensor, _) in zip(batch.receives, received, receives, strict=True):
-            self._arriving[message.reader] = work, tensor, self._pp.ranks[message.sender]
+            self._arriving[message.reader] = work, tensor, message
         if send and sent:
             assert batch.send is not None
-            self._pending.append((sent, batch.send, send[0]))
+            self._pending[batch.direction].append((sent, batch.send, send[0]))
 
     def received(self, reader: Action) -> Tensor:
-        """Waits for the input of `reader`, which a batch before it has started to receive."""
-        work, tensor, sender = self._arriving.pop(reader)
-        what = f"{_direction(reader)}-recv"
-        self._pp.wait_begins(what, reader, sender)
-        work.wait()
-        self._pp.wait_ends(what, reader, sender)
+        """Wait for the input of `reader`, which a batch before it has started to receive."""
+        work, tensor, message = self._arriving.pop(reader)
+        self._wait(work, f"{message.direction}-recv", reader, message.sender)
         return tensor
 
     def finish(self) -> None:
         """Wait for every send."""
-        self._wait_for_sends(0)
+        for direction in self._groups:
+            self._wait_for_sends(direction, 0)
 
-    def _wait_for_sends(self, num_left: int) -> None:
-        while len(self._pending) > num_left:
-            work, message, _ = self._pending.popleft()
-            what, receiver = f"{_direction(message.reader)}-send", self._pp.ranks[message.receiver]
-            self._pp.wait_begins(what, message.reader, receiver)
-            work.wait()
-            self._pp.wait_ends(what, message.reader, receiver)
+    def _wait_for_sends(self, direction: Direction, num_left: int) -> None:
+        pending = self._pending[direction]
+        while len(pending) > num_left:
+            work, message, _ = pending.popleft()
+            self._wait(work, f"{direction}-send", message.reader, message.receiver)
+
+    def _wait(self, work: dist.Work, what: str, reader: Action, peer: int) -> None:
+        self._pp.wait_begins(what, reader, self._pp.ranks[peer])
+        work.wait()
+        self._pp.wait_ends(what, reader, self._pp.ranks[peer])
 
     def _checked(self, outgoing: Tensor) -> Tensor:
         # The receiver does not check the size: another number of bytes would abort it.
@@ -84,28 +89,25 @@ class PointToPoint:
         return outgoing.contiguous()
 
 
-def _direction(reader: Action) -> str:
-    """Return a message's direction, from the kind of the action that reads it."""
-    return "forward" if reader.kind is ActionKind.FORWARD else "backward"
-
-
-def _launch_together(pp: Axis, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
+def _launch_together(group: dist.ProcessGroup, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
     """Start all messages as one NCCL operation, which has one work.
 
     A single message is started the same way: NCCL may run batches and single messages on different
     communicators, and a message that is single on one rank may be part of a batch on the other.
     """
-    operations = [dist.P2POp(dist.irecv, tensor, pp.ranks[peer], pp.group) for tensor, peer in receives]
+    operations = [
+        dist.P2POp(dist.irecv, tensor, group=group, group_peer=sender) for tensor, sender in receives
+    ]
     if send:
-        operations.append(dist.P2POp(dist.isend, send[0], pp.ranks[send[1]], pp.group))
+        operations.append(dist.P2POp(dist.isend, send[0], group=group, group_peer=send[1]))
     work = dist.batch_isend_irecv(operations)[-1]
     return [work] * len(receives), work if send else None
 
 
-def _launch_each(pp: Axis, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
+def _launch_each(group: dist.ProcessGroup, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
     """Start messages one by one, for gloo, which matches sends and receives in any order.
 
     The process group's own methods are called: the checks of torch.distributed's functions take longer.
     """
-    works = [pp.group.recv([tensor], peer, 0) for tensor, peer in receives]
-    return works, pp.group.send([send[0]], send[1], 0) if send else None
+    works = [group.recv([tensor], sender, 0) for tensor, sender in receives]
+    return works, group.send([send[0]], send[1], 0) if send else None

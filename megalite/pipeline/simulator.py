@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from megalite.pipeline.messages import (
     MAX_OPEN_BATCHES,
     Batch,
+    Direction,
     Duration,
     ScheduleError,
     StageMessage,
@@ -113,7 +115,8 @@ def _check_order(rank: int, actions: Sequence[Action]) -> None:
 def run_steps(steps: Sequence[Sequence[Step]], duration: Duration) -> tuple[tuple[TimelineSlot, ...], ...]:
     """Simulate the steps of all ranks and return when each of their actions ran.
 
-    A send and its receive must meet, as under NCCL, and each rank runs its batches one after the other.
+    A send and its receive must meet, as under NCCL, and each rank runs its batches of one direction one after
+    the other.
 
     Raises:
         ScheduleError: two ranks' messages cross, or no rank can continue.
@@ -124,7 +127,8 @@ def run_steps(steps: Sequence[Sequence[Step]], duration: Duration) -> tuple[tupl
         for rank in ranks:
             moved |= rank.advance()
         for rank in ranks:
-            moved |= _deliver(rank, ranks)
+            for direction in get_args(Direction):
+                moved |= _deliver(rank, ranks, direction)
         if not moved:
             raise ScheduleError("deadlock: " + "; ".join(rank.status() for rank in ranks))
     return tuple(tuple(rank.slots) for rank in ranks)
@@ -135,7 +139,7 @@ class _OpenBatch:
 
     Attributes:
         send: None once it has been delivered; `receives` likewise.
-        started: when it became the rank's current batch.
+        started: when it became the current batch of its direction.
         end: earliest time at which all of it can have been delivered.
     """
 
@@ -150,24 +154,36 @@ class _OpenBatch:
         return next((message for message in self.receives if message.sender == sender), None)
 
 
+class _Queue:
+    """One rank's batches of one direction in flight.
+
+    Attributes:
+        open: the first one is the current batch.
+        last_ends: of the last batches that were delivered.
+    """
+
+    def __init__(self) -> None:
+        self.open: deque[_OpenBatch] = deque()
+        self.last_ends = [0.0] * MAX_OPEN_BATCHES
+
+
 class _SimulatedRank:
     """One rank's next step, its batches in flight and its clock."""
 
     def __init__(self, rank: int, steps: Sequence[Step], duration: Duration) -> None:
         self.rank = rank
         self.slots: list[TimelineSlot] = []
-        self.open: deque[_OpenBatch] = deque()  # the first one is the current batch
+        self.queues: dict[str, _Queue] = {direction: _Queue() for direction in get_args(Direction)}
         self._steps = steps
         self._next = 0
         self._duration = duration
         self._clock = 0.0
-        self._last_ends = [0.0] * MAX_OPEN_BATCHES  # of the last batches that were delivered
         self._readers = {m.reader for step in steps if isinstance(step, Batch) for m in step.receives}
         self._arrived: dict[Action, float] = {}
 
     @property
     def is_done(self) -> bool:
-        return self._next == len(self._steps) and not self.open
+        return self._next == len(self._steps) and not any(queue.open for queue in self.queues.values())
 
     def advance(self) -> bool:
         """Compute and start batches as far as possible; return whether any step ran."""
@@ -178,10 +194,11 @@ class _SimulatedRank:
 
     def _run(self, step: Step) -> bool:
         if isinstance(step, Batch):
-            if len(self.open) == MAX_OPEN_BATCHES:
+            queue = self.queues[step.direction]
+            if len(queue.open) == MAX_OPEN_BATCHES:
                 return False
-            self._clock = max(self._clock, self._last_ends[len(self.open)])
-            self.open.append(_OpenBatch(step, max(self._clock, self._last_ends[-1])))
+            self._clock = max(self._clock, queue.last_ends[len(queue.open)])
+            queue.open.append(_OpenBatch(step, max(self._clock, queue.last_ends[-1])))
             return True
         if step in self._readers and step not in self._arrived:
             return False
@@ -190,35 +207,39 @@ class _SimulatedRank:
         self.slots.append(TimelineSlot(step, start, self._clock))
         return True
 
-    def close_batch(self) -> None:
-        """End the current batch if all of it has been delivered."""
-        batch = self.open[0]
+    def close_batch(self, queue: _Queue) -> None:
+        """End the current batch of a direction if all of it has been delivered."""
+        batch = queue.open[0]
         if batch.send is None and not batch.receives:
-            self.open.popleft()
-            self._last_ends = [*self._last_ends[1:], batch.end]
+            queue.open.popleft()
+            queue.last_ends = [*queue.last_ends[1:], batch.end]
             self._arrived.update(dict.fromkeys(batch.readers, batch.end))
-            if self.open:
-                following = self.open[0]
+            if queue.open:
+                following = queue.open[0]
                 following.started = following.end = max(following.started, batch.end)
 
     def status(self) -> str:
         if self.is_done:
             return f"rank {self.rank} is done"
-        if not self.open:
+        waits = []
+        for batch in (queue.open[0] for queue in self.queues.values() if queue.open):
+            if batch.send:
+                waits.append(f"rank {batch.send.receiver} to receive the input of {batch.send.reader}")
+            waits += [f"rank {m.sender} to send the input of {m.reader}" for m in batch.receives]
+        if not waits:
             return f"rank {self.rank} waits to run {self._steps[self._next]}"
-        send = self.open[0].send
-        waits = [f"rank {send.receiver} to receive the input of {send.reader}"] if send else []
-        waits += [f"rank {m.sender} to send the input of {m.reader}" for m in self.open[0].receives]
         return f"rank {self.rank} waits for " + " and ".join(waits)
 
 
-def _deliver(sender: _SimulatedRank, ranks: Sequence[_SimulatedRank]) -> bool:
+def _deliver(sender: _SimulatedRank, ranks: Sequence[_SimulatedRank], direction: Direction) -> bool:
     """Deliver the send of the sender's current batch if the receiver's current batch expects it."""
-    message = sender.open[0].send if sender.open else None
+    outgoing = sender.queues[direction]
+    message = outgoing.open[0].send if outgoing.open else None
     if message is None:
         return False
     receiver = ranks[message.receiver]
-    expected = receiver.open[0].next_from(sender.rank) if receiver.open else None
+    incoming = receiver.queues[direction]
+    expected = incoming.open[0].next_from(sender.rank) if incoming.open else None
     if expected is None:
         return False
     if expected != message:
@@ -226,10 +247,10 @@ def _deliver(sender: _SimulatedRank, ranks: Sequence[_SimulatedRank]) -> bool:
             f"messages cross: rank {sender.rank} sends rank {receiver.rank} the input of {message.reader}, "
             f"which expects that of {expected.reader}"
         )
-    sender.open[0].send = None
-    receiver.open[0].receives.remove(message)
-    time = max(rank.open[0].started for rank in (sender, receiver))
-    for rank in (sender, receiver):
-        rank.open[0].end = max(rank.open[0].end, time)
-        rank.close_batch()
+    outgoing.open[0].send = None
+    incoming.open[0].receives.remove(message)
+    time = max(queue.open[0].started for queue in (outgoing, incoming))
+    for rank, queue in ((sender, outgoing), (receiver, incoming)):
+        queue.open[0].end = max(queue.open[0].end, time)
+        rank.close_batch(queue)
     return True

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megalite.config import ParallelConfig
+from megalite.config import Config, ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
@@ -61,6 +62,14 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         link_share=1.0,
         residual_gb=2.2 if device.type == "cuda" else 0.4,
     )
+
+
+def with_local_defaults(config: Config) -> Config:
+    """Return the config with the defaults of training on this machine's CPU; with a GPU the plan has them."""
+    if torch.cuda.is_available():
+        return config
+    overlap = config.parallel.gathers_under_forward("cpu")
+    return replace(config, parallel=replace(config.parallel, overlap_param_gather=overlap))
 
 
 def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:

@@ -267,7 +267,7 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
     if run.config.parallel.overlap_grad_reduce:
         last = reduced / rounds / buckets  # nothing overlaps with the last bucket
         reduced = last + exposed_seconds(backward_seconds, reduced - last)
-    if run.config.parallel.overlap_param_gather:
+    if run.gathers_under_forward:
         gathered = exposed_seconds(backward_seconds / 2, gathered)
     return WorkSeconds(dp=reduced + gathered + tied, launch=_slicing_seconds(run))
 

@@ -97,9 +97,14 @@ def read_request(arguments: Sequence[str]) -> Request:
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
     has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, has_model)
+    cluster = _cluster(own, config)
+    if own.calibrate:
+        from megalite.plan.calibrate import with_local_defaults  # imports torch
+
+        config = with_local_defaults(config)
     return Request(
         config=config,
-        cluster=_cluster(own, config),
+        cluster=cluster,
         costs=Costs(own.train_tokens, own.watts, own.price_per_gpu_hour),
         training_tokens=tuple(rest),
         assumed_tokens=assumed_tokens,

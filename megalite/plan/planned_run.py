@@ -61,6 +61,7 @@ class Program:
         splits_messages: each tensor-parallel rank sends its part of the hidden states to the next stage,
             which gathers them inside its node (Narayanan et al. 2021, section 4.1).
         one_adapter: collectives over nodes have the bandwidth of one network adapter per node.
+        gathers_under_forward: with ZeRO 1 and 2, weights are gathered under the next forward by default.
         copies_slices: with ZeRO 1, the host copies gathered weights into the parameters in slices, one per
             parameter and replica (nanotron, distributed.py, all_gather_coalesced).
     """
@@ -81,12 +82,15 @@ class Program:
     sum_buffer_bytes: float = 0.0
     splits_messages: bool = False
     one_adapter: bool = False
+    gathers_under_forward: bool = False
     copies_slices: bool = False
 
 
 def own_program(model: ModelConfig) -> Program:
     """Return megalite; attention with dropout is timed as unfused, as no GPU has timed the Triton kernels."""
-    return Program(fused_attention=model.attention_dropout == 0.0, fused_accumulation=True)
+    return Program(
+        fused_attention=model.attention_dropout == 0.0, fused_accumulation=True, gathers_under_forward=True
+    )
 
 
 OWN = "megalite"
@@ -178,6 +182,12 @@ class PlannedRun:
     @property
     def zero_stage(self) -> int:
         return self.config.parallel.zero_stage_among(self.num_sharing)
+
+    @property
+    def gathers_under_forward(self) -> bool:
+        """Return whether updated weights are gathered under the next forward, where they are gathered."""
+        requested = self.config.parallel.overlap_param_gather
+        return self.program.gathers_under_forward if requested is None else requested
 
     @property
     def num_sequence_shards(self) -> int:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from megalite import kernels
-from megalite.config import Config, check_config, to_yaml
+from megalite.config import Config, ParallelConfig, check_config, to_yaml
 from megalite.config.flags import flag_of
 from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
 from megalite.distributed.agreement import code_record
@@ -83,6 +83,8 @@ def announce(trainer: Trainer) -> None:
         log.info("CUDA: %s", describe(settings_for(config.parallel.tp, config.parallel.zero_stage)))
     log.info("attention: %s", trainer.chunks[0].core.choice)
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
+    if topology.dp.size > 1:
+        log.info("between replicas: %s", describe_replication(config.parallel, topology.device.type))
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if config.training.compile:
@@ -108,6 +110,18 @@ def announce(trainer: Trainer) -> None:
         log.info("TFLOP/s are %s", CONVENTION)
     num_local = sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks))
     log.info("parameters on rank 0: %s", f"{num_local:,}")
+
+
+def describe_replication(parallel: ParallelConfig, device_type: str) -> str:
+    """Return when data-parallel ranks reduce gradients and gather weights, for the log."""
+    if parallel.zero_stage == 3:
+        text = "weights of each layer are gathered before it runs, gradients are reduced during backward"
+    else:
+        text = f"gradients are reduced {'during' if parallel.overlap_grad_reduce else 'after'} backward"
+        if parallel.zero_stage > 0:
+            when = "during" if parallel.gathers_under_forward(device_type) else "before"
+            text += f", weights are gathered {when} the next forward"
+    return f"{text}, on a stream of high priority" if device_type == "cuda" else text
 
 
 def _log_datasets(trainer: Trainer) -> None:

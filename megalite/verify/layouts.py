@@ -50,7 +50,7 @@ class Layout:
         schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
         sp: turn on sequence parallelism, which the config may have on already.
         zero: ZeRO stage; None for the config's.
-        gather: turn on `overlap_param_gather`, which the config may have on already.
+        gather: turn on `overlap_param_gather`, which the config may have on already, as GPUs have by default.
         recompute: full or selective; None for the config's.
         uneven: give the first pipeline rank a single layer.
     """

@@ -22,7 +22,7 @@ from megalite.train.health.rank_status import RankStatus
 MAX_STACKS = 3
 """Number of stacks in a report, each of a late rank with another activity."""
 
-_STANDARD_ERROR = 2
+STANDARD_ERROR = 2
 """The descriptor: an object that replaces `sys.stderr` may have none."""
 
 
@@ -74,12 +74,19 @@ def _ranks_behind(statuses: Iterable[RankStatus]) -> set[int]:
     return behind
 
 
-def report(statuses: Mapping[int, RankStatus], silent: Collection[int], seconds: float, stacks: str) -> str:
+def report(
+    statuses: Mapping[int, RankStatus],
+    silent: Collection[int],
+    seconds: float,
+    stacks: str,
+    records: str | None = None,
+) -> str:
     """Write the report, of several lines.
 
     Args:
         seconds: since the last progress of any rank.
         stacks: where the ranks' stacks are written.
+        records: the command that reads the ranks' last collectives, if they are written.
     """
     late = find_late_ranks(statuses, silent)
     who = number_ranks(late.ranks) if late.ranks else "no rank is missing"
@@ -89,6 +96,8 @@ def report(statuses: Mapping[int, RankStatus], silent: Collection[int], seconds:
     ]
     lines += [f"  {line}" for line in _groups(statuses, silent, late.ranks)]
     lines.append(f"  stacks of every rank that answered: {stacks}")
+    if records is not None:
+        lines.append(f"  their last collectives: {records}")
     for rank, stack in _stacks(statuses, silent, late.ranks):
         lines.append(f"  stack of rank {rank}:")
         lines += [f"  {line}" for line in stack.splitlines()]
@@ -194,7 +203,7 @@ def stacks_on_signal() -> Iterator[None]:
 
     The handler is C and needs no lock of Python's: it answers even if the watchdog's thread cannot.
     """
-    faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
     try:
         yield
     finally:

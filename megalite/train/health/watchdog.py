@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -15,7 +16,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action
+from megalite.train.health.flight_recorder import PREFIX, analysis_of, recorder_of, write_records
 from megalite.train.health.hang_report import (
+    STANDARD_ERROR,
     all_stacks,
     in_debugger,
     main_stack,
@@ -57,7 +60,7 @@ class Watchdog:
     Args:
         timeout: seconds without progress after which a rank is stuck.
         store: exchanges the statuses.
-        folder: for the files of stacks; None to print them to standard error.
+        folder: for the files of stacks and collectives; None to print the stacks to standard error.
         num_done: returns the number of iterations that are done.
         exit_process: ends the process with a status.
     """
@@ -77,6 +80,7 @@ class Watchdog:
         self._topology = topology
         self._store = store
         self._folder = folder
+        self._recorder = recorder_of(topology.device.type) if folder else None
         self._num_done = num_done
         self._num_done_at_first = num_done()
         self._exit_process = exit_process
@@ -174,17 +178,20 @@ class Watchdog:
             return
         if self._store.end_run(len(answering)):
             stacks = f"{self._hang_folder()}/" if self._folder else "above and below"
-            _print(report(statuses, silent, self._idle, stacks))
+            device = self._topology.device.type
+            records = analysis_of(self._hang_folder(), device) if self._recorder else None
+            _print(report(statuses, silent, self._idle, stacks, records))
         self._end(len(answering))
 
     def _end(self, num_ranks: int) -> None:
-        """Write this rank's stacks, wait until all `num_ranks` ranks have, and exit.
+        """Write this rank's stacks and collectives, wait until all `num_ranks` ranks have, and exit.
 
         If a rank exited before the others have read the run's end, the launcher would kill them. If it serves
         the store, they could not read it.
         """
         self.is_ending = True
         self._write_stacks()
+        self._write_records()
         try:
             self._store.post_ready()
             pause = threading.Event()
@@ -207,6 +214,7 @@ class Watchdog:
             f"{store_owner()} and its machine\n  rank {status.rank}: {position(status)}\n"
         )
         self._write_stacks()
+        self._write_records()
         self._exit_process(HANG_STATUS)
 
     def _write_stacks(self) -> None:
@@ -219,6 +227,21 @@ class Watchdog:
             except NoAnswer as error:
                 _print(f"error: the stacks cannot be written ({error})\n")
         _print(f"stacks of rank {self._topology.rank}:\n{all_stacks()}")
+
+    def _write_records(self) -> None:
+        """Write the last collectives to a file, if torch has recorded them."""
+        if self._recorder is None:
+            return
+        # torch holds the GIL while it asks the GPU for the state of each collective. If the GPU does not
+        # answer, no Python thread can end this process. This timer does, with status 1: it needs no GIL.
+        faulthandler.dump_traceback_later(2 * _PATIENCE_SECONDS, exit=True, file=STANDARD_ERROR)
+        file, recorder = self._hang_folder() / f"{PREFIX}{self._topology.rank:05}", self._recorder
+        try:
+            call_within(_PATIENCE_SECONDS, lambda: write_records(file, recorder))
+        except NoAnswer as error:
+            _print(f"error: the last collectives cannot be written ({error})\n")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _hang_folder(self) -> Path:
         assert self._folder is not None

@@ -84,10 +84,10 @@ def test_a_rank_that_raises_ends_those_that_wait(kind, error):
 
 
 def _timeouts(topology: Topology) -> list[float]:
-    groups = [axis.group for axis in (topology.pp, topology.dp, topology.tp)]
+    groups = [axis.group for axis in (topology.pp, topology.dp, topology.tp)] + [topology.pp.backward_group]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_every_axis_has_the_timeout_that_was_given() -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=2, distributed_timeout_minutes=3)
-    assert run_ranks(_timeouts, parallel, 2) == [[180.0] * 3] * 2
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_timeout_minutes=3)
+    assert run_ranks(_timeouts, parallel, 2) == [[180.0] * 4] * 2

@@ -181,15 +181,18 @@ def test_traffic_is_what_the_formula_says(dp):
             assert moved == pytest.approx((num_rounds + 1) * num_elements * (dp - 1) / dp, rel=1e-12)
 
 
-def wait_in_units(topology) -> list[tuple[int, int]]:
-    """Buckets still on their way as forward comes to each layer, before and after it has waited."""
+def wait_in_units(topology, one_ahead: bool) -> list[tuple[int, int]]:
+    """Buckets on their way as forward comes to each layer, before and after it has waited."""
     net = Net(topology, torch.float32)
     seen: list[int] = []
     for layer in net.layers:
         layer.register_forward_pre_hook(lambda *_: seen.append(len(optimizer.gatherer._in_flight)))
     optimizer = optimizer_of(net, topology, parallel(2, zero_stage=1, overlap_param_gather=True))
+    optimizer.gatherer.one_ahead = one_ahead
     for layer in net.layers:
         layer.register_forward_pre_hook(lambda *_: seen.append(len(optimizer.gatherer._in_flight)))
+    net(0)
+    assert seen == [0] * 6  # weights are complete before the first update
     iterate(net, optimizer, topology.dp.rank, 0)
     seen.clear()
     net(0)
@@ -200,8 +203,22 @@ def wait_in_units(topology) -> list[tuple[int, int]]:
 
 def test_forward_waits_for_what_it_uses_and_no_more():
     """Three buckets: two of weights, of the layers 2 and 1 and of layer 0, and one of all biases."""
-    for seen in run_ranks(wait_in_units, parallel(2), 2):
+    for seen in run_ranks(wait_in_units, parallel(2), 2, False):
         assert seen == [(3, 1), (1, 0), (0, 0)]
+    for seen in run_ranks(wait_in_units, parallel(2), 2, True):
+        assert seen == [(1, 1), (1, 0), (0, 0)]
+
+
+def gathers(topology) -> tuple[bool, bool]:
+    """Whether buckets are gathered under forward, and one by one."""
+    gatherer = optimizer_of(Net(topology, torch.float32), topology, parallel(2, zero_stage=1)).gatherer
+    return gatherer.overlap, gatherer.one_ahead
+
+
+def test_only_ranks_of_tp_gather_one_bucket_ahead_and_a_cpu_none_under_forward():
+    assert run_ranks(gathers, parallel(2), 2) == [(False, False)] * 2
+    layout = dataclasses.replace(parallel(2), tensor_model_parallel_size=2)
+    assert run_ranks(gathers, layout, 4) == [(False, True)] * 4
 
 
 def meet_overflow(topology, stage: int) -> list[tuple[bool, float]]:

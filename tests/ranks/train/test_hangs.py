@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import ParallelConfig
+from megalite.train.health.flight_recorder import PREFIX, analysis_of, recorder_of
 from megalite.train.health.watchdog import HANG_STATUS
 from tests.ranks.train.hanging import NUM_RANKS, run_with_fault, skip_collectives, sleep_in_data, stop_process
 
@@ -35,6 +37,11 @@ def test_a_rank_that_waits_for_its_data_is_named(layout: ParallelConfig, tmp_pat
     assert re.search(r"  ranks? 0.*: iteration 2, all-reduce of the loss over dp for", report)
     assert "return read.result()" in report
     assert _stacks(tmp_path) == [0, 1, 2, 3]
+    if recorder_of("cpu"):
+        folder = tmp_path / "hang_0000001"
+        assert f"  their last collectives: {analysis_of(folder, 'cpu')}\n" in report
+        records = [pickle.loads((folder / f"{PREFIX}{rank:05}").read_bytes()) for rank in range(NUM_RANKS)]
+        assert {each["entries"][-1]["profiling_name"] for each in records} == {"gloo:all_reduce"}
     assert "thread prefetch_0" in (tmp_path / "hang_0000001/rank_00003.txt").read_text()
 
 

@@ -34,7 +34,13 @@ def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--overlap-param-gather", "--no-overlap-grad-reduce", "--ddp-bucket-size 100"]
+    "flag",
+    [
+        "--overlap-param-gather",
+        "--no-overlap-param-gather",
+        "--no-overlap-grad-reduce",
+        "--ddp-bucket-size 100",
+    ],
 )
 def test_stage_3_leaves_the_buckets_options_without_effect(flag: str) -> None:
     _, notices = parse(shlex.split(f"{BASE} --zero-stage 3 {flag}"))
@@ -46,3 +52,17 @@ def test_stage_3_leaves_the_buckets_options_without_effect(flag: str) -> None:
 def test_the_dtype_of_messages_is_honoured() -> None:
     _, notices = parse(shlex.split(f"{BASE} --zero-stage 3 --grad-reduce-in-bf16"))
     assert not [notice for notice in notices if "effect" in notice]
+
+
+@pytest.mark.parametrize(
+    ("flag", "on_gpu", "on_cpu"),
+    [("", True, False), ("--overlap-param-gather", True, True), ("--no-overlap-param-gather", False, False)],
+)
+def test_weights_are_gathered_under_forward_on_gpus_unless_it_is_set(
+    flag: str, on_gpu: bool, on_cpu: bool
+) -> None:
+    """The config holds what was set, on any device: ranks and checkpoints compare that."""
+    config, notices = parse(shlex.split(f"{BASE} --zero-stage 1 {flag}"))
+    assert config.parallel.gathers_under_forward("cuda") is on_gpu
+    assert config.parallel.gathers_under_forward("cpu") is on_cpu
+    assert notices == []

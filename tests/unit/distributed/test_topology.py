@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from megalite.config import ParallelConfig
 from megalite.distributed import topology
@@ -53,6 +54,51 @@ def test_ranks_of_a_large_world(rank):
             assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
             assert (axis.is_first, axis.is_last) == (axis.rank == 0, axis.rank == axis.size - 1)
         assert topology.is_reporter == (rank == 4095)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 4), (2, 1), (4, 1), (2, 3)])
+def test_gradients_of_a_pipeline_have_a_group_of_their_own(pp, dp):
+    with Topology.fake(layout(1, pp, dp), pp * dp, 0) as found:
+        assert (found.dp.backward_group, found.tp.backward_group) == (None, None)
+        if pp == 1:
+            assert found.pp.backward_group is None
+        else:
+            assert dist.get_process_group_ranks(found.pp.backward_group) == list(found.pp.ranks)
+            assert found.pp.backward_group.group_name != found.pp.group.group_name
+
+
+class NcclOptions(Backend.Options):
+    """Takes the place of torch's, which a torch for CPUs does not have."""
+
+    def __init__(self, is_high_priority_stream=False):
+        super().__init__("nccl")
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 4, 2), (1, 4, 1), (2, 1, 2)])
+def test_groups_on_gpus(monkeypatch, pp, dp, tp):
+    """Collectives between replicas alone have streams of high priority; a pipeline has a second group."""
+    made, split = {}, []
+
+    def new_group(ranks=None, pg_options=None, group_desc=None, **_):
+        made.setdefault(group_desc, set()).add(pg_options and pg_options.is_high_priority_stream)
+        return make(ranks=ranks, group_desc=group_desc)
+
+    def split_group(split_ranks, group_desc):
+        split.append((split_ranks, group_desc))
+        return dist.new_subgroups_by_enumeration(split_ranks, group_desc=group_desc)[0]
+
+    make = dist.new_group
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("", (), {"Options": NcclOptions}), raising=False)
+    monkeypatch.setattr("torch.distributed.device_mesh.new_group", new_group)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    with Topology.fake(layout(tp, pp, dp), pp * dp * tp, 0, device="cuda:0") as found:
+        # Also where all ranks are replicas, they do not use the group of the world.
+        assert made.pop("mesh_dp") == {True if dp > 1 else None}
+        assert all(each == {None} for each in made.values())
+        lines = [[line, line + dp * tp] for line in range(dp * tp)]
+        assert split == ([(lines, "mesh_pp_backward")] if pp == 2 else [])
+        assert found.device == torch.device("cuda:0")
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), list(itertools.product((1, 2, 3), repeat=3)))

@@ -24,17 +24,19 @@ def test_one_rank_sends_nothing():
     assert steps_of("1f1b", 1, 2) == [[F0, B0, F1, B1]]
 
 
-def test_both_directions_meet_in_one_batch():
+def test_each_direction_has_its_own_batches_and_what_is_sent_is_first():
     first, second = steps_of("1f1b", 2, 3)
     F2, B2 = Action(ActionKind.FORWARD, 2), Action(ActionKind.BACKWARD, 2)
     assert first == [
         F0,
         Batch(StageMessage(0, 1, F0)),
         F1,
-        Batch(StageMessage(0, 1, F1), (StageMessage(1, 0, B0),)),
+        Batch(StageMessage(0, 1, F1)),
+        Batch(None, (StageMessage(1, 0, B0),)),
         B0,
         F2,
-        Batch(StageMessage(0, 1, F2), (StageMessage(1, 0, B1),)),
+        Batch(StageMessage(0, 1, F2)),
+        Batch(None, (StageMessage(1, 0, B1),)),
         Batch(None, (StageMessage(1, 0, B2),)),  # comes while the backward runs, which sends nothing
         B1,
         B2,
@@ -47,11 +49,18 @@ def test_both_directions_meet_in_one_batch():
         Batch(StageMessage(1, 0, B0)),
         F1,
         B1,
-        Batch(StageMessage(1, 0, B1), (StageMessage(0, 1, F2),)),
+        Batch(StageMessage(1, 0, B1)),
+        Batch(None, (StageMessage(0, 1, F2),)),
         F2,
         B2,
         Batch(StageMessage(1, 0, B2)),
     ]
+
+
+def test_messages_of_one_direction_meet_in_one_batch():
+    """A rank in the middle passes microbatch 0 on as it takes microbatch 1."""
+    steps = steps_of("gpipe", 3, 2)[1]
+    assert Batch(StageMessage(1, 2, F0), (StageMessage(0, 1, F1),)) in steps
 
 
 def test_weight_gradients_run_under_messages():

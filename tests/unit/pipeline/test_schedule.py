@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.pipeline.messages import compute_times, plan_steps
+from megalite.pipeline.messages import Batch, compute_times, plan_steps, source_of
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, actions_by_rank, peak_in_flight
 from megalite.pipeline.simulator import run_steps, simulate
 
@@ -137,7 +137,7 @@ def test_gradients_add_up_in_the_order_of_microbatches(name, sizes):
 @settings(max_examples=200)
 @given(SIZES)
 def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
-    """One queue of rendezvous a rank takes no longer than messages that are never in each other's way."""
+    """A queue of rendezvous a direction takes no longer than messages that are never in each other's way."""
     stages = stage_map(name, sizes)
     order = SCHEDULES[name].evaluate if evaluates else SCHEDULES[name].train
     actions = actions_by_rank(order, stages, sizes[1])
@@ -150,6 +150,32 @@ def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
     assert all(
         (slot.start, slot.end) == free[rank, slot.action] for rank, row in enumerate(slots) for slot in row
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(SIZES)
+def test_receives_start_no_earlier_than_they_must(name, sizes):
+    """A receive holds a buffer: it starts before the action in which its message is sent, never earlier.
+
+    If that action sends nothing, the message may come until the next one begins.
+    """
+    stages = stage_map(name, sizes)
+    actions = actions_by_rank(SCHEDULES[name].train, stages, sizes[1])
+    times = compute_times(actions, stages, lambda rank, action: action.kind.units)
+    for rank, steps in enumerate(plan_steps(actions, stages)):
+        spans = [times[rank, action] for action in actions[rank]]
+        unread, num_done = set(), 0
+        for step in steps:
+            if isinstance(step, Batch):
+                unread.update(message.reader for message in step.receives)
+                following = [span.start for span in spans[num_done + 1 : num_done + 2]]
+                for message in step.receives:
+                    source = source_of(rank, message.reader, stages)
+                    assert times[source].end <= max(spans[num_done].end, *following, 0)
+            else:
+                unread.discard(step)
+                num_done += 1
+            assert len(unread) <= 2 or stages.num_chunks > 1
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

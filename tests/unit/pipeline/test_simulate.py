@@ -57,6 +57,14 @@ def test_batches_keep_one_queue():
     assert slots[1][0].start == 10
 
 
+def test_gradients_do_not_queue_behind_hidden_states():
+    """Rank 1 gets its gradient while rank 2, which is long busy, does not take microbatch 0 of rank 0."""
+    late, soon = StageMessage(0, 2, F0), StageMessage(0, 1, B1)
+    steps = [[F0, Batch(late), Batch(soon)], [Batch(None, (soon,)), B1], [B0, Batch(None, (late,)), F0]]
+    slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
+    assert slots[1][0].start == 1
+
+
 def test_a_rank_waits_for_the_second_to_last_batch():
     """It computes its third action, but has to wait with the message behind that."""
     messages = [StageMessage(0, 1, action) for action in (F0, F1, F2)]

@@ -28,7 +28,7 @@ from megalite.plan.layer_time import (
     layer_work,
 )
 from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters
-from megalite.plan.planned_run import Cluster, PlannedRun, Program
+from megalite.plan.planned_run import Cluster, PlannedRun, Program, own_program
 
 GPU = GPUS["a100-80"]
 CLUSTER = Cluster(GPU, 64, 8, 300.0, 25.0)
@@ -247,6 +247,18 @@ def test_the_last_bucket_is_never_hidden() -> None:
     run = run_of()
     one = replace(run, config=run_of(ddp_bucket_size=10**12).config)
     assert exchange_seconds(one, 1e9).dp > exchange_seconds(run, 1e9).dp > 0
+
+
+def test_megalite_hides_the_gathering_of_weights_unless_it_is_told() -> None:
+    run = run_of(zero_stage=1)
+    own = replace(run, program=own_program(MODEL))
+    hidden, exposed = (
+        exchange_seconds(run_of(zero_stage=1, overlap_param_gather=on), 1.0).dp for on in (True, False)
+    )
+    assert hidden < exposed == exchange_seconds(run, 1.0).dp  # other programs gather after the update
+    assert exchange_seconds(own, 1.0).dp == hidden
+    told = replace(own, config=run_of(zero_stage=1, overlap_param_gather=False).config)
+    assert exchange_seconds(told, 1.0).dp == exposed
 
 
 def test_recomputation_hides_the_gathering_of_weights() -> None:

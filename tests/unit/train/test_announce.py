@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.distributed.topology import Topology
-from megalite.train.setup import announce
+from megalite.train.setup import announce, describe_replication
 from megalite.train.trainer import start_trainer
 
 
@@ -41,3 +41,29 @@ def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
     assert f"train dataset: the run trains on 10 of its {sizes['train']} samples (3 iterations)" in lines
     assert f"valid dataset: each evaluation uses 8 of its {sizes['valid']} samples (--eval-iters 2)" in lines
     assert "global batch: 4 samples (data-parallel size 1 x 4 microbatches of 1 samples)" in lines
+
+
+@pytest.mark.parametrize(
+    ("parallel", "device_type", "expected"),
+    [
+        (ParallelConfig(), "cpu", "gradients are reduced during backward"),
+        (
+            ParallelConfig(zero_stage=1),
+            "cuda",
+            "gradients are reduced during backward, weights are gathered during the next forward, "
+            "on a stream of high priority",
+        ),
+        (
+            ParallelConfig(zero_stage=2, overlap_grad_reduce=False),
+            "cpu",
+            "gradients are reduced after backward, weights are gathered before the next forward",
+        ),
+        (
+            ParallelConfig(zero_stage=3),
+            "cpu",
+            "weights of each layer are gathered before it runs, gradients are reduced during backward",
+        ),
+    ],
+)
+def test_the_line_of_the_replicas(parallel: ParallelConfig, device_type: str, expected: str) -> None:
+    assert describe_replication(parallel, device_type) == expected

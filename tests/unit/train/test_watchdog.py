@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +170,45 @@ def test_a_store_that_never_answers_is_not_called_again() -> None:
         with pytest.raises(NoAnswer, match="no answer"):
             call()
     released.set()
+
+
+def test_a_rank_ends_though_its_collectives_cannot_be_read(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_time(seconds: float, function: Callable[[], object]) -> object:
+        raise NoAnswer("no answer in 5 s")
+
+    world.dogs[1]._recorder = lambda **_: b""
+    monkeypatch.setattr(watchdog, "_PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr(watchdog, "call_within", out_of_time)
+    monkeypatch.setattr(watchdog, "_print", print)
+    world.dogs[1]._end(1)
+    assert world.left == [1]
+    assert "error: the last collectives cannot be written (no answer in 5 s)" in capsys.readouterr().out
+
+
+_STUCK_IN_C = """
+import re
+from pathlib import Path
+import torch.distributed as dist
+from megalite.config import ParallelConfig
+from megalite.distributed.topology import Topology
+from megalite.train.health import watchdog
+from megalite.train.health.status_store import StatusStore
+
+watchdog._PATIENCE_SECONDS = 0.1
+with Topology.fake(ParallelConfig(), 1, 0) as topology:
+    dog = watchdog.Watchdog(1.0, topology, StatusStore(dist.HashStore(), 0, 1, 5.0), Path("unused"))
+    dog._recorder = lambda **_: re.match("(a+)+$", "a" * 60 + "b")  # years, and no other thread can run
+    dog._write_records()
+"""
+
+
+def test_a_recorder_that_holds_pythons_lock_ends_the_process() -> None:
+    found = subprocess.run([sys.executable, "-c", _STUCK_IN_C], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 1
+    assert "Timeout (0:00:00.2" in found.stderr
+    assert "write_records" in found.stderr
 
 
 def test_stacks_name_every_thread() -> None:

@@ -63,6 +63,11 @@ def test_a_layout_changes_nothing_but_the_layout() -> None:
     )
 
 
+def test_a_name_without_gather_leaves_it_to_the_device() -> None:
+    chosen = [Layout.parse(f"dp2+zero1{name}").apply(_config(), 8).parallel for name in ("", "+gather")]
+    assert [each.overlap_param_gather for each in chosen] == [None, True]
+
+
 def test_recomputation_and_an_uneven_split_are_of_the_layout() -> None:
     config = Layout.parse("pp2+full+uneven").apply(_config(), global_batch_size=8)
     assert config.recompute.recompute_granularity == "full"

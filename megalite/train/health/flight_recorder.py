@@ -1,0 +1,44 @@
+"""The flight recorder of torch.distributed: the last collectives of a rank, for an analysis of all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch._C import _distributed_c10d
+
+from megalite.files import no_follow
+
+PREFIX = "flight_recorder_"
+"""Start of a file's name, before the rank: torchfrtrace needs it, and a name that ends with the rank."""
+
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Names of torch's environment variable for the number of records: 2000 by default, 0 for none."""
+_DUMPS = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
+"""Functions of torch that return the records of NCCL, and of gloo, as a pickle."""
+
+
+def recorder_of(device_type: str) -> Callable[..., bytes] | None:
+    """Return the function that dumps the records; None if torch has none, or the user has turned it off."""
+    if any(os.environ.get(name) == "0" for name in _SIZES):
+        return None
+    return getattr(_distributed_c10d, _DUMPS.get(device_type, ""), None)
+
+
+def analysis_of(folder: Path, device_type: str) -> str:
+    """Return the command that reads the files in a folder. torchfrtrace cannot match gloo's records."""
+    if device_type == "cuda":
+        return f"torchfrtrace {folder} --prefix {PREFIX} --allow-incomplete-ranks"
+    return f"python -m pickle {folder}/{PREFIX}*"
+
+
+def write_records(path: Path, dump: Callable[..., bytes]) -> None:
+    """Write the records to a file; its folder is made.
+
+    Stacks are not included: to look up their source lines can take torch more than ten seconds.
+    """
+    records = dump(includeStackTraces=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb", opener=no_follow) as file:
+        file.write(records)
