@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import runpy
+import site
 import subprocess
 import sys
 from glob import glob
@@ -50,12 +51,12 @@ def json_reader() -> Extension:
 
 
 def kernels() -> list[Extension]:
-    """The compiled kernels, if torch can be found by this build."""
+    """The compiled kernels, if this environment has a torch, whose headers they need."""
     torch = importlib.util.find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         logging.warning(
-            "megalite.kernels._C is left out, as the build environment has no torch: plain PyTorch serves. "
-            "To build it: pip install --no-build-isolation ."
+            "megalite.kernels._C is left out, as this environment has no torch: plain PyTorch serves. "
+            "To build it: install torch first."
         )
         return []
     root = Path(torch.submodule_search_locations[0])
@@ -68,7 +69,7 @@ def kernels() -> list[Extension]:
     except LookupError as problem:
         logging.warning(
             f"megalite.kernels._CUDA is left out, as {problem}: plain PyTorch serves on GPUs. "
-            "To build it: set CUDA_HOME to such a toolkit, and pip install --no-build-isolation ."
+            "To build it: set CUDA_HOME to such a toolkit, and install megalite again."
         )
         return [cpu]
     cuda = stable_library("_CUDA", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), root)
@@ -159,5 +160,12 @@ class BuildExt(build_ext):
 if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
     raise SystemExit("megalite needs setuptools 77.0.3 or newer to build: pip install --upgrade setuptools")
 
+# pip runs an isolated build with the Python that it installs for, but hides the packages of that Python. Of
+# these the kernels need torch, and nvcc if it is one of them. They come last, after the build's own packages.
+own_path = list(sys.path)
+sys.path += [folder for folder in site.getsitepackages() if folder not in own_path]
+compiled_kernels = kernels()
+sys.path[:] = own_path
+
 ParallelCompile("MAX_JOBS", needs_recompile=is_stale).install()
-setup(ext_modules=[index_builder(), json_reader(), *kernels()], cmdclass={"build_ext": BuildExt})
+setup(ext_modules=[index_builder(), json_reader(), *compiled_kernels], cmdclass={"build_ext": BuildExt})

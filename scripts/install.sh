@@ -3,13 +3,14 @@
 #   scripts/install.sh                    # the extras tokenizers,tensorboard
 #   scripts/install.sh test               # other extras; "" for none
 # If python3 can already import torch (as on many GPU clusters), that torch is used, also if python3 is a virtual
-# environment. PYTHON selects another interpreter. Without a network it works if all requirements can be imported.
+# environment. PYTHON selects another interpreter, TORCH_VERSION the torch to install if there is none. Without a
+# network it works if all requirements can be imported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 extras=${1-tokenizers,tensorboard}
 python=${PYTHON:-python3}
-torch_version=2.13.0
+torch_version=${TORCH_VERSION:-2.13.0}
 
 say() { printf '\n== %s\n' "$*"; }
 

@@ -1,63 +1,10 @@
 #!/usr/bin/env python
-"""Convert a model between megalite, Hugging Face, Megatron-LM and Megatron-DeepSpeed.
+"""Run `megalite convert` from a checkout: convert a checkpoint of Hugging Face or Megatron-LM."""
 
-python tools/convert_checkpoint.py --load CHECKPOINTS --save HF_FOLDER
-python tools/convert_checkpoint.py --load HF_FOLDER --save CHECKPOINTS
-python tools/convert_checkpoint.py --load MEGATRON_FOLDER --save HF_FOLDER --to hf
-
-The format of --load is detected. A megalite checkpoint becomes a Hugging Face folder (GPT-2, BLOOM or
-Llama), any other format a megalite checkpoint with weights only, for `pretrain_gpt.py --load … --finetune`.
-Flags of pretrain_gpt.py for the model, its precision (--params-dtype) and its tokenizer override the
-source's own description; a source without a description needs them.
-"""
-
-from __future__ import annotations
-
-import argparse
-import re
 import sys
-from collections.abc import Sequence
 
-from megalite.checkpoint.convert.convert import Conversion
-from megalite.checkpoint.convert.model_settings import Settings
-from megalite.checkpoint.convert.source import KINDS
-from megalite.checkpoint.convert.target import TARGETS
+from megalite.cli.convert import main
 from megalite.config.entry_point import run_main
-from megalite.config.tool_parser import ToolParser, local_path
-from megalite.log import configure_logging
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Convert; flags that the tool does not know belong to the config."""
-    parser = ToolParser(description=__doc__)
-    add = parser.add_argument
-    add("--load", type=local_path, required=True, metavar="FOLDER", help="checkpoint to convert")
-    add("--save", type=local_path, required=True, metavar="FOLDER", help="new folder to write")
-    add("--from", dest="source", choices=sorted(KINDS), help="format of --load; detected by default")
-    add(
-        "--to",
-        dest="target",
-        choices=sorted(TARGETS),
-        help="format of --save; by default hf from megalite, else megalite",
-    )
-    add("--load-iteration", type=int, metavar="N", help="iteration of the checkpoint; by default the latest")
-    add("--max-shard-size", type=_size, default="5GB", metavar="5GB", help="largest Hugging Face file")
-    own, rest = parser.parse_known_args(arguments)
-    configure_logging(rank=0)
-    Conversion(
-        own.load, own.save, own.source, own.target, own.load_iteration, own.max_shard_size, Settings(rest)
-    ).run()
-
-
-def _size(text: str) -> int:
-    """Parse a number of bytes, such as 500MB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b?", text.lower())
-    if found is None or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 5GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2]])
-
 
 if __name__ == "__main__":
     run_main(main, sys.argv[1:])

@@ -1,31 +1,10 @@
 #!/usr/bin/env python
-"""Join indexed datasets in the order of the inputs to OUTPUT_PREFIX.bin and .idx, in constant memory."""
-
-from __future__ import annotations
+"""Run `megalite merge-datasets` from a checkout: join datasets."""
 
 import sys
-from collections.abc import Sequence
 
+from megalite.cli.merge_datasets import main
 from megalite.config.entry_point import run_main
-from megalite.config.tool_parser import ToolParser
-from megalite.data.dataset_merge import find_prefixes, merge_datasets
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Merge the datasets, and print what was written."""
-    parser = ToolParser(description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX", help="prefixes, or folders of datasets"
-    )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    parser.add_argument("--overwrite", action="store_true", help="replace existing output")
-    flags = parser.parse_args(arguments)
-    merged = merge_datasets(find_prefixes(flags.input), flags.output_prefix, flags.overwrite)
-    print(
-        f"wrote {flags.output_prefix}.bin and .idx: {merged.num_documents:,} documents and "
-        f"{merged.num_tokens:,} tokens of {len(merged.prefixes)} datasets"
-    )
-
 
 if __name__ == "__main__":
     run_main(main, sys.argv[1:])

@@ -1,52 +1,10 @@
 #!/usr/bin/env python
-"""Verify that a config trains the same run in any layout.
-
-python tools/verify_layout.py --config scripts/examples/tiny.yaml --layouts tp2,pp2,dp2,tp2pp2dp2
-
-It runs the config for some iterations in each layout and on one rank, on this machine's CPU, or with
---distributed-backend nccl on its GPUs, and prints the largest differences of loss and gradients. It takes all
-flags of pretrain_gpt.py; with --params-dtype fp64 differences are around 1e-13. Without --data-path the
-tokens are random. The exit status is 1 if a layout trains another run.
-"""
-
-from __future__ import annotations
+"""Run `megalite verify` from a checkout: verify that a config trains the same run in any layout."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 
-from megalite.config.command_line import parse
+from megalite.cli.verify import main
 from megalite.config.entry_point import run_main
-from megalite.config.tool_parser import ToolParser, positive_int
-from megalite.log import configure_logging, log
-from megalite.verify.compare_runs import verify_layouts
-from megalite.verify.layouts import TABLE, Layout
-
-_LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after
-pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' for every technique"""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Compare the layouts, and exit with status 1 if they differ; other flags belong to the config."""
-    parser = ToolParser(description=__doc__)
-    parser.add_argument("--layouts", default="tp2,pp2,dp2", help=_LAYOUTS)
-    parser.add_argument("--iterations", type=positive_int, default=5, help="iterations per run (default 5)")
-    parser.add_argument(
-        "--worst", type=positive_int, default=1, help="parameters to show per layout (default 1)"
-    )
-    own, rest = parser.parse_known_args(arguments)
-    configure_logging(rank=0)
-    config, notices = parse(rest, unneeded=("train_iters", "mock_data"))
-    for notice in notices:
-        log.warning(notice)
-    if not config.training.is_counted_in_samples:
-        num_iterations = max(own.iterations, config.training.train_iters or 0)
-        config = replace(config, training=replace(config.training, train_iters=num_iterations))
-    if not config.data.data_path:
-        config = replace(config, data=replace(config.data, mock_data=True))
-    layouts = [Layout.parse(name) for name in (TABLE if own.layouts == "all" else own.layouts.split(","))]
-    sys.exit(0 if verify_layouts(config, layouts, own.iterations, own.worst) else 1)
-
 
 if __name__ == "__main__":
     run_main(main, sys.argv[1:])

@@ -74,8 +74,12 @@ def run(example: Example) -> str:
         raise ValueError(f"{example}: only `python PROGRAM …` is supported here; use another block type")
     printed = io.StringIO()
     program = _main_of(ROOT / arguments[1])
-    with redirect_stdout(printed), redirect_stderr(printed), suppress(SystemExit):
-        run_main(program, arguments[2:])
+    caller, sys.argv = sys.argv, arguments[1:]
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed), suppress(SystemExit):
+            run_main(program, arguments[2:])
+    finally:
+        sys.argv = caller
     return printed.getvalue()
 
 

@@ -18,6 +18,7 @@ from megalite.checkpoint.manifest import (
     damage_of,
     read_manifest,
 )
+from megalite.commands import command_name
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import log
@@ -101,7 +102,7 @@ def _listing(folder: Path, iteration: int | None) -> Listing:
         if foreign and not listing.names:
             raise UserError(
                 f"--load {folder} holds no checkpoint of megalite: {foreign[0]} is {_FOREIGN[foreign[0]]}; "
-                "try to convert it with tools/convert_checkpoint.py"
+                f"try to convert it with {command_name('convert')}"
             )
         if iteration is None:
             return listing

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megalite.commands import with_command_names
 from megalite.config.command_line import known_flags
 from megalite.config.fields import nearest, normalised
 from megalite.errors import ConfigError, UserError
@@ -64,6 +65,10 @@ class ToolParser(argparse.ArgumentParser):
                 problems.append(f"unknown flag {name} (see --help)")
         if problems:
             raise ConfigError(problems)
+
+    def format_help(self) -> str:
+        """Return the text of --help, with commands named as the user types them."""
+        return with_command_names(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Raise the error that argparse would print before it exits."""

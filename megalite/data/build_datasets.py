@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalite.commands import command_name
 from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
@@ -173,7 +174,7 @@ def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
         if len(blend.sources) > MAX_DATASETS:
             raise UserError(
                 f"--data-path names {len(blend.sources)} datasets, and at most {MAX_DATASETS} can be "
-                "blended: merge some with tools/merge_datasets.py"
+                f"blended: merge some with {command_name('merge-datasets')}"
             )
     prefixes = dict.fromkeys(source.prefix for blend in blends for source in blend.sources)
     return {prefix: IndexedDataset(prefix) for prefix in prefixes}

@@ -22,7 +22,7 @@ def _load(library: str, needed: str) -> str:
     try:
         importlib.import_module(library)
     except ModuleNotFoundError:
-        return f"not compiled when megalite was built: pip install --no-build-isolation . with {needed}"
+        return f"not compiled when megalite was built: install it again, beside torch and with {needed}"
     except ImportError as error:  # built for another torch, another machine
         return f"compiled library does not load: {str(error).splitlines()[0]}"
     return ""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
+from megalite.commands import torchrun_arguments
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
 from megalite.config.command_line import NEEDED_TO_TRAIN, parse
@@ -29,10 +30,10 @@ from megalite.plan.planned_run import OWN, PROGRAMS, Cluster, PlannedRun, progra
 
 DESCRIPTION = """Plan a run before there is a cluster for it: memory per rank, time per iteration, price.
 
-python tools/plan.py --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536
-python tools/plan.py --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
+megalite plan --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536
+megalite plan --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
 
-Accepts all flags of training (pretrain_gpt.py --help lists them), and these:"""
+Accepts all flags of training (megalite train --help lists them), and these:"""
 
 DEFAULT_TOP = 10
 """Rows of a search's table."""
@@ -308,4 +309,4 @@ def start_command(request: Request, config: Config) -> str:
     nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
     ranks = min(cluster.world_size, cluster.gpus_per_node)
     flags = shlex.join(training_tokens(request, config))
-    return f"torchrun {nodes}--nproc-per-node {ranks} pretrain_gpt.py {flags}"
+    return f"torchrun {nodes}--nproc-per-node {ranks} {torchrun_arguments('train')} {flags}"

@@ -16,6 +16,7 @@ from megalite.checkpoint.convert.source import find_checkpoint, kind_of
 from megalite.checkpoint.folder import iterations_in, read_latest
 from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import DamagedCheckpoint, damage_of, dtype_name, read_manifest
+from megalite.commands import command_name
 from megalite.errors import UserError
 
 OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
@@ -135,7 +136,7 @@ def open_view(folder: Path, iteration: int | None = None) -> FolderView:
         return HFView(folder)
     kind = kind_of(folder)
     if kind != "megalite":
-        raise UserError(f"{folder} is a checkpoint of {kind}: convert it first (tools/convert_checkpoint.py)")
+        raise UserError(f"{folder} is a checkpoint of {kind}: convert it first ({command_name('convert')})")
     return CheckpointView(find_checkpoint(folder, iteration))
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from megalite.errors import UserError
 from megalite.plan.autotune.autotune import autotune
-from megalite.plan.autotune.trial import DONE, OUT_OF_MEMORY, PROGRAM
+from megalite.plan.autotune.trial import DONE, OUT_OF_MEMORY
 
+ROOT = Path(__file__).parents[2]
 RUN = (
     *("--gpu", "a100-80", "--world-size", "2", "--gpus-per-node", "2", "--preset", "gpt-tiny", "--mock-data"),
     *("--vocab-size", "256", "--seq-length", "32", "--global-batch-size", "4", "--attention-dropout", "0"),
@@ -35,22 +36,23 @@ import runpy, sys, yaml
 config = yaml.safe_load(open(sys.argv[2]))
 if config["parallel"]["pipeline_model_parallel_size"] == 2:
     raise MemoryError("out of memory: 3 GiB more")
-sys.path.insert(0, {folder!r})
-runpy.run_path({program!r}, run_name="__main__")
+sys.path.insert(0, {root!r})
+sys.argv.insert(1, "train")
+runpy.run_module("megalite", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.slow
 def test_the_best_of_three(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(FULL.format(folder=str(PROGRAM.parent), program=str(PROGRAM)))
+    program.write_text(FULL.format(root=str(ROOT)))
     words = [*RUN, *LAYOUT, "--folder", str(tmp_path / "tuning")]
-    first = autotune(words, "", program)
+    first = autotune(words, "", [str(program)])
     while not (tmp_path / "tuning" / "results.json").exists():
         next(first)
     first.close()  # ended once a trial was done
 
-    lines = list(autotune(words, "", program))
+    lines = list(autotune(words, "", [str(program)]))
     assert sum(": already in " in line for line in lines) == 1
     record = json.loads((tmp_path / "tuning" / "results.json").read_text())
     found = {each["layout"].split(" --micro")[0]: each for each in record["trials"]}
@@ -61,7 +63,7 @@ def test_the_best_of_three(tmp_path: Path) -> None:
     assert done.keys() == {"--tp 1 --pp 1", "--tp 2 --pp 1"}, record
     assert all(each["tokens_per_second"] > 0 and each["memory_bytes"] > 0 for each in done.values())
     best = min(done, key=lambda name: done[name]["seconds"])
-    assert lines[-1].startswith("torchrun --nproc-per-node 2 pretrain_gpt.py ") and f" {best} " in lines[-1]
+    assert lines[-1].startswith("torchrun --nproc-per-node 2 -m megalite train ") and f" {best} " in lines[-1]
     rows = [line for line in lines if line.startswith((DONE, OUT_OF_MEMORY))]
     assert [row.split("  ")[0] for row in rows] == [DONE, DONE, OUT_OF_MEMORY]
     assert best in rows[0] and "3 GiB more" in rows[2]
@@ -77,7 +79,7 @@ def test_the_best_of_three(tmp_path: Path) -> None:
         (("--warmup-iterations", "-1"), "'-1' is not a whole number"),
         (("--timeout", "nan"), "'nan' is not a number above 0"),
         (("--train-iters", "2"), "--train-iters 2 is less than --iterations 3"),
-        (("--json",), "--json is an option of tools/plan.py"),
+        (("--json",), "--json is an option of megalite plan"),
         (("--dry-run",), "--dry-run computes nothing"),
         (
             ("--calibrate",),

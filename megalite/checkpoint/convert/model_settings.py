@@ -87,7 +87,7 @@ _PRECISION = ("--params-dtype", "--bf16", "--fp16")
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold flags of pretrain_gpt.py for the model and its tokenizer."""
+    """Hold flags of megalite train for the model and its tokenizer."""
 
     flags: Sequence[str] = ()
 

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 
+from megalite.commands import command_name
 from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, split_weights
 from megalite.config.flags import flag_of
@@ -21,7 +22,7 @@ def corpus(config: Config, world_size: int | None) -> Iterator[Problem]:
     if not ways:
         yield Problem(
             (*CORPUS_FIELDS, "mock_data"),
-            "--data-path is missing: pass the prefix of a .bin/.idx pair of tools/preprocess_data.py, "
+            f"--data-path is missing: pass the prefix of a .bin/.idx pair of {command_name('preprocess')}, "
             "or --mock-data",
         )
     for one, other in itertools.pairwise(ways):
@@ -190,7 +191,7 @@ def dry_run_zero(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("dry_run", "zero_stage"),
             "--dry-run with --zero-stage 3, whose weights torch's FSDP gathers: pass --zero-stage 2 to see "
-            "the same rank with whole weights, or estimate it with tools/plan.py",
+            f"the same rank with whole weights, or estimate it with {command_name('plan')}",
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import megalite
+from megalite.commands import command_name
 from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.errors import UserError
@@ -26,7 +27,7 @@ _MAX_RANKS_PER_CORE = 8
 """A rank uses a third of a gigabyte without a model."""
 
 
-def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM) -> Iterator[str]:
+def autotune(arguments: Sequence[str], description: str, program: Sequence[str] = PROGRAM) -> Iterator[str]:
     """Yield the progress of the trials, then the table and the fastest layout's command.
 
     Raises:
@@ -36,7 +37,7 @@ def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM
     request = read_request(["--search", *rest])
     length = _length(own)
     if request.is_json:
-        raise UserError("--json is an option of tools/plan.py: remove it")
+        raise UserError(f"--json is an option of {command_name('plan')}: remove it")
     _check_costs(request)
     if request.config.dry_run.dry_run:
         raise UserError("--dry-run computes nothing that could be timed: remove it")
@@ -92,7 +93,9 @@ def _check_costs(request: Request) -> None:
         "--price-per-gpu-hour": request.costs.price,
     }
     if flags := [flag for flag, value in costs.items() if value is not None]:
-        raise UserError(f"{', '.join(flags)}: only tools/plan.py shows the costs of a run; remove this")
+        raise UserError(
+            f"{', '.join(flags)}: only {command_name('plan')} shows the costs of a run; remove this"
+        )
 
 
 def _check_machine(request: Request) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import megalite
 from megalite.config import CheckpointConfig, Config, LoggingConfig
 from megalite.config.yaml_writer import to_yaml
 from megalite.errors import UserError
@@ -77,7 +76,7 @@ class Results:
         self._trials = found
 
 
-PROGRAM = Path(megalite.__file__).parents[1] / "pretrain_gpt.py"
+PROGRAM = ("-m", "megalite", "train")
 DONE, OUT_OF_MEMORY, TIMED_OUT, FAILED = "done", "out of memory", "timed out", "failed"
 _MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|bad_alloc|MemoryError", re.IGNORECASE
@@ -120,7 +119,7 @@ class Length:
 
 
 def run_trial(
-    config: Config, world_size: int, folder: Path, length: Length, program: Path = PROGRAM
+    config: Config, world_size: int, folder: Path, length: Length, program: Sequence[str] = PROGRAM
 ) -> Trial:
     """Train a layout on this machine; config, metrics and logs stay in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +127,7 @@ def run_trial(
     metrics.unlink(missing_ok=True)
     file = folder / "config.yaml"
     file.write_text(to_yaml(trial_config(config, metrics, length)), encoding="utf-8")
-    outcome = run_program([str(program), "--config", str(file)], world_size, folder, length.timeout)
+    outcome = run_program([*program, "--config", str(file)], world_size, folder, length.timeout)
     measured = _measured(metrics, length)
     if outcome.is_good and measured is not None:
         return measured

@@ -1,4 +1,4 @@
-"""The command line of make_sbatch: plan the run, and write the batch script."""
+"""The command line of megalite launch: plan the run, and write the batch script."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
@@ -74,12 +75,16 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
     tokens += ["--world-size", str(own.nodes * gpus), *rest]
     request = read_request(tokens)
     if request.is_json:
-        raise UserError("--json is an option of tools/plan.py: remove it")
+        raise UserError(f"--json is an option of {command_name('plan')}: remove it")
     if any(token.partition("=")[0] == "--top" for token in rest):
-        raise UserError("--top is an option of tools/plan.py: remove it, the job uses the fastest layout")
+        raise UserError(
+            f"--top is an option of {command_name('plan')}: remove it, the job uses the fastest layout"
+        )
     config, _ = parse(request.training_tokens)
     if config.dry_run.dry_run:
-        raise UserError("--dry-run is one process, not a job: remove it, or run pretrain_gpt.py instead")
+        raise UserError(
+            f"--dry-run is one process, not a job: remove it, or run {command_name('train')} instead"
+        )
     if config.checkpoint.save is None:
         # The script sets a folder with the job's number; the plan only needs to know that there is one.
         request = read_request([*tokens, "--save", f"runs/{own.job_name}"])
@@ -120,7 +125,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser = ToolParser(planning_flags(), description=description)
     add = parser.add_argument
     add("--nodes", type=positive_int, required=True, help="number of nodes of the job")
-    add("--gpu", help="type of GPU, as for tools/plan.py")
+    add("--gpu", help="type of GPU, as for megalite plan")
     add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
     add(
         "--time",

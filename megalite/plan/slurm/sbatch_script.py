@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import Path
 
+from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.arguments import FlagTokens, split_tokens
 from megalite.config.fields import field_docs, fields_by_flag
@@ -82,7 +85,7 @@ _OWN_FLAGS = (
     "account",
     "exclude",
 )
-"""Options of sbatch that are flags of make_sbatch: plan and script depend on them."""
+"""Options of sbatch that are flags of megalite launch: plan and script depend on them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Slurm:
         """Check that every value fits in a #SBATCH line.
 
         Raises:
-            UserError: a value does not, or an option is unknown or a flag of make_sbatch.
+            UserError: a value does not, or an option is unknown or a flag of megalite launch.
         """
         values = [
             ("--job-name", self.name),
@@ -275,6 +278,8 @@ def batch_script(
     """
     values = {
         "title": title,
+        "launch": command_name("launch"),
+        "python": shlex.quote(_python()),
         "file": file,
         "options": "\n".join(_options(slurm, warn_seconds)),
         "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
@@ -285,6 +290,12 @@ def batch_script(
     }
     template = resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _python() -> str:
+    """Return the path of this Python; relative if it is in a virtual environment of the current folder."""
+    python, here = Path(sys.executable), Path.cwd()
+    return str(python.relative_to(here) if python.is_relative_to(here) else python)
 
 
 def _options(slurm: Slurm, warn_seconds: int) -> Iterator[str]:

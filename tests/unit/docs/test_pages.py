@@ -16,7 +16,7 @@ from megalite.plan.plan_request import read_request
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = [example for page in PAGES for example in examples_of(page)]
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 CODE_REFERENCE = re.compile(r"\[[^]]*\]\((\.\./[^)\s]+\.py)\)[^`\n]*((?:[:|] *|, | and )`[^\n]*)")

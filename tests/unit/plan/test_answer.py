@@ -141,7 +141,7 @@ def test_the_search_is_in_order_and_its_command_plans_alike() -> None:
     assert all(each["fits"] for each in layouts)
     times = [each["iteration_time_s"] for each in layouts]
     assert times == sorted(times)
-    words = layouts[0]["command"].split("pretrain_gpt.py ")[1]
+    words = layouts[0]["command"].split("megalite train ")[1]
     again = plan(f"--gpu a100-80 --world-size 16 {words}")
     assert again["iteration_time_s"] == pytest.approx(times[0])
     assert found["fitting"] > 5
@@ -196,7 +196,7 @@ def test_the_text_says_the_same() -> None:
     table = lines(f"{SMALL} --search --top 3 --tp 2 --pp 2")
     assert "layouts fit" in table
     assert "are rejected, for example: " in table
-    assert table.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
+    assert table.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node 8 -m megalite train")
 
 
 def test_another_program_s_run() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.cli import autotune as tool
 from megalite.config.command_line import parse
 from megalite.config.validate import problems_of
 from megalite.errors import UserError
@@ -16,7 +17,6 @@ from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import Length, trial_config
 from megalite.plan.layout_fields import with_layout
 from megalite.plan.plan_request import read_request, training_tokens
-from tools import autotune as tool
 
 LENGTH = Length(iterations=10, warmup=3, timeout=900.0)
 TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-batch-size 8 --mock-data"
@@ -25,7 +25,7 @@ TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-ba
 def examples() -> list[str]:
     assert tool.__doc__
     lines = tool.__doc__.replace("\\\n", " ").splitlines()
-    return [line.partition("autotune.py")[2] for line in lines if line.startswith("python tools/autotune.py")]
+    return [line.partition("autotune")[2] for line in lines if line.startswith("megalite autotune")]
 
 
 @pytest.mark.parametrize("example", examples())
@@ -42,7 +42,7 @@ def test_there_are_two_examples() -> None:
 
 @pytest.mark.parametrize("words", ["--train-tokens 1e9", "--watts 600", "--price-per-gpu-hour 2", "--json"])
 def test_what_the_table_does_not_show_is_refused(words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"{words.split()[0]}.*tools/plan\.py") as caught:
+    with pytest.raises(UserError, match=rf"{words.split()[0]}.*megalite plan") as caught:
         list(autotune([*TINY.split(), *words.split(), "--folder", str(tmp_path)], ""))
     assert "remove" in str(caught.value)
 

@@ -33,7 +33,7 @@ def _run(tmp_path: Path, source: str, length: Length = LENGTH) -> Trial:
     program.write_text(
         f"import os, sys\nrank, folder = int(os.environ['RANK']), {str(tmp_path / 'trial')!r}\n{source}"
     )
-    return run_trial(Config(), 2, tmp_path / "trial", length, program)
+    return run_trial(Config(), 2, tmp_path / "trial", length, [str(program)])
 
 
 def _writes(times_ms: list[float]) -> str:

@@ -168,7 +168,7 @@ def test_a_time_limit_that_is_too_short_is_met_with_one_that_is_not(tmp_path: Pa
 
 def test_flags_behind_the_scripts_name_replace_its_own(tmp_path: Path) -> None:
     script, _ = _job(tmp_path, *RUN, *LAYOUT)
-    words = re.search(r"pretrain_gpt.py (.*) &$", script, re.MULTILINE)
+    words = re.search(r"-m megalite train (.*) &$", script, re.MULTILINE)
     assert words
     before = _flags(script, "save=runs/x")
     array = f"flags=({shlex.join(before)})"
@@ -211,7 +211,7 @@ def test_a_file_is_not_lost(tmp_path: Path) -> None:
         (("--dry-run",), "--dry-run is one process"),
         (("--sbatch", "3=x"), "--sbatch 3=x is not an option"),
         (("--sbatch", "time=1"), "--sbatch time=1: the script depends on it; pass --time instead"),
-        (("--json",), "--json is an option of tools/plan.py"),
+        (("--json",), "--json is an option of megalite plan"),
     ],
 )
 def test_bad_input(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:

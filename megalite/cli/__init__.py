@@ -1,0 +1,1 @@
+"""The programs of megalite: one module for each command, with a `main` that takes its arguments."""

@@ -1,0 +1,130 @@
+"""Compute the loss and perplexity of text under a trained model.
+
+megalite evaluate --load runs/quickstart/checkpoints --split valid
+
+Model and tokenizer are those of the checkpoint's config; a checkpoint of any layout can be loaded. Under
+torchrun, layers are sharded over --tp ranks, and the text is distributed over the replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megalite.config.tool_parser import ToolParser, positive_int
+from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.generate.evaluate_text import (
+    EvaluationResult,
+    WindowOptions,
+    evaluate_corpus,
+    evaluate_split,
+    evaluate_texts,
+)
+from megalite.generate.trained_model import ModelFlags, TrainedModel, open_trained, start_ranks, tokenizer_of
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a line for each text, corpus or dataset."""
+    flags = _flags(arguments)
+    model_flags = ModelFlags.of(flags)
+    with start_ranks(model_flags, vars(flags)) as topology:
+        trained = open_trained(model_flags, topology)
+        for result in _results(flags, model_flags, trained, topology):
+            if topology.rank == 0:
+                print(_json(result, trained) if flags.json else _line(result), flush=True)
+
+
+def _flags(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ToolParser(description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text", nargs="+", help="files of UTF-8 text, each a document; - for standard input"
+    )
+    source.add_argument("--data-path", help="prefix of a .bin/.idx pair, which is read whole")
+    source.add_argument(
+        "--split", choices=("valid", "test"), help="a split of the run's own data, evaluated as in training"
+    )
+    windows = parser.add_argument_group("windows")
+    windows.add_argument("--seq-length", type=positive_int, help="tokens of a window (default the run's)")
+    windows.add_argument(
+        "--stride",
+        type=positive_int,
+        help="tokens from the start of one window to the next: below --seq-length tokens have more context "
+        "(default --seq-length)",
+    )
+    windows.add_argument(
+        "--micro-batch-size", type=positive_int, help="windows or samples per batch (default the run's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    ModelFlags.add_to(parser)
+    flags = parser.parse_args(arguments)
+    if flags.split and (flags.seq_length or flags.stride):
+        raise UserError("--split uses the run's own samples: drop --seq-length and --stride")
+    return flags
+
+
+def _results(
+    flags: argparse.Namespace, model_flags: ModelFlags, trained: TrainedModel, topology: Topology
+) -> Iterator[EvaluationResult]:
+    if flags.split:
+        yield from evaluate_split(
+            trained, flags.split, model_flags.parallel, flags.micro_batch_size, topology
+        )
+        return
+    config = trained.config
+    seq_length = flags.seq_length or config.model.seq_length
+    batch_size = flags.micro_batch_size or config.training.micro_batch_size
+    options = WindowOptions(seq_length, flags.stride or seq_length, batch_size)
+    if flags.text:
+        tokenizer = tokenizer_of(trained, model_flags, topology)
+        yield from evaluate_texts(trained, _texts(flags.text, topology), tokenizer, options, topology)
+        return
+    if (model_flags.tokenizer or config.data).resolved_tokenizer_type is not None:
+        tokenizer = tokenizer_of(trained, model_flags, topology)
+        with topology.agreed():
+            check_tokenizer([flags.data_path], tokenizer)
+    yield evaluate_corpus(trained, flags.data_path, options, topology)
+
+
+def _texts(paths: Sequence[str], topology: Topology) -> dict[str, str]:
+    """Read the files' texts on the first rank; all ranks return them, by name."""
+    read: list[dict[str, str]] = [{}]
+    with topology.agreed():
+        if topology.rank == 0:
+            read = [{path: _read(path) for path in paths}]
+    dist.broadcast_object_list(read, src=0)
+    return read[0]
+
+
+def _read(path: str) -> str:
+    try:
+        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise UserError(f"--text {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--text {path} is not UTF-8") from None
+
+
+def _line(result: EvaluationResult) -> str:
+    tokens = "" if result.num_tokens is None else f" | tokens: {result.num_tokens:,}"
+    bits = "" if result.bits_per_byte is None else f" | bits per byte: {result.bits_per_byte:.4f}"
+    return f"{result.name} | lm loss: {result.loss:.6E} | perplexity: {result.perplexity:.6E}{tokens}{bits}"
+
+
+def _json(result: EvaluationResult, trained: TrainedModel) -> str:
+    return json.dumps(
+        {
+            "iteration": trained.iteration,
+            "perplexity": result.perplexity,
+            **dataclasses.asdict(result),
+        },
+        ensure_ascii=False,
+    )

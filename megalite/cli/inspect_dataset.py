@@ -1,0 +1,108 @@
+"""Check indexed datasets, and show counts, lengths, tokens, one document as text, or a difference.
+
+megalite inspect-dataset PREFIX
+megalite inspect-dataset PREFIX --document 17 --tokenizer-model tokenizer.json
+megalite inspect-dataset --compare A B
+
+The exit status is 1 if a dataset is damaged, a token id is outside of the vocabulary, or two datasets differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megalite.config.tool_parser import ToolParser
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.inspect_dataset import (
+    DatasetSummary,
+    compare,
+    document_tokens,
+    find_problem,
+    histogram_lines,
+    summarize,
+)
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megalite.errors import UserError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser; the tokenizer's flags are those of megalite preprocess."""
+    parser = ToolParser(description=__doc__)
+    add = parser.add_argument
+    add("prefix", nargs="*", metavar="PREFIX", help="path of the dataset without .bin and .idx")
+    add("--compare", nargs=2, metavar=("A", "B"), help="show where two datasets differ")
+    add("--document", type=int, metavar="I", help="print document I, as text if a tokenizer is passed")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
+    add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="refuse token ids of N or more (default the tokenizer's size)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the requested report."""
+    flags = build_parser().parse_args(arguments)
+    if bool(flags.prefix) == bool(flags.compare) or (flags.document is not None and len(flags.prefix) != 1):
+        raise UserError("pass one or several PREFIXes, or --compare A B; --document needs exactly one PREFIX")
+    if flags.compare:
+        difference = compare(*map(IndexedDataset, flags.compare))
+        if difference:
+            raise UserError(difference)
+        print("the same documents")
+        return
+    tokenizer = _tokenizer(flags)
+    if flags.document is not None:
+        _print_document(IndexedDataset(flags.prefix[0]), flags.document, tokenizer)
+        return
+    vocab_size = tokenizer.vocab_size if tokenizer else flags.vocab_size
+    for prefix in flags.prefix:
+        _print_summary(IndexedDataset(prefix), vocab_size)
+
+
+def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
+    files = (flags.tokenizer_type, flags.tokenizer_model, flags.vocab_file, flags.merge_file)
+    if not any((*files, flags.tokenizer_name_or_path)):
+        return None
+    return build_tokenizer(
+        flags.tokenizer_type,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        name_or_path=flags.tokenizer_name_or_path,
+        vocab_size=flags.vocab_size,
+    )
+
+
+def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
+    for tokens in document_tokens(dataset, number):
+        ids = tokens.tolist()
+        print(tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)))
+
+
+def _print_summary(dataset: IndexedDataset, vocab_size: int | None) -> None:
+    summary = summarize(dataset)
+    print(_describe(dataset, summary))
+    print("\n".join(histogram_lines(summary.length_counts)))
+    if problem := find_problem(dataset, summary, vocab_size):
+        raise UserError(problem)
+
+
+def _describe(dataset: IndexedDataset, summary: DatasetSummary) -> str:
+    mean = summary.num_tokens / max(1, summary.num_sequences)
+    lines = (
+        f"{dataset.prefix}",
+        f"  documents  {summary.num_documents:,}",
+        f"  sequences  {summary.num_sequences:,}, {summary.num_empty:,} of them empty",
+        f"  tokens     {summary.num_tokens:,} of type {dataset.dtype.name}, "
+        f"ids {summary.min_token} to {summary.max_token}",
+        f"  lengths    {summary.min_length:,} to {summary.max_length:,} tokens, {mean:,.1f} on average",
+    )
+    return "\n".join(lines)

@@ -1,0 +1,21 @@
+"""Write a batch script for Slurm that trains in a planned layout and is requeued until the run is done.
+
+megalite launch --nodes 16 --gpu a100-80 --time 20:00:00 --preset gpt3-175b --tp 8 --pp 16 ...
+megalite launch --nodes 4 --gpu h100 --time 1-00:00:00 --config run.yaml --search
+
+It takes all flags of megalite train, and those of megalite plan that describe the cluster (--gpu-set,
+--node-gbps, --network-gbps, --train-tokens, --price-per-gpu-hour, --padded-vocab-size, --search). It prints
+the plan, refuses a layout that does not fit in memory, and warns of likely problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.plan.slurm.sbatch_request import write_job
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the script and print the plan."""
+    assert __doc__
+    print("\n".join(write_job(arguments, __doc__)))

@@ -1,0 +1,72 @@
+"""Write one HTML page about a run, or about several drawn over each other, that opens without a network.
+
+megalite report runs/quickstart
+megalite report runs/a runs/b --x tokens -o compare.html
+
+RUN is a run's folder or its metrics file (--metrics-file). Besides the metrics, the page shows the
+checkpoints, config, pipeline trace and logs in that folder. Without a metrics file, TensorBoard's files are
+read. It needs plotly: pip install megalite[report].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.config.tool_parser import ToolParser, local_path
+from megalite.errors import UserError
+from megalite.report.page import MAX_RUNS, page
+from megalite.report.panels import X_NAMES
+from megalite.report.run_folder import open_run
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page and print its path."""
+    parser = ToolParser(description=__doc__)
+    add = parser.add_argument
+    add("runs", type=local_path, nargs="+", metavar="RUN", help="folder or metrics file")
+    add(
+        "--output",
+        "-o",
+        type=local_path,
+        metavar="FILE",
+        help="the page; by default report.html in the run's folder, or in the current one for several runs",
+    )
+    add("--x", choices=tuple(X_NAMES), default="iteration", help="x axis of the curves")
+    add(
+        "--trace",
+        type=local_path,
+        metavar="FILE",
+        help="pipeline trace of the first run, instead of the one in its folder",
+    )
+    add(
+        "--log",
+        type=local_path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="further logs of the first run",
+    )
+    flags = parser.parse_args(arguments)
+    if len(flags.runs) > MAX_RUNS:
+        raise UserError(
+            f"{len(flags.runs)} runs: pass at most {MAX_RUNS}; more colours cannot be distinguished"
+        )
+    first = open_run(flags.runs[0], trace=flags.trace, logs=tuple(flags.log))
+    runs = [first, *map(open_run, flags.runs[1:])]
+    output = flags.output or _output(flags.runs)
+    if output.exists() and any(output.samefile(run.source) for run in runs):
+        raise UserError(f"--output {output} is the metrics file of a run: pass another file")
+    text = page(runs, flags.x)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror}): pass another file"
+        ) from None
+    print(output)
+
+
+def _output(runs: Sequence[Path]) -> Path:
+    folder = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
+    return folder / "report.html"

@@ -1,0 +1,40 @@
+"""Train a tokenizer on a corpus: byte-level BPE as a tokenizer.json, or a SentencePiece model.
+
+megalite train-tokenizer --input corpus/ --output tokenizer.json --vocab-size 50304
+megalite train-tokenizer --input *.jsonl.zst --type sentencepiece-unigram --output spm.model
+
+The same input and vocabulary size result in the same tokenizer, which encodes any text without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.config.tool_parser import ToolParser, local_path
+from megalite.data.tokenizers.train_tokenizer import TRAINERS, read_texts, write_tokenizer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train the tokenizer and write it."""
+    parser = ToolParser(description=__doc__)
+    add = parser.add_argument
+    inputs = "files, globs or folders, as for megalite preprocess"
+    add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
+    output = "the tokenizer.json or .model to write"
+    add("--output", type=local_path, required=True, metavar="FILE", help=output)
+    add("--type", choices=tuple(TRAINERS), default="bpe", help="type of the tokenizer (%(default)s)")
+    add(
+        "--vocab-size",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="number of tokens, special ones included (2048)",
+    )
+    add("--json-key", default="text", metavar="KEY", help="key of a document's text (text)")
+    add("--max-documents", type=int, metavar="N", help="train on the first N documents (all)")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer")
+    flags = parser.parse_args(arguments)
+
+    texts = read_texts(flags.input, flags.json_key, flags.max_documents)
+    write_tokenizer(flags.output, lambda: TRAINERS[flags.type](texts, flags.vocab_size), flags.overwrite)
+    print(f"wrote {flags.output}: {flags.vocab_size:,} tokens")

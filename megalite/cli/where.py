@@ -1,0 +1,57 @@
+"""Show the corpus, document, offset and text of each sample of an iteration.
+
+megalite where --iteration 1200 --config run.yaml
+
+It takes all flags of megalite train; pass those of the run. The number of ranks does not matter. With the
+run's --dp it also shows the data-parallel rank of each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.config.command_line import parse
+from megalite.config.tool_parser import ToolParser
+from megalite.data.provenance import SampleSpan
+from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
+from megalite.train.trace_sample import TracedSample, trace_iteration
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the samples; flags that the tool does not know belong to the config."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument("--iteration", type=int, required=True, help="number of the iteration in the log")
+    parser.add_argument(
+        "--chars", type=int, default=72, help="characters of text to show per piece (default 72)"
+    )
+    own, rest = parser.parse_known_args(arguments)
+    config, _ = parse(rest)
+    tokenizer = (
+        None
+        if config.data.resolved_tokenizer_type is None
+        else configured_tokenizer(config.data, config.model.vocab_size)
+    )
+    for sample in trace_iteration(config, own.iteration):
+        print(_heading(sample))
+        for span in sample.spans:
+            print(f"  {_position(span)}: {_text(span, tokenizer, own.chars)}")
+
+
+def _heading(sample: TracedSample) -> str:
+    rank = "" if sample.dp_rank is None else f" (dp rank {sample.dp_rank}, microbatch {sample.microbatch})"
+    return f"sample {sample.number}{rank}"
+
+
+def _position(span: SampleSpan) -> str:
+    sequence = "" if span.sequence == span.document else f" sequence {span.sequence}"
+    return (
+        f"{span.prefix} document {span.document}{sequence} "
+        f"tokens {span.offset} to {span.offset + len(span.tokens) - 1}"
+    )
+
+
+def _text(span: SampleSpan, tokenizer: Tokenizer | None, num_chars: int) -> str:
+    """Return the start of a piece on one line; its token ids if there is no tokenizer."""
+    ids = span.tokens[: num_chars + 1].tolist()  # a token usually has at least one character
+    text = repr(tokenizer.decode(ids))[1:-1] if tokenizer else " ".join(map(str, ids))
+    return text if len(text) <= num_chars else f"{text[:num_chars]}…"

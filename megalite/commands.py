@@ -1,0 +1,66 @@
+"""The commands of megalite, and how a user types them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Command:
+    """Describe a command. Its code is the module of the same name in `megalite.cli`.
+
+    Attributes:
+        script: the script that runs it from a checkout.
+        summary: one line for `megalite --help`.
+        is_rank: torchrun may start it, once for each rank.
+    """
+
+    script: str
+    summary: str
+    is_rank: bool = False
+
+
+COMMANDS = {
+    "train": Command("pretrain_gpt.py", "train a model; under torchrun, on many ranks", is_rank=True),
+    "preprocess": Command("tools/preprocess_data.py", "tokenize text files to a dataset"),
+    "plan": Command("tools/plan.py", "estimate memory, time and price of a run, and search its layout"),
+    "generate": Command("tools/generate.py", "continue prompts with a trained model", is_rank=True),
+    "evaluate": Command("tools/evaluate.py", "compute loss and perplexity of text", is_rank=True),
+    "convert": Command("tools/convert_checkpoint.py", "convert a checkpoint of Hugging Face or Megatron-LM"),
+    "inspect": Command("tools/inspect_checkpoint.py", "show, check or compare checkpoints"),
+    "verify": Command("tools/verify_layout.py", "verify that a config trains the same run in any layout"),
+    "report": Command("tools/report.py", "write an HTML page about runs"),
+    "launch": Command("tools/make_sbatch.py", "write a Slurm script for a planned run"),
+    "autotune": Command("tools/autotune.py", "measure the planner's best layouts on this machine"),
+    "train-tokenizer": Command("tools/train_tokenizer.py", "train a BPE or SentencePiece tokenizer"),
+    "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets"),
+    "merge-datasets": Command("tools/merge_datasets.py", "join datasets"),
+    "show-schedule": Command("tools/show_schedule.py", "draw a pipeline schedule"),
+    "where": Command("tools/where.py", "show the documents of the samples of an iteration"),
+}
+
+
+def command_name(name: str) -> str:
+    """Return a command as the user of this process types it: `megalite plan` or `tools/plan.py`."""
+    return COMMANDS[name].script if _started_by_script() else f"megalite {name}"
+
+
+def torchrun_arguments(name: str) -> str:
+    """Return what follows torchrun's own flags to run a command: `-m megalite train` or `pretrain_gpt.py`."""
+    return COMMANDS[name].script if _started_by_script() else f"-m megalite {name}"
+
+
+def with_command_names(text: str) -> str:
+    """Return a help text, written with `megalite NAME`, with the commands as the user types them."""
+    if not _started_by_script():
+        return text
+    names = "|".join(sorted(COMMANDS, key=len, reverse=True))  # `inspect-dataset` before `inspect`
+    text = re.sub(r"^megalite ", "python megalite ", text, flags=re.MULTILINE)  # an example
+    return re.sub(rf"(-m )?megalite ({names})\b", lambda found: COMMANDS[found[2]].script, text)
+
+
+def _started_by_script() -> bool:
+    return Path(sys.argv[0]).name in {Path(command.script).name for command in COMMANDS.values()}

@@ -1,0 +1,99 @@
+"""The site of the documentation: its menu, links between its pages, and the check of its links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.make.check_site import broken_links, main
+from docs.make.site import ROOT, modules, on_config, reference_page, with_site_links
+
+
+class _Config:
+    nav: Any = None
+
+
+def _pages(menu: Any) -> Iterator[str]:
+    if isinstance(menu, str):
+        yield menu
+    else:
+        for entry in menu.values() if isinstance(menu, dict) else menu:
+            yield from _pages(entry)
+
+
+def test_the_menu_has_every_page_once() -> None:
+    config = _Config()
+    on_config(config)
+    listed = list(_pages(config.nav))
+    docs = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert docs - {"README.md"} <= set(listed)
+    assert set(map(reference_page, modules().values())) <= set(listed)
+    assert len(listed) == len(set(listed))
+    assert listed[:3] == ["index.md", "quickstart.md", "install.md"]
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("docs/zero.md", "parallel.md#recomputation", "parallel.md#recomputation"),
+        ("docs/tour.md", "../megalite/model/layer.py", "reference/megalite/model/layer.md"),
+        (
+            "docs/tour.md",
+            "../megalite/train/callbacks/__init__.py",
+            "reference/megalite/train/callbacks/index.md",
+        ),
+        ("docs/tour.md", "../CONTRIBUTING.md#commits", "CONTRIBUTING.md#commits"),
+        ("docs/launch.md", "../scripts/azureml_job.yaml", "scripts/azureml_job.yaml"),
+        ("docs/decisions/cli.md", "../../benchmarks/RESULTS.md", "../benchmarks/RESULTS.md"),
+        ("benchmarks/RESULTS.md", "../docs/performance.md", "../performance.md"),
+        ("README.md", "docs/README.md", "pages.md"),
+        ("CONTRIBUTING.md", "README.md", "index.md"),
+        ("README.md", "https://example.org/a.md", "https://example.org/a.md"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(page: str, link: str, expected: str) -> None:
+    assert with_site_links(f"See [this]({link}), too.", ROOT / page) == f"See [this]({expected}), too."
+
+
+def _site(folder: Path, link: str) -> list[str]:
+    (folder / "part").mkdir()
+    (folder / "index.html").write_text(f'<h1 id="top">A</h1><a href="{link}">B</a>')
+    (folder / "part" / "page.html").write_text('<p id="here">C</p><img src="../picture.svg">')
+    (folder / "picture.svg").write_text("<svg/>")
+    return list(broken_links(folder))
+
+
+@pytest.mark.parametrize(
+    "link", ["part/page.html#here", "#top", "https://example.org", "part/page.html", "picture.svg"]
+)
+def test_links_that_lead_somewhere_pass(
+    tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _site(tmp_path, link) == []
+    main([str(tmp_path)])
+    assert capsys.readouterr().out == "2 pages, no broken link\n"
+
+
+@pytest.mark.parametrize("link", ["page.html", "part/page.html#there", "#here", "part", "picture.png"])
+def test_a_link_to_nothing_is_named(tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _site(tmp_path, link) == [f"index.html: {link}"]
+    with pytest.raises(SystemExit, match="1"):
+        main([str(tmp_path)])
+    assert f"broken link in index.html: {link}" in capsys.readouterr().out
+
+
+def test_the_site_of_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main([str(tmp_path)])
+
+
+def test_ruff_formats_the_signatures_as_it_formats_the_code() -> None:
+    pins = [
+        re.findall(r"ruff==[\d.]+", (ROOT / name).read_text())
+        for name in ("docs/requirements.txt", "pyproject.toml")
+    ]
+    assert pins[0] == pins[1] and len(pins[0]) == 1

@@ -1,0 +1,124 @@
+"""The program `megalite` and the scripts of a checkout: the same commands, each named as it was started."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megalite
+from megalite.commands import COMMANDS, command_name, torchrun_arguments, with_command_names
+from megalite.plan.plan_report import answer
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]}
+
+
+def _module(name: str) -> str:
+    return f"megalite.cli.{name.replace('-', '_')}"
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megalite", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def _help(name: str, program: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> str:
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(_module(name)).main(["--help"])
+    assert end.value.code in (None, 0)
+    return capsys.readouterr().out
+
+
+def test_every_script_and_module_is_a_command() -> None:
+    assert {command.script for command in COMMANDS.values()} == SCRIPTS - {"setup.py"}
+    modules = {path.stem for path in (ROOT / "megalite" / "cli").glob("*.py")} - {"__init__"}
+    assert {name.replace("-", "_") for name in COMMANDS} == modules
+
+
+def test_the_documentation_lists_the_commands() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = [f"| `megalite {name}` | `{each.script}` | {each.summary} |" for name, each in COMMANDS.items()]
+    assert "\n".join(["|---|---|---|", *rows, ""]) in page
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_script_only_runs_its_command(name: str) -> None:
+    tree = ast.parse((ROOT / COMMANDS[name].script).read_text())
+    imported = {(node.module, node.names[0].name) for node in tree.body if isinstance(node, ast.ImportFrom)}
+    runner = "run_rank" if COMMANDS[name].is_rank else "run_main"
+    assert imported == {(_module(name), "main"), ("megalite.config.entry_point", runner)}
+    assert isinstance(tree.body[-1], ast.If) and len(tree.body) == 5
+    assert f"{runner}(main, sys.argv[1:])" in ast.unparse(tree.body[-1])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_commands_as_they_were_started(name: str, capsys, monkeypatch) -> None:
+    text = _help(name, f"megalite {name}", capsys, monkeypatch)
+    assert text.startswith(f"usage: megalite {name} ")
+    assert "pretrain_gpt.py" not in text and "tools/" not in text
+    script = COMMANDS[name].script
+    text = _help(name, f"/somewhere/{script}", capsys, monkeypatch)
+    assert text.startswith(f"usage: {Path(script).name} ")
+    assert not [other for other in COMMANDS if f"megalite {other} " in text]
+
+
+def test_examples_in_a_help_text_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "megalite plan --tp 2\ntorchrun -m megalite train --tp 2\n\nSee megalite inspect-dataset."
+    monkeypatch.setattr(sys, "argv", ["tools/plan.py"])
+    assert with_command_names(text) == (
+        "python tools/plan.py --tp 2\ntorchrun pretrain_gpt.py --tp 2\n\nSee tools/inspect_dataset.py."
+    )
+    monkeypatch.setattr(sys, "argv", ["megalite plan"])
+    assert with_command_names(text) == text
+
+
+@pytest.mark.parametrize(
+    ("program", "plan", "train"),
+    [
+        ("/bin/pytest", "megalite plan", "-m megalite train"),
+        ("../tools/where.py", "tools/plan.py", "pretrain_gpt.py"),
+    ],
+)
+def test_messages_name_commands_as_this_process_was_started(
+    program: str, plan: str, train: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    assert (command_name("plan"), torchrun_arguments("train")) == (plan, train)
+    flags = "--preset gpt-tiny --gpu h100 --world-size 2 --global-batch-size 8 --vocab-size 256 --search"
+    assert f"torchrun --nproc-per-node 2 {train} --preset" in "\n".join(answer(flags.split()))
+
+
+def test_the_program_lists_its_commands_without_importing_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "megalite"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    for name, command in COMMANDS.items():
+        assert sum(line.split() == [name, *command.summary.split()] for line in done.stdout.splitlines()) == 1
+    assert "megalite.commands" in done.stderr
+    assert "torch" not in done.stderr and "megalite.config" not in done.stderr
+
+
+def test_the_version_is_the_package_s() -> None:
+    done = _run("--version")
+    assert (done.returncode, done.stdout) == (0, f"megalite {megalite.__version__}\n")
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    done = _run("evalate", "--load", "x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: unknown command evalate; nearest is evaluate (see megalite --help)\n"
+
+
+def test_a_command_runs_with_its_arguments() -> None:
+    done = _run("show-schedule", "--stages", "2", "--microbatches", "3")
+    assert done.returncode == 0 and "rank 0 |F0F1....B0==" in done.stdout
+    done = _run("show-schedule", "--chunks", "3")
+    assert done.returncode == 1 and done.stderr.startswith("error: --chunks 3")
