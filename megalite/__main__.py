@@ -44,11 +44,11 @@ def _help() -> Iterator[str]:
 
 def _reject(arguments: Sequence[str]) -> None:
     """Refuse an unknown command, by its nearest known one."""
-    from megalite.config.fields import nearest
+    from megalite.config.fields import nearest_hint
     from megalite.errors import UserError
 
     (name,) = arguments
-    raise UserError(f"unknown command {name}; nearest is {nearest(name, COMMANDS)} (see megalite --help)")
+    raise UserError(f"unknown command {name}{nearest_hint(name, COMMANDS)} (see megalite --help)")
 
 
 if __name__ == "__main__":
