@@ -59,6 +59,7 @@ def cases(sizes: argparse.Namespace, dtype: torch.dtype, device: torch.device) -
     yield "RMSNorm, residual", _rms_norm_with_residual(x, weight)
     if is_compiled("layer_norm", device.type):  # elsewhere PyTorch's own serves
         yield "LayerNorm", _layer_norm(x, weight, bias)
+        yield "sum + LayerNorm", _sum_and_layer_norm(x, residual, weight, bias, numbers)
     yield "rotary", _rotary(_random(s, b, h // d, d, **kind))
     yield "cross-entropy", _cross_entropy(_random(s * b, sizes.vocab_size, **kind))
 
@@ -152,6 +153,29 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Case:
         ),
         (2, 3),
     )
+
+
+def _sum_and_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, numbers: Tensor) -> Case:
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
+        total = kernels.ResidualSum(x, bias, residual, P, KEY, numbers)
+        return kernels.layer_norm_on(x.device.type).of_sum(total, weight, bias, EPSILON)
+
+    def eager(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
+        total = residual + F.dropout(x + bias, P)
+        return F.layer_norm(total, weight.shape, weight, bias, EPSILON), total
+
+    def forward(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
+        total = dropout_add.reference(x, bias, residual, *site)
+        return norm.layer_reference(total, weight, bias, EPSILON), total
+
+    def backward(
+        grad: Tensor, sum_grad: Tensor, x: Tensor, residual: Tensor, weight: Tensor, _: Tensor
+    ) -> object:
+        of_sum, _ = norm.layer_backward_reference(grad, residual, weight, EPSILON, sum_grad)
+        return dropout_add.backward_reference(of_sum, *site)
+
+    site = (numbers, P, kernels.philox.signed64(KEY), 0)
+    return Case((x, residual, weight, bias), ours, eager, (forward, backward), (4, 5))
 
 
 def _rotary(x: Tensor) -> Case:

@@ -124,12 +124,17 @@ def rows(model: ModelConfig, micro_batch_size: int, gpu: Gpu, flash2: bool = Fal
 def _memory_bound(model: ModelConfig, tokens: int, hidden: float) -> Iterator[tuple[str, int, float]]:
     """Yield name, calls in a step, and bytes of a call, each tensor read and written once per kernel."""
     layers, ffn = model.num_layers, model.ffn_size / model.hidden_size
-    yield "norm forward", 2 * layers + 1, 2 * hidden
+    yield "norm forward", layers + 1, 2 * hidden
+    yield "bias + residual + norm forward", layers, 4 * hidden
     yield "norm backward, adds the residual's gradient", 2 * layers + 1, 4 * hidden
-    yield "bias + residual forward", 2 * layers, 3 * hidden
+    yield "bias + residual forward", layers, 3 * hidden
     yield "bias + GELU forward", layers, 2 * ffn * hidden
     yield "GELU backward", layers, 3 * ffn * hidden
-    yield "gradients of biases", layers, (3 + 1 + ffn + 1) * hidden
+    yield (
+        "gradients of biases",
+        layers,
+        (3 + ffn + 1) * hidden,
+    )  # the projection's is summed in a norm's backward
     yield "gradients of q, k, v into one tensor", layers, 6 * hidden
     yield "embedding forward and backward", 1, 11 * hidden
     yield "cross-entropy forward", 1, 2.0 * tokens * model.padded_vocab_size(1)

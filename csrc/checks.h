@@ -59,6 +59,12 @@ inline void check_samples(
       op, ": sample_numbers must be int64 [b] on x's device");
 }
 
+inline void check_hidden(
+    const char* op, const torch::stable::Tensor& x, const torch::stable::Tensor& sample_numbers) {
+  STD_TORCH_CHECK(x.dim() == 3, op, ": x must be [n, b, h]");
+  check_samples(op, x, sample_numbers);
+}
+
 inline void check_residual(
     const char* op, const torch::stable::Tensor& x, const torch::stable::Tensor& residual) {
   bool fits = is_like(residual, x) && residual.dim() == x.dim();

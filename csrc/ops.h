@@ -30,6 +30,31 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> bias_dropout_add_backwa
     int64_t key,
     int64_t base);
 
+// Not on the CPU, where it is two operators.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> bias_dropout_add_norm(
+    const torch::stable::Tensor& x,
+    const std::optional<torch::stable::Tensor>& bias,
+    const torch::stable::Tensor& residual,
+    const torch::stable::Tensor& sample_numbers,
+    double p,
+    int64_t key,
+    int64_t base,
+    const torch::stable::Tensor& weight,
+    const std::optional<torch::stable::Tensor>& norm_bias,
+    double epsilon);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> bias_dropout_add_norm_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& sum_grad,
+    const torch::stable::Tensor& sum,
+    const torch::stable::Tensor& weight,
+    bool centres,
+    double epsilon,
+    const torch::stable::Tensor& sample_numbers,
+    double p,
+    int64_t key,
+    int64_t base);
+
 torch::stable::Tensor bias_gelu(
     const torch::stable::Tensor& x,
     const std::optional<torch::stable::Tensor>& bias);

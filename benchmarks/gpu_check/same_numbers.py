@@ -74,6 +74,12 @@ def operators(context: CheckContext) -> Iterator[Result]:
             lambda x, w, bias: kernels.layer_norm_on(x.device.type).with_residual(x, w, bias, 1e-5),
             [x, weight, bias],
         ),
+        "bias_dropout_add_norm": (
+            lambda x, bias, r, w, shift: kernels.layer_norm_on(x.device.type).of_sum(
+                kernels.ResidualSum(x, bias, r, 0.1, KEY, numbers.to(x.device)), w, shift, 1e-5
+            ),
+            [x, bias, residual, weight, random(h)],
+        ),
         "rotate": (
             lambda x: kernels.rotate(x, angles.cos().to(x.device), angles.sin().to(x.device)),
             [random(s, b, 4, 32)],

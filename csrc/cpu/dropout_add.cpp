@@ -18,17 +18,12 @@ struct Site {
   MEGALITE_INLINE uint64_t sample(int64_t row) const { return samples[row % num_samples]; }
 };
 
-void check(const Tensor& x, const Tensor& sample_numbers) {
-  STD_TORCH_CHECK(x.dim() == 3, "bias_dropout_add: x must be [n, b, h]");
-  check_samples("bias_dropout_add", x, sample_numbers);
-}
-
 }  // namespace
 
 Tensor bias_dropout_add(
     const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, const Tensor& sample_numbers,
     double p, int64_t key, int64_t base) {
-  check(x, sample_numbers);
+  check_hidden("bias_dropout_add", x, sample_numbers);
   const int64_t columns = x.size(2);
   check_residual("bias_dropout_add", x, residual);
   check_bias("bias_dropout_add", x, bias);
@@ -69,7 +64,7 @@ Tensor bias_dropout_add(
 
 std::tuple<Tensor, Tensor> bias_dropout_add_backward(
     const Tensor& grad, const Tensor& sample_numbers, double p, int64_t key, int64_t base) {
-  check(grad, sample_numbers);
+  check_hidden("bias_dropout_add", grad, sample_numbers);
   const auto upper = torch::stable::contiguous(grad);
   const int64_t columns = grad.size(2);
   auto out = torch::stable::new_empty(upper, upper.sizes());

@@ -12,6 +12,8 @@
 STABLE_TORCH_LIBRARY_IMPL(megalite, MEGALITE_DISPATCH_KEY, library) {
   library.impl("bias_dropout_add", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add));
   library.impl("bias_dropout_add_backward", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add_backward));
+  library.impl("bias_dropout_add_norm", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add_norm));
+  library.impl("bias_dropout_add_norm_backward", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add_norm_backward));
   library.impl("bias_gelu", TORCH_BOX(&megalite::cuda::ops::bias_gelu));
   library.impl("bias_gelu_backward", TORCH_BOX(&megalite::cuda::ops::bias_gelu_backward));
   library.impl("bias_swiglu", TORCH_BOX(&megalite::cuda::ops::bias_swiglu));

@@ -13,11 +13,6 @@ Tensor new_like(const Tensor& x, int64_t columns) {
   return torch::stable::new_empty(x, sizes);
 }
 
-void check_hidden(const Tensor& x, const Tensor& sample_numbers) {
-  STD_TORCH_CHECK(x.dim() == 3, "bias_dropout_add: x must be [n, b, h]");
-  check_samples("bias_dropout_add", x, sample_numbers);
-}
-
 }  // namespace
 
 Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
@@ -98,7 +93,7 @@ Tensor dropout(
 Tensor bias_dropout_add(
     const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, const Tensor& sample_numbers,
     double p, int64_t key, int64_t base) {
-  check_hidden(x, sample_numbers);
+  check_hidden("bias_dropout_add", x, sample_numbers);
   check_residual("bias_dropout_add", x, residual);
   check_bias("bias_dropout_add", x, bias);
   const Place place(x);
@@ -116,7 +111,7 @@ Tensor bias_dropout_add(
 
 std::tuple<Tensor, Tensor> bias_dropout_add_backward(
     const Tensor& grad, const Tensor& sample_numbers, double p, int64_t key, int64_t base) {
-  check_hidden(grad, sample_numbers);
+  check_hidden("bias_dropout_add", grad, sample_numbers);
   const Place place(grad);
   const auto upper = torch::stable::contiguous(grad), samples = torch::stable::contiguous(sample_numbers);
   const int64_t rows = rows_of(grad), columns = grad.size(2);

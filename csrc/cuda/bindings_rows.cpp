@@ -1,6 +1,8 @@
 // From tensors to pointers: softmax, cross-entropy, norms.
 #include "bindings.h"
 
+#include <algorithm>
+
 #include "../row_checks.h"
 
 namespace megalite::cuda::ops {
@@ -115,6 +117,55 @@ std::tuple<Tensor, Tensor> layer_norm_backward(
     const Tensor& grad, const Tensor& x, const Tensor& weight, double epsilon,
     const std::optional<Tensor>& residual_grad) {
   return norm_gradients(grad, x, weight, residual_grad, {true, epsilon});
+}
+
+std::tuple<Tensor, Tensor> bias_dropout_add_norm(
+    const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, const Tensor& sample_numbers,
+    double p, int64_t key, int64_t base, const Tensor& weight, const std::optional<Tensor>& norm_bias,
+    double epsilon) {
+  const char* op = "bias_dropout_add_norm";
+  check_hidden(op, x, sample_numbers);
+  check_residual(op, x, residual);
+  check_bias(op, x, bias);
+  check_norm(x, weight);
+  if (norm_bias) check_norm(x, *norm_bias);
+  const Place place(x);
+  const auto input = torch::stable::contiguous(x), before = torch::stable::contiguous(residual);
+  const auto samples = torch::stable::contiguous(sample_numbers), scale = torch::stable::contiguous(weight);
+  const auto added = dense(bias), shift = dense(norm_bias);
+  auto sum = torch::stable::new_empty(input, input.sizes()), out = torch::stable::new_empty(input, input.sizes());
+  cuda::bias_dropout_add_norm(
+      dtype_of(x), {norm_bias.has_value(), epsilon}, input.const_data_ptr(), data_of(added), before.const_data_ptr(),
+      scale.const_data_ptr(), data_of(shift), sum.mutable_data_ptr(), out.mutable_data_ptr(), rows_of(x), x.size(2),
+      {numbers_of(samples), x.size(1), base, x.size(2)}, mask_of(p, key), place.stream());
+  return {out, sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor> bias_dropout_add_norm_backward(
+    const Tensor& grad, const Tensor& sum_grad, const Tensor& sum, const Tensor& weight, bool centres, double epsilon,
+    const Tensor& sample_numbers, double p, int64_t key, int64_t base) {
+  const char* op = "bias_dropout_add_norm";
+  check_hidden(op, sum, sample_numbers);
+  check_norm(sum, weight);
+  check_gradient(op, grad, sum);
+  check_gradient(op, sum_grad, sum);
+  const Place place(sum);
+  const auto input = torch::stable::contiguous(sum), upper = torch::stable::contiguous(grad);
+  const auto beside = torch::stable::contiguous(sum_grad), scale = torch::stable::contiguous(weight);
+  const auto samples = torch::stable::contiguous(sample_numbers);
+  const int64_t rows = rows_of(sum), columns = sum.size(2), num_sums = (centres ? 3 : 2) * columns;
+  auto residual_grad = torch::stable::new_empty(input, input.sizes());
+  auto x_grad = p == 0.0 ? torch::stable::new_empty(input, {0}) : torch::stable::new_empty(input, input.sizes());
+  auto parameter_grads = torch::stable::new_empty(input, {num_sums});
+  const int64_t num_parts = num_norm_parts(rows) * num_sums;
+  const int64_t num_bias_parts = max_sum_parts(dtype_of(sum), rows, columns) * columns;
+  auto workspace = torch::stable::new_empty(input, {std::max(num_parts, num_bias_parts)}, computed_in(sum));
+  cuda::bias_dropout_add_norm_backward(
+      dtype_of(sum), {centres, epsilon}, upper.const_data_ptr(), beside.const_data_ptr(), input.const_data_ptr(),
+      scale.const_data_ptr(), residual_grad.mutable_data_ptr(), p == 0.0 ? nullptr : x_grad.mutable_data_ptr(),
+      parameter_grads.mutable_data_ptr(), workspace.mutable_data_ptr(), rows, columns,
+      {numbers_of(samples), sum.size(1), base, columns}, mask_of(p, key), place.stream());
+  return {residual_grad, x_grad, parameter_grads};
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {

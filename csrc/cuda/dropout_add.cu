@@ -1,5 +1,5 @@
 // Bias, dropout and residual add on a GPU; see megalite/kernels/dropout_add.py.
-#include "random.cuh"
+#include "dropout_add.cuh"
 #include "rows.cuh"
 
 namespace megalite::cuda {
@@ -17,9 +17,7 @@ struct Forward {
   const T *x, *bias, *residual;
   T* out;
   int64_t columns;
-  Places places;
-  Mask mask;
-  Rounds rounds;
+  DropMask mask;
 
   __device__ State begin(int64_t vector) const {
     State state;
@@ -33,20 +31,9 @@ struct Forward {
   }
 
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
-    uint32_t words[kWidth] = {};
-    auto scale = Wide<T>{1};
-    if (mask.threshold != 0) {  // else all are kept, as they are
-      const Position position = position_of(places, row);
-      words_at(words, position.index + vector * kWidth, position.sample, rounds);
-      scale = static_cast<Wide<T>>(mask.scale);
-    }
-    Wide<T> result[kWidth];
-    MEGALITE_UNROLL
-    for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> kept = (loaded.x[i] + state.bias[i]) * scale;
-      result[i] = loaded.residual[i] + (words[i] >= mask.threshold ? kept : Wide<T>{0});
-    }
-    store(out + row * columns + vector * kWidth, narrow_all<T>(result));
+    store(
+        out + row * columns + vector * kWidth,
+        residual_sum(loaded.x, state.bias, loaded.residual, mask, row, vector * kWidth));
   }
 };
 
@@ -61,9 +48,7 @@ struct Backward {
   const T* grad;
   T* x_grad;
   int64_t columns;
-  Places places;
-  Mask mask;
-  Rounds rounds;
+  DropMask mask;
 
   __device__ State begin(int64_t) const { return {}; }
 
@@ -72,19 +57,12 @@ struct Backward {
   }
 
   __device__ void apply(State& state, const Loaded& loaded, int64_t row, int64_t vector) const {
-    uint32_t words[kWidth] = {};
-    if (mask.threshold != 0) {
-      const Position position = position_of(places, row);
-      words_at(words, position.index + vector * kWidth, position.sample, rounds);
-    }
-    const auto scale = static_cast<Wide<T>>(mask.scale);
     Wide<T> result[kWidth];
     MEGALITE_UNROLL
-    for (int i = 0; i < kWidth; ++i) {
-      const Wide<T> kept = words[i] >= mask.threshold ? loaded[i] * scale : Wide<T>{0};
-      result[i] = kept;
-      state.sums[0][i] += kept;
-    }
+    for (int i = 0; i < kWidth; ++i) result[i] = loaded[i];
+    mask.apply(result, row, vector * kWidth);
+    MEGALITE_UNROLL
+    for (int i = 0; i < kWidth; ++i) state.sums[0][i] += result[i];
     store(x_grad + row * columns + vector * kWidth, narrow_all<T>(result));
   }
 };
@@ -100,7 +78,7 @@ void bias_dropout_add(
       constexpr int kWidth = decltype(width)::value;
       const Forward<T, kWidth> op{
           static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<const T*>(residual), static_cast<T*>(out),
-          columns, Places::of(site, rows), mask, Rounds::of(mask.key)};
+          columns, DropMask::of(site, mask, rows)};
       for_rows(op, rows, columns / kWidth, stream);
     });
   });
@@ -114,8 +92,7 @@ void bias_dropout_add_backward(
     dispatch_width<T>(fits_vectors(columns * sizeof(T), grad, x_grad), [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       const Backward<T, kWidth> op{
-          static_cast<const T*>(grad), static_cast<T*>(x_grad), columns, Places::of(site, rows), mask,
-          Rounds::of(mask.key)};
+          static_cast<const T*>(grad), static_cast<T*>(x_grad), columns, DropMask::of(site, mask, rows)};
       sum_rows<T, kWidth>(op, rows, columns, workspace, bias_grad, stream);
     });
   });

@@ -116,4 +116,17 @@ void norm_backward(
     Dtype dtype, Norm kind, const void* grad, const void* x, const void* weight, const void* residual_grad,
     void* x_grad, void* parameter_grads, void* workspace, int64_t rows, int64_t columns, cudaStream_t stream);
 
+// `sum`, which is bias_dropout_add, and its norm.
+void bias_dropout_add_norm(
+    Dtype dtype, Norm kind, const void* x, const void* bias, const void* residual, const void* weight,
+    const void* norm_bias, void* sum, void* out, int64_t rows, int64_t columns, Site site, Mask mask,
+    cudaStream_t stream);
+
+// The gradient of x's bias follows those of norm_backward in parameter_grads. A null x_grad is residual_grad, as nothing
+// is dropped. The workspace holds num_norm_parts of the parameters' gradients, or max_sum_parts of the bias'.
+void bias_dropout_add_norm_backward(
+    Dtype dtype, Norm kind, const void* grad, const void* sum_grad, const void* sum, const void* weight,
+    void* residual_grad, void* x_grad, void* parameter_grads, void* workspace, int64_t rows, int64_t columns,
+    Site site, Mask mask, cudaStream_t stream);
+
 }  // namespace megalite::cuda

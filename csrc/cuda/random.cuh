@@ -92,4 +92,27 @@ __device__ __forceinline__ Position position_of(const Places& places, int64_t ro
   return {static_cast<uint64_t>(site.base + outer * site.stride), static_cast<uint64_t>(sample)};
 }
 
+// The dropout of a tensor of rows.
+struct DropMask {
+  Places places;
+  Mask mask;
+  Rounds rounds;
+
+  static DropMask of(const Site& site, const Mask& mask, int64_t rows) {
+    return {Places::of(site, rows), mask, Rounds::of(mask.key)};
+  }
+
+  // Drops some of a row's neighbouring elements from `column` on, and scales the others.
+  template <int kCount, class W>
+  __device__ __forceinline__ void apply(W (&values)[kCount], int64_t row, int64_t column) const {
+    if (mask.threshold == 0) return;  // all are kept, as they are
+    const Position position = position_of(places, row);
+    const auto scale = static_cast<W>(mask.scale);
+    uint32_t words[kCount];
+    words_at(words, position.index + column, position.sample, rounds);
+    MEGALITE_UNROLL
+    for (int i = 0; i < kCount; ++i) values[i] = words[i] >= mask.threshold ? values[i] * scale : W{0};
+  }
+};
+
 }  // namespace megalite::cuda

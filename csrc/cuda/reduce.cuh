@@ -33,10 +33,11 @@ struct Larger {
   }
 };
 
-template <class W, class Combine>
+// Each kLanes neighbouring lanes get what their values combine to.
+template <int kLanes = kWarp, class W, class Combine>
 __device__ __forceinline__ W warp_reduce(W value, const Combine& combine) {
   MEGALITE_UNROLL
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
     value = combine(value, __shfl_xor_sync(kWholeWarp, value, distance));
   }
   return value;

@@ -10,7 +10,7 @@
 
 namespace megalite::cuda {
 
-constexpr int kMaxSpanThreads = 512;  // of a block
+constexpr int kMaxSpanThreads = 512, kMaxSpanWarps = kMaxSpanThreads / kWarp;  // of a block
 
 template <int kWidth>
 using Width = std::integral_constant<int, kWidth>;
@@ -38,6 +38,59 @@ __device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, c
     for (int i = 0; i < kInFlight; ++i) apply(loaded[i], vector + i * step);
   }
   for (; vector < vectors; vector += step) apply(load(vector), vector);
+}
+
+// A row of vectors that each pass reads again, kInFlight at a time.
+template <int kInFlight, class Load>
+struct StreamedRow {
+  int64_t vectors;
+  Load load;
+
+  // Calls apply(loaded, vector, slot) for each of the thread's vectors.
+  template <class Apply>
+  __device__ __forceinline__ void each(const Apply& apply) const {
+    for_vectors<kInFlight>(vectors, load, [&](const auto& loaded, int64_t vector) { apply(loaded, vector, 0); });
+  }
+};
+
+template <int kInFlight, class Load>
+__device__ __forceinline__ StreamedRow<kInFlight, Load> streamed_row(int64_t vectors, const Load& load) {
+  return {vectors, load};
+}
+
+// The vector in a thread's slot, if a row has so many.
+__device__ __forceinline__ int vector_of(int slot) { return static_cast<int>(threadIdx.x + slot * blockDim.x); }
+
+// A row of vectors that is read once. Each thread holds at most kSlots of them in registers, the same ones as of a
+// StreamedRow.
+template <int kSlots, class Loaded>
+struct HeldRow {
+  int vectors;
+  Loaded loaded[kSlots];
+
+  // As of a StreamedRow. The slot is a constant after unrolling, to index what else is in registers.
+  template <class Apply>
+  __device__ __forceinline__ void each(const Apply& apply) const {
+    MEGALITE_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const int vector = vector_of(slot);
+      if (vector < vectors) apply(loaded[slot], vector, slot);
+    }
+  }
+};
+
+// Reads all of the row before any is used. A slot beyond the row reads the last vector, without a condition: see
+// for_vectors.
+template <int kSlots, class Load>
+__device__ __forceinline__ auto held_row(int vectors, const Load& load) {
+  HeldRow<kSlots, decltype(load(0))> row;
+  row.vectors = vectors;
+  MEGALITE_UNROLL
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int vector = vector_of(slot);
+    row.loaded[slot] = load(vector < vectors ? vector : vectors - 1);
+  }
+  return row;
 }
 
 // Calls apply(loaded, at, width) once for each element of [0, count), by one of the block's threads, with
@@ -108,7 +161,7 @@ __device__ __forceinline__ void zero_span(T* to, int64_t count) {
 
 // The sums of the block's threads' values, for all of them.
 template <int kNum, class W>
-__device__ __forceinline__ void block_sums(W (&values)[kNum], W (&shared)[kMaxSpanThreads / kWarp][kNum]) {
+__device__ __forceinline__ void block_sums(W (&values)[kNum], W (&shared)[kMaxSpanWarps][kNum]) {
   const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
   MEGALITE_UNROLL
   for (int i = 0; i < kNum; ++i) values[i] = warp_reduce(values[i], Add{});
@@ -118,10 +171,11 @@ __device__ __forceinline__ void block_sums(W (&values)[kNum], W (&shared)[kMaxSp
     for (int i = 0; i < kNum; ++i) shared[warp][i] = values[i];
   }
   __syncthreads();
+  const int lane = threadIdx.x % kMaxSpanWarps;
   MEGALITE_UNROLL
   for (int i = 0; i < kNum; ++i) {
-    values[i] = shared[0][i];
-    for (int w = 1; w < num_warps; ++w) values[i] += shared[w][i];
+    const W of_warp = lane < num_warps ? shared[lane][i] : W{0};
+    values[i] = warp_reduce<kMaxSpanWarps>(of_warp, Add{});
   }
   __syncthreads();
 }

@@ -2,7 +2,7 @@
 
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
-from megalite.kernels.dropout_add import bias_dropout_add
+from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.gelu import bias_gelu
 from megalite.kernels.library import implementation
@@ -17,6 +17,7 @@ from megalite.kernels.weight_gradient import add_weight_gradient_
 __all__ = [
     "CausalSoftmax",
     "Drop",
+    "ResidualSum",
     "add_weight_gradient_",
     "bias_dropout_add",
     "bias_gelu",
@@ -47,7 +48,7 @@ _OPS = (
     "rms_norm",
     "rotate",
 )
-_CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
+_CUDA_OPS = ("bias_dropout_add_norm", "layer_norm")  # on a CPU two operators and PyTorch's own are used
 
 
 def describe(device_type: str = "cpu") -> str:

@@ -1,6 +1,6 @@
 """End a block of the transformer with one kernel: residual + dropout(x + bias)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,22 @@ torch.library.define(
 torch.library.define(
     _BACKWARD, "(Tensor grad, Tensor sample_numbers, float p, int key, int base) -> (Tensor, Tensor)"
 )
+
+
+class ResidualSum(NamedTuple):
+    """Hold the operands of `bias_dropout_add`, for a norm whose kernel computes the sum too."""
+
+    x: Tensor
+    bias: Tensor | None
+    residual: Tensor
+    p: float
+    key: int
+    sample_numbers: Tensor
+    base: int = 0
+
+    def compute(self) -> Tensor:
+        """Return the sum."""
+        return bias_dropout_add(*self[:-1], base=self.base)
 
 
 def bias_dropout_add(
@@ -48,6 +64,17 @@ def bias_dropout_add(
     Raises:
         ValueError: `p` or `base` out of range, or sample numbers that do not fit dim 1 of `x`.
     """
+    check_sum(x, p, sample_numbers, base)
+    if p == 0.0 and bias is None:
+        return residual + x
+    result: Tensor = torch.ops.megalite.bias_dropout_add(
+        x, bias, residual, sample_numbers, p, signed64(key), base
+    )
+    return result
+
+
+def check_sum(x: Tensor, p: float, sample_numbers: Tensor, base: int) -> None:
+    """Raise ValueError for arguments of `bias_dropout_add` that it cannot use."""
     if not 0.0 <= p < 1.0 or base < 0:
         raise ValueError(f"bias_dropout_add needs 0 <= p < 1 and base >= 0: got {p} and {base}")
     if x.dim() != 3 or sample_numbers.shape != x.shape[1:2] or sample_numbers.dtype != torch.int64:
@@ -55,12 +82,6 @@ def bias_dropout_add(
             f"bias_dropout_add needs x [n, b, h] and int64 sample_numbers [b]: got {tuple(x.shape)} and "
             f"{sample_numbers.dtype} {tuple(sample_numbers.shape)}"
         )
-    if p == 0.0 and bias is None:
-        return residual + x
-    result: Tensor = torch.ops.megalite.bias_dropout_add(
-        x, bias, residual, sample_numbers, p, signed64(key), base
-    )
-    return result
 
 
 def reference(

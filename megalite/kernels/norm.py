@@ -1,10 +1,10 @@
 """Compute LayerNorm and RMSNorm over the last dim, with one kernel in each direction.
 
 On a CPU LayerNorm is PyTorch's own: ours took 0.7 to 1.1 times as long in fp32 and bf16, and twice as long in
-fp16. The forward's residual is added by `bias_dropout_add` and not here: one kernel for both would save the
-norm one read of its input, at most 4 to 8% of the two together (1024 tokens of 768 and of 4096 features, fp32
-and bf16, one thread of a busy Zen 4). The backward's is added here, which saves autograd a kernel over three
-tensors.
+fp16. The forward's residual is added by `bias_dropout_add`: one kernel for both would save a CPU at most 4 to
+8% of the two together (1024 tokens of 768 and of 4096 features, fp32 and bf16, one thread of a busy Zen 4).
+`bias_dropout_add_norm` is that kernel on a GPU. The backward's is added here, which saves autograd a kernel
+over three tensors.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, implementation
+from megalite.kernels.add_norm import bias_dropout_add_norm
+from megalite.kernels.dropout_add import ResidualSum
+from megalite.kernels.library import NAMESPACE, is_compiled
 
 _RMS, _LAYER = f"{NAMESPACE}::rms_norm", f"{NAMESPACE}::layer_norm"
 
@@ -73,33 +75,51 @@ def layer_norm_with_residual(
 
 
 class NormFunctions(NamedTuple):
-    """Hold one norm for one kind of device, with and without the residual; both have the same arguments."""
+    """Hold the forms of one norm for one kind of device.
+
+    Attributes:
+        alone: maps x and the norm's parameters to norm(x).
+        with_residual: maps the same to norm(x) and x.
+        of_sum: maps a `ResidualSum` and the parameters to the norm of the sum, and the sum.
+    """
 
     alone: Callable[..., Tensor]
     with_residual: Callable[..., tuple[Tensor, Tensor]]
+    of_sum: Callable[..., tuple[Tensor, Tensor]]
 
 
 def rms_norm_on(device_type: str) -> NormFunctions:
     """Return `rms_norm` if it is compiled, else PyTorch's own, which is faster than the reference."""
-    if _is_compiled("rms_norm", device_type):
-        return NormFunctions(rms_norm, rms_norm_with_residual)
-    return _and_input(_torch_rms_norm)
+    if not is_compiled("rms_norm", device_type):
+        return _and_input(_torch_rms_norm)
+    adds = is_compiled("bias_dropout_add_norm", device_type)
+    of_sum = _rms_norm_of_sum if adds else _after_sum(rms_norm_with_residual)
+    return NormFunctions(rms_norm, rms_norm_with_residual, of_sum)
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
     """Return `layer_norm` if it is compiled, which is only on a GPU: on a CPU PyTorch's own is as fast."""
-    if _is_compiled("layer_norm", device_type):
-        return NormFunctions(layer_norm, layer_norm_with_residual)
+    if is_compiled("layer_norm", device_type):
+        return NormFunctions(layer_norm, layer_norm_with_residual, bias_dropout_add_norm)
     return _and_input(_torch_layer_norm)
 
 
 def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
     """Return a norm for whose input autograd adds the gradients."""
-    return NormFunctions(norm, lambda x, *rest: (norm(x, *rest), x))
+
+    def with_residual(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return norm(x, *rest), x
+
+    return NormFunctions(norm, with_residual, _after_sum(with_residual))
 
 
-def _is_compiled(op: str, device_type: str) -> bool:
-    return implementation(op, device_type).startswith("compiled")
+def _after_sum(with_residual: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a norm of a sum that another operator computes."""
+    return lambda total, *rest: with_residual(total.compute(), *rest)
+
+
+def _rms_norm_of_sum(total: ResidualSum, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return bias_dropout_add_norm(total, weight, None, epsilon)
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -43,9 +43,11 @@ class TransformerLayer(nn.Module):
         # x = x + dropout(attention(norm(x)) + bias)
         normed, x = self.attention_norm(x)
         y = self.attention(normed, sample_numbers, positions)
-        x = self.attention_output_dropout.add_to(x, y, self.attention.projection.bias, sample_numbers)
+        total = self.attention_output_dropout.sum_for_norm(
+            x, y, self.attention.projection.bias, sample_numbers
+        )
 
         # x = x + dropout(mlp(norm(x)) + bias)
-        normed, x = self.mlp_norm(x)
+        normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
         y = self.mlp(normed)
         return self.mlp_output_dropout.add_to(x, y, self.mlp.down.bias, sample_numbers)

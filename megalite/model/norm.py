@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.kernels import layer_norm_on, rms_norm_on
+from megalite.kernels import ResidualSum, layer_norm_on, rms_norm_on
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 
@@ -18,7 +18,7 @@ class LayerNorm(nn.Module):
     Args:
         with_residual: forward returns ``(norm(x), x)``. A residual connection that uses this x has its
             gradient added to the norm's by the norm's backward kernel; autograd would add them in a kernel
-            of its own.
+            of its own. x may also be a sum that is not yet computed.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, with_residual: bool = False) -> None:
@@ -29,10 +29,12 @@ class LayerNorm(nn.Module):
         self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), context)  # [h]
         functions = layer_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
+        self.normalize_sum = functions.of_sum
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
-        return self.normalize(x, self.weight, self.bias, self.epsilon)
+        normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
+        return normalize(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -49,10 +51,12 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(weight, context)  # [h]
         functions = rms_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
+        self.normalize_sum = functions.of_sum
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
-        return self.normalize(x, self.weight, self.epsilon)
+        normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
+        return normalize(x, self.weight, self.epsilon)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config import RecomputeConfig
 from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.topology import Axis
+from megalite.kernels import ResidualSum
 from megalite.model.gpt_stage import GPTStage
 from megalite.model.layer import TransformerLayer
 from megalite.model.positions import PositionInfo
@@ -186,7 +187,9 @@ def recompute_output(
     produce, consume = getattr(producer, method), consumer.forward
     current: list[_Region] = []  # the producer's, from its call to the consumer's
 
-    def produce_dropped(x: Tensor) -> Any:
+    def produce_dropped(x: Tensor | ResidualSum) -> Any:
+        if isinstance(x, ResidualSum):
+            x = x.compute()  # the region keeps the sum, not its operands
         if torch.compiler.is_compiling():
             return _traced(produce, x)
         current[:] = [_Region(produce, (x,), keep_whole)]

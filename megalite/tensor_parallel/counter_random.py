@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed.topology import Topology
-from megalite.kernels import Drop, bias_dropout_add, dropout, fill_normal_, site_key
+from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, axis_of, spec_of
 
@@ -85,6 +85,18 @@ class Dropout(nn.Module):
         if torch.compiler.is_compiling():
             return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, sample_numbers, base=base)
         return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)
+
+    def sum_for_norm(
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor
+    ) -> Tensor | ResidualSum:
+        """Return the operands of `add_to`, for a norm that computes the sum too.
+
+        In a graph of torch.compile the sum is an operator of its own, and is returned computed.
+        """
+        if torch.compiler.is_compiling():
+            return self.add_to(residual, x, bias, sample_numbers)
+        p, base = self.p if self.training else 0.0, self._first_element(x)
+        return ResidualSum(x, bias, residual, p, self.key, sample_numbers, base)
 
     def of_weights(self, sample_numbers: Tensor, first_element: int) -> Drop:
         """Return the settings with which an attention kernel drops its weights itself.

@@ -40,8 +40,10 @@ def registered(path: Path) -> set[str]:
 
 def test_both_libraries_have_the_same_operators() -> None:
     on_cpu = registered(ROOT / "csrc" / "library.cpp")
-    pytorch_is_as_fast = {"layer_norm", "layer_norm_backward"}
-    assert registered(CUDA / "bindings.cpp") - on_cpu == pytorch_is_as_fast
+    others_are_as_fast = {
+        f"{op}{end}" for op in ("layer_norm", "bias_dropout_add_norm") for end in ("", "_backward")
+    }
+    assert registered(CUDA / "bindings.cpp") - on_cpu == others_are_as_fast
     assert on_cpu <= registered(CUDA / "bindings.cpp")
 
 
@@ -150,3 +152,14 @@ def test_a_thread_has_several_wide_reads_in_flight(tmp_path: Path) -> None:
     (forward,) = [kernel for kernel in kernels if re.match(r"\S*row_kernel\S*BFloat16ELi8", kernel)]
     steps = re.findall(r"ld\.global\.v4|ex2\.approx|st\.global\.v4", forward)
     assert ["ld.global.v4"] * 4 + ["ex2.approx"] in [steps[i : i + 5] for i in range(len(steps))]
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("name", ["norm", "add_norm"])
+def test_rows_in_registers_are_not_spilled(name: str, tmp_path: Path) -> None:
+    flags = ["-std=c++17", "-arch=sm_90a", "-cubin", "--fmad=false", "-Xptxas=-v"]
+    command = ["nvcc", *flags, str(CUDA / f"{name}.cu"), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    spilled = [int(num_bytes) for num_bytes in re.findall(r"(\d+) bytes spill stores", report)]
+    assert spilled and max(spilled) <= 16
