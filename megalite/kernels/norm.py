@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE, implementation
+from megalite.kernels.library import NAMESPACE, is_eager, register
 
 _RMS, _LAYER = f"{NAMESPACE}::rms_norm", f"{NAMESPACE}::layer_norm"
 
@@ -80,26 +80,22 @@ class NormFunctions(NamedTuple):
 
 
 def rms_norm_on(device_type: str) -> NormFunctions:
-    """Return `rms_norm` if it is compiled, else PyTorch's own, which is faster than the reference."""
-    if _is_compiled("rms_norm", device_type):
-        return NormFunctions(rms_norm, rms_norm_with_residual)
-    return _and_input(_torch_rms_norm)
+    """Return `rms_norm`, or where it would run eagerly PyTorch's own, which is faster than the reference."""
+    if is_eager("rms_norm", device_type):
+        return _and_input(_torch_rms_norm)
+    return NormFunctions(rms_norm, rms_norm_with_residual)
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
-    """Return `layer_norm` if it is compiled, which is only on a GPU: on a CPU PyTorch's own is as fast."""
-    if _is_compiled("layer_norm", device_type):
-        return NormFunctions(layer_norm, layer_norm_with_residual)
-    return _and_input(_torch_layer_norm)
+    """Return `layer_norm` on a GPU; on a CPU, where PyTorch's own is as fast, there is no kernel of ours."""
+    if is_eager("layer_norm", device_type):
+        return _and_input(_torch_layer_norm)
+    return NormFunctions(layer_norm, layer_norm_with_residual)
 
 
 def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
     """Return a norm for whose input autograd adds the gradients."""
     return NormFunctions(norm, lambda x, *rest: (norm(x, *rest), x))
-
-
-def _is_compiled(op: str, device_type: str) -> bool:
-    return implementation(op, device_type).startswith("compiled")
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -156,10 +152,10 @@ def _summed(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-torch.library.impl(_RMS, "default", rms_reference)  # on every device without a compiled kernel
-torch.library.impl(_LAYER, "default", layer_reference)
-torch.library.impl(f"{_RMS}_backward", "default", rms_backward_reference)
-torch.library.impl(f"{_LAYER}_backward", "default", layer_backward_reference)
+register(_RMS, rms_reference)
+register(_LAYER, layer_reference)
+register(f"{_RMS}_backward", rms_backward_reference)
+register(f"{_LAYER}_backward", layer_backward_reference)
 
 
 @torch.library.register_fake(_RMS)
