@@ -10,7 +10,7 @@ from tests.unit.kernels.posing import ROOT
 
 TESTS = {
     "flash_attention": "test",
-    "dropout": "equals and 127 and (torch.float64 or torch.float16)",
+    "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
     "dropout_add": "equals and not bfloat16 and (127 or 4097-0) or lie_apart",
     "softmax": "float64-op or whole_weights or large or not_a_number",
 }
