@@ -2,7 +2,7 @@
 
 Four libraries: `megalite.data._index_builder` and `megalite.data._json_reader` on pybind11, without which
 nothing trains and no corpus is read, and `megalite.kernels._C` and, where torch has CUDA,
-`megalite.kernels._CUDA` on torch's stable ABI, whose place plain PyTorch takes where they cannot be built.
+`megalite.kernels._CUDA` on torch's stable ABI, which PyTorch replaces where they cannot be built.
 """
 
 import importlib.metadata
@@ -68,7 +68,7 @@ def kernels() -> list[Extension]:
         toolkit = runpy.run_path("scripts/cuda_toolkit.py")["find_toolkit"](version)
     except LookupError as problem:
         logging.warning(
-            f"megalite.kernels._CUDA is left out, as {problem}: plain PyTorch serves on GPUs. "
+            f"megalite.kernels._CUDA is left out, as {problem}: torch.compile and Triton replace it. "
             "To build it: set CUDA_HOME to such a toolkit, and install megalite again."
         )
         return [cpu]

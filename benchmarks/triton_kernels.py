@@ -53,7 +53,7 @@ class Resources(NamedTuple):
 
 
 @contextmanager
-def _only_compiled(capability: int) -> Iterator[dict[str, Any]]:
+def only_compiled(capability: int) -> Iterator[dict[str, Any]]:
     """Compile kernels for this compute capability where they would be launched; yield them by name."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -91,11 +91,16 @@ def compile_attention(
     starts = torch.zeros(2, seq_length, dtype=torch.int64) if "documents" in options else None
     site = (torch.arange(2), key_tensor(1 << 63)) if "dropout" in options else (None, None)
     rest = slopes, starts, *site, head_dim**-0.5, 0.1 if "dropout" in options else 0.0, 0
-    with _only_compiled(capability) as kernels:
+    with only_compiled(capability) as kernels:
         out, log_sums = launch(q, k, v, *rest)
         launch_backward(grad, q, k, v, out, log_sums, *rest)
     compiled = (kernels[f"{name}_kernel"] for name in NAMES)
-    return [Resources(*_registers_and_stack(each.asm["cubin"]), each.metadata.shared) for each in compiled]
+    return [resources(each) for each in compiled]
+
+
+def resources(kernel: Any) -> Resources:
+    """Return what a program of a compiled kernel takes."""
+    return Resources(*_registers_and_stack(kernel.asm["cubin"]), kernel.metadata.shared)
 
 
 def _registers_and_stack(binary: bytes) -> tuple[int, int]:

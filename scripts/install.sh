@@ -46,9 +46,9 @@ if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda
   if [ "${cuda%%.*}" -ge 13 ]; then # before CUDA 13 the packages hold no nvcc
     say "Installing the CUDA compiler from Python packages: $missing"
     .venv/bin/python -m pip install --quiet nvidia-cuda-{nvcc,crt,runtime}=="$cuda.*" nvidia-nvvm=="$cuda.*" ||
-      echo "warning: no CUDA compiler: plain PyTorch replaces the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
+      echo "warning: no CUDA compiler: torch.compile and Triton replace the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
   else
-    echo "warning: $missing: plain PyTorch replaces the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
+    echo "warning: $missing: torch.compile and Triton replace the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
   fi
 fi
 say "Building and installing megalite with extras: $extras"

@@ -80,4 +80,9 @@ STAGES = (
             Check("racecheck", "faults.racecheck", 150.0),
         ),
     ),
+    Stage(
+        7,
+        "operators without nvcc",
+        (BUILD, Check("operator tests without nvcc", "installation.run_time_tests", 540.0)),
+    ),
 )

@@ -5,7 +5,7 @@ from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.gelu import bias_gelu
-from megalite.kernels.library import implementation
+from megalite.kernels.library import implementation, is_compiled
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
 from megalite.kernels.normal import fill_normal_
 from megalite.kernels.philox import site_key
@@ -48,12 +48,14 @@ _OPS = (
     "rms_norm",
     "rotate",
 )
-_CUDA_OPS = ("bias_dropout_add_norm", "layer_norm")  # on a CPU two operators and PyTorch's own are used
+_CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
+_LIBRARY_OPS = ("bias_dropout_add_norm",)  # without a compiled kernel two operators run instead
 
 
 def describe(device_type: str = "cpu") -> str:
     """Return one line for the log that names what each operator runs on."""
     names: dict[str, list[str]] = {}
-    for op in (*_OPS, *(_CUDA_OPS if device_type == "cuda" else ())):
+    of_library = (op for op in _LIBRARY_OPS if is_compiled(op, device_type))
+    for op in (*_OPS, *(_CUDA_OPS if device_type == "cuda" else ()), *of_library):
         names.setdefault(implementation(op, device_type), []).append(op)
     return "; ".join(f"{', '.join(ops)}: {serving}" for serving, ops in names.items())

@@ -7,7 +7,7 @@ by their gradient. What ranks exchange in between is in `megalite.tensor_paralle
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, register
 
 _STATISTICS = f"{NAMESPACE}::cross_entropy_statistics"
 _GRADIENT = f"{NAMESPACE}::cross_entropy_gradient_"
@@ -60,19 +60,8 @@ def cross_entropy_gradient_(
 @torch.no_grad()
 def statistics_reference(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
     """Implement the forward in plain PyTorch."""
-    rows = len(logits)
-    out = logits.new_zeros(3, rows, dtype=torch.promote_types(logits.dtype, torch.float32))
-    out[0] = -torch.inf
-    if num_real == 0:
-        return out
-    for piece in _pieces(logits):
-        real = logits[piece, :num_real].to(out.dtype)
-        largest = out[0, piece] = real.amax(-1)
-        column, is_mine = _columns(targets[piece], start, num_real)
-        out[2, piece] = real.gather(-1, column).squeeze(-1).where(is_mine, 0.0)
-        base = largest.where(largest != -torch.inf, 0.0)
-        out[1, piece] = (real - base[:, None]).exp_().sum(-1)
-    return out
+    pieces = (_statistics(logits[piece], targets[piece], start, num_real) for piece in _pieces(logits))
+    return torch.cat(list(pieces), dim=1)
 
 
 @torch.no_grad()
@@ -81,32 +70,47 @@ def gradient_reference(
 ) -> None:
     """Implement the backward in plain PyTorch."""
     for piece in _pieces(logits):
-        largest, total = statistics[:, piece]
-        real = logits[piece, :num_real].to(statistics.dtype).sub_(largest[:, None]).exp_()
-        real.mul_((grad[piece] / total)[:, None])
-        if num_real:
-            column, is_mine = _columns(targets[piece], start, num_real)
-            real.scatter_add_(-1, column, grad[piece].neg().where(is_mine, 0.0)[:, None])
-        logits[piece, :num_real] = real.to(logits.dtype)
-    logits[:, num_real:] = 0.0
+        _replace_by_gradient(
+            logits[piece], targets[piece], statistics[:, piece], grad[piece], start, num_real
+        )
 
 
 def _pieces(logits: Tensor) -> list[slice]:
     rows, columns = logits.shape
     size = _PIECE if logits.device.type == "cpu" else _PIECE_OF_GPU
     step = max(1, size // max(1, columns))
-    return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+    return [slice(begin, min(begin + step, rows)) for begin in range(0, max(1, rows), step)]
 
 
-def _columns(targets: Tensor, start: int, num_real: int) -> tuple[Tensor, Tensor]:
-    """Return the targets' columns ``[rows, 1]``, 0 for missing ones, and which targets have one."""
+def _statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if num_real == 0:
+        zeros = logits.new_zeros(len(logits), dtype=dtype)
+        return torch.stack((zeros - torch.inf, zeros, zeros))
+    real = logits[:, :num_real]
+    largest = real.amax(-1).to(dtype)
+    base = largest.where(largest != -torch.inf, 0.0)
+    total = real.to(dtype).sub(base[:, None]).exp_().sum(-1)
     column = targets - start
     is_mine = (column >= 0) & (column < num_real)
-    return column.where(is_mine, 0)[:, None], is_mine
+    target_logit = real.gather(-1, column.where(is_mine, 0)[:, None]).squeeze(-1).to(dtype)
+    return torch.stack((largest, total, target_logit.where(is_mine, 0.0)))
 
 
-torch.library.impl(_STATISTICS, "default", statistics_reference)  # unless a kernel is compiled
-torch.library.impl(_GRADIENT, "default", gradient_reference)
+def _replace_by_gradient(
+    logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
+) -> None:
+    largest, total = statistics
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    # A compiler computes each element from its column: to add at the targets' it would need a copy.
+    is_target = columns == (targets - start)[:, None]
+    result = logits.to(statistics.dtype).sub(largest[:, None]).exp_().mul_((grad / total)[:, None])
+    result -= grad[:, None].where(is_target, 0.0)
+    logits.copy_(result.where(columns < num_real, 0.0))
+
+
+register(_STATISTICS, statistics_reference, compiled=_statistics)
+register(_GRADIENT, gradient_reference, compiled=_replace_by_gradient)
 
 
 @torch.library.register_fake(_STATISTICS)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, register
 from megalite.kernels.philox import random_words, signed64
 
 _OP = f"{NAMESPACE}::dropout"
 _PIECE = 1 << 20  # elements the reference computes at a time: bounds its int64 temporaries
+_MAX_ROWS, _COLUMNS = 32, 128  # of a block of the Triton kernel
 
 torch.library.define(
     _OP, "(Tensor x, Tensor sample_numbers, float p, int key, int base, int stride) -> Tensor"
@@ -66,7 +67,7 @@ def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, 
     outer, num_samples = x.shape[:2]
     rest = math.prod(x.shape[2:])
     flat = x.reshape(outer, num_samples, rest)
-    threshold = min(round(p * 2**32), 2**32 - 1)
+    threshold = keep_threshold(p)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = 1.0 / (1.0 - p)  # torch rounds it to the dtype of the product
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
@@ -80,7 +81,59 @@ def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, 
     return out.view(x.shape)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
+def keep_threshold(p: float) -> int:
+    """Return the smallest 32-bit word of an element that is kept."""
+    return min(round(p * 2**32), 2**32 - 1)
+
+
+def launch(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, stride: int) -> Tensor:
+    """Run the Triton kernel."""
+    return launch_kernel(x, None, None, sample_numbers, p, key, base, stride)[0]
+
+
+def launch_kernel(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    sample_numbers: Tensor,
+    p: float,
+    key: int,
+    base: int,
+    stride: int,
+    *,
+    has_sums: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel of residual + dropout(x + bias); without bias it can also sum what is dropped.
+
+    Args:
+        has_sums: sum dropout(x) over all dims but those after the sample's.
+
+    Returns:
+        The result, as `x`, and the sums, ``[*rest]`` flattened, in at least fp32, which are empty by default.
+    """
+    from megalite.kernels import triton_dropout as kernels  # imports Triton, which a CPU does not need
+
+    x, sample_numbers = x.contiguous(), sample_numbers.contiguous()
+    bias, residual = (None if each is None else each.contiguous() for each in (bias, residual))
+    out, b, width = torch.empty_like(x), x.shape[1], math.prod(x.shape[2:])
+    num_rows, wide = x.shape[0] * b, torch.promote_types(x.dtype, torch.float32)
+    m = min(_MAX_ROWS, 1 << max(0, num_rows - 1).bit_length())
+    sums = x.new_zeros(-(-num_rows // m) if has_sums else 0, width, dtype=wide)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            kernels.dropout_kernel[(-(-num_rows // m) * -(-width // _COLUMNS),)](
+                *(x, bias, residual, out, sums if has_sums else None, sample_numbers if p else None),
+                *(b, num_rows, width, key, base, stride, keep_threshold(p), 1.0 / (1.0 - p)),
+                WIDE=kernels.wide_type(x.dtype),
+                ALIGNED=base % 4 == 0 and stride % 4 == 0,
+                M=m,
+                N=_COLUMNS,
+                enable_fp_fusion=False,  # a product and a sum are rounded apart, as on a CPU
+            )
+    return out, sums.sum(0)
+
+
+register(_OP, reference, triton=launch)
 
 
 @torch.library.register_fake(_OP)

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.kernels.dropout import launch_kernel
 from megalite.kernels.dropout import reference as dropout_reference
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, register
 from megalite.kernels.philox import signed64
 
 _OP = f"{NAMESPACE}::bias_dropout_add"
@@ -110,8 +111,31 @@ def backward_reference(
     return dropped.to(grad.dtype), dropped.flatten(0, 1).sum(0).to(grad.dtype)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
-torch.library.impl(_BACKWARD, "default", backward_reference)
+def launch(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    sample_numbers: Tensor,
+    p: float,
+    key: int,
+    base: int,
+) -> Tensor:
+    """Run the Triton kernel of the forward."""
+    return launch_kernel(x, bias, residual, sample_numbers, p, key, base, x.shape[-1])[0]
+
+
+def launch_backward(
+    grad: Tensor, sample_numbers: Tensor, p: float, key: int, base: int
+) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel of the backward."""
+    x_grad, sums = launch_kernel(
+        grad, None, None, sample_numbers, p, key, base, grad.shape[-1], has_sums=True
+    )
+    return x_grad, sums.to(grad.dtype)
+
+
+register(_OP, reference, triton=launch)
+register(_BACKWARD, backward_reference, triton=launch_backward)
 
 
 @torch.library.register_fake(_OP)

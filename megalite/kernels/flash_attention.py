@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import NAMESPACE
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.softmax import reference as softmax_reference
@@ -31,7 +32,6 @@ torch.library.define(
 )
 
 MAX_HEAD_DIM = 256
-MIN_CAPABILITY = (8, 0)
 
 
 def has_triton() -> bool:
@@ -178,8 +178,8 @@ def _numbers(
 ) -> tuple[int | float, ...]:
     """Return what all kernels get from n to factor."""
     n, s = q.shape[1:3]
-    threshold = min(round(p * 2**32), 2**32 - 1)  # as every dropout of megalite
-    return n, n // k.shape[1], s, scale, 0 if key is None else int(key), base, threshold, 1.0 / (1.0 - p)
+    site = 0 if key is None else int(key), base, keep_threshold(p), 1.0 / (1.0 - p)
+    return n, n // k.shape[1], s, scale, *site
 
 
 def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, register
 
 _OP = f"{NAMESPACE}::bias_gelu"
 _BACKWARD = f"{NAMESPACE}::bias_gelu_backward"
@@ -37,7 +37,8 @@ def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Te
     """Implement the gradients of `x` and of the bias in plain PyTorch."""
     wide = _sum(x, bias)
     result = torch.ops.aten.gelu_backward(grad.to(wide.dtype), wide, approximate="tanh")
-    return result.to(x.dtype), result.flatten(0, -2).sum(0).to(x.dtype)
+    sums = result.new_zeros(x.shape[-1:]) if bias is None else result.flatten(0, -2).sum(0)
+    return result.to(x.dtype), sums.to(x.dtype)
 
 
 def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,8 +46,8 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     return wide if bias is None else wide + bias
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
-torch.library.impl(_BACKWARD, "default", backward_reference)
+register(_OP, reference)
+register(_BACKWARD, backward_reference)
 
 
 @torch.library.register_fake(_OP)

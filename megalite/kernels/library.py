@@ -1,10 +1,20 @@
-"""Load the compiled libraries of kernels, and say what is used if one is missing."""
+"""Load the compiled libraries of kernels, and choose what runs the operators if one is missing.
 
+Without a library for CUDA, which needs nvcc, a GPU runs what torch.compile makes of the references. Operators
+with a random key have kernels in Triton instead: torch.compile would compile again for each key. Both are
+compiled when they first run, by Triton, which comes with torch's builds for CUDA and needs a C compiler.
+Where that does not work, the references run eagerly.
+"""
+
+import functools
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from megalite.errors import UserError
 
@@ -44,18 +54,120 @@ LOAD_ERROR = _load_cpu()
 CUDA_LOAD_ERROR = "torch has no CUDA" if torch.version.cuda is None else _load(_CUDA_LIBRARY, "nvcc")
 
 
+_AT_RUN_TIME: dict[str, str] = {}
+"""What compiles the kernels of an operator for CUDA at run time, by the operator's name."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def register(
+    op: str,
+    reference: Callable[_P, _R],
+    *,
+    compiled: Callable[_P, _R] | None = None,
+    triton: Callable[..., _R] | None = None,
+) -> None:
+    """Register what runs an operator on the devices for which no library has a compiled kernel.
+
+    Args:
+        reference: in plain PyTorch; it runs on all devices but CUDA.
+        compiled, triton: as in `at_run_time`, for CUDA.
+    """
+    torch.library.impl(op, "default", reference)
+    name = op.removeprefix(f"{NAMESPACE}::")
+    if torch.version.cuda is not None and not is_compiled(name, "cuda"):
+        _AT_RUN_TIME[name] = "torch.compile" if triton is None else "Triton"
+        torch.library.impl(op, "CUDA", at_run_time(reference, compiled=compiled, triton=triton))
+
+
+def at_run_time(
+    reference: Callable[_P, _R],
+    *,
+    compiled: Callable[_P, _R] | None = None,
+    triton: Callable[..., _R] | None = None,
+    device_type: str = "cuda",
+) -> Callable[_P, _R]:
+    """Return a function whose kernels are compiled when it first runs on a GPU.
+
+    On other devices, in a graph of torch.compile, and where nothing can be compiled, it is the reference.
+
+    Args:
+        compiled: the function that torch.compile compiles, if not the reference: an eager reference may
+            bound its temporaries, of which a compiled one has none.
+        triton: launches kernels in Triton; then torch.compile is not used.
+        device_type: of the tensors for which kernels are compiled.
+    """
+    compile_once = functools.cache(lambda: _compiled(compiled or reference))
+
+    @functools.wraps(reference)
+    def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        on_device = isinstance(arguments[0], Tensor) and arguments[0].device.type == device_type
+        if torch.compiler.is_compiling() or not on_device or compile_problem(device_type):
+            return reference(*arguments, **options)
+        if triton is not None:
+            return triton(*arguments, **options)
+        # The operator has a backward of its own. One graph serves tensors with and without a gradient.
+        detached = (each.detach() if isinstance(each, Tensor) else each for each in arguments)
+        with torch.no_grad():
+            result: _R = compile_once()(*detached, **options)
+        return result
+
+    return run
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile compile a function; the first call takes seconds.
+
+    By default it measures which of several orders of a sum is the fastest, and ranks might differ in it.
+    """
+    return torch.compile(function, options={"deterministic": True})
+
+
+@functools.cache
+def compile_problem(device_type: str) -> str:
+    """Return why torch.compile does not work on a device, or an empty string; a small graph is tried once."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "no GPU is visible"
+    try:
+        _compiled(_tried)(torch.zeros(8, device=device_type))
+    except (RuntimeError, ImportError, OSError) as error:  # torch.compile's own errors are RuntimeErrors
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def _tried(x: Tensor) -> Tensor:
+    return x.sin() + 1.0
+
+
 def is_compiled(op: str, device_type: str) -> bool:
-    """Return whether `op` has a compiled kernel on `device_type`."""
+    """Return whether a library has a compiled kernel of `op` for `device_type`."""
     key = _DISPATCH_KEYS.get(device_type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
+    return (
+        key is not None
+        and not (device_type == "cuda" and op in _AT_RUN_TIME)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
+    )
+
+
+def is_eager(op: str, device_type: str) -> bool:
+    """Return whether plain PyTorch runs `op` on `device_type`, operation by operation."""
+    return implementation(op, device_type).startswith("eager")
 
 
 def implementation(op: str, device_type: str) -> str:
-    """Return what runs `op` on `device_type`: `compiled` and for what, or `reference` and why."""
+    """Return what runs `op` on `device_type`, and why it is not a compiled library.
+
+    It is `compiled` and for which processor, `torch.compile`, `Triton` or `eager`.
+    """
     is_cpu = device_type == "cpu"
     if is_compiled(op, device_type):
         return f"compiled ({LOAD_ERROR or sys.modules[_LIBRARY].capability()})" if is_cpu else "compiled"
     if device_type not in _DISPATCH_KEYS:
-        return f"reference (no compiled kernel for {device_type})"
+        return f"eager (no compiled kernel for {device_type})"
     problem = LOAD_ERROR if is_cpu else CUDA_LOAD_ERROR
-    return f"reference ({problem or 'the compiled library lacks it: build megalite again'})"
+    reason = problem or "the compiled library lacks it: build megalite again"
+    if is_cpu or op not in _AT_RUN_TIME:
+        return f"eager ({reason})"
+    if problem := compile_problem(device_type):
+        return f"eager ({reason}; torch.compile does not work: {problem})"
+    return f"{_AT_RUN_TIME[op]} ({reason})"

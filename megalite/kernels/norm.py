@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.kernels.add_norm import bias_dropout_add_norm
 from megalite.kernels.dropout_add import ResidualSum
-from megalite.kernels.library import NAMESPACE, is_compiled
+from megalite.kernels.library import NAMESPACE, is_compiled, is_eager, register
 
 _RMS, _LAYER = f"{NAMESPACE}::rms_norm", f"{NAMESPACE}::layer_norm"
 
@@ -89,8 +89,8 @@ class NormFunctions(NamedTuple):
 
 
 def rms_norm_on(device_type: str) -> NormFunctions:
-    """Return `rms_norm` if it is compiled, else PyTorch's own, which is faster than the reference."""
-    if not is_compiled("rms_norm", device_type):
+    """Return `rms_norm`, or where it would run eagerly PyTorch's own, which is faster than the reference."""
+    if is_eager("rms_norm", device_type):
         return _and_input(_torch_rms_norm)
     adds = is_compiled("bias_dropout_add_norm", device_type)
     of_sum = _rms_norm_of_sum if adds else _after_sum(rms_norm_with_residual)
@@ -98,10 +98,12 @@ def rms_norm_on(device_type: str) -> NormFunctions:
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
-    """Return `layer_norm` if it is compiled, which is only on a GPU: on a CPU PyTorch's own is as fast."""
-    if is_compiled("layer_norm", device_type):
-        return NormFunctions(layer_norm, layer_norm_with_residual, bias_dropout_add_norm)
-    return _and_input(_torch_layer_norm)
+    """Return `layer_norm` on a GPU; on a CPU, where PyTorch's own is as fast, there is no kernel of ours."""
+    if is_eager("layer_norm", device_type):
+        return _and_input(_torch_layer_norm)
+    adds = is_compiled("bias_dropout_add_norm", device_type)
+    of_sum = bias_dropout_add_norm if adds else _after_sum(layer_norm_with_residual)
+    return NormFunctions(layer_norm, layer_norm_with_residual, of_sum)
 
 
 def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
@@ -176,10 +178,10 @@ def _summed(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-torch.library.impl(_RMS, "default", rms_reference)  # on every device without a compiled kernel
-torch.library.impl(_LAYER, "default", layer_reference)
-torch.library.impl(f"{_RMS}_backward", "default", rms_backward_reference)
-torch.library.impl(f"{_LAYER}_backward", "default", layer_backward_reference)
+register(_RMS, rms_reference)
+register(_LAYER, layer_reference)
+register(f"{_RMS}_backward", rms_backward_reference)
+register(f"{_LAYER}_backward", layer_backward_reference)
 
 
 @torch.library.register_fake(_RMS)

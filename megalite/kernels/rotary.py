@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, register
 
 _OP = f"{NAMESPACE}::rotate"
 
@@ -37,7 +37,7 @@ def reference(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
     return (x * cosine + crossed * sine).to(x.dtype).contiguous()
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
+register(_OP, reference)
 
 
 @torch.library.register_fake(_OP)

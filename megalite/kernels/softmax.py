@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.dropout import keep_threshold
+from megalite.kernels.library import NAMESPACE, register
 from megalite.kernels.philox import signed64
 
+_MAX_KEYS = 1024  # of a row that a program of the Triton kernels has at once
 _OP = f"{NAMESPACE}::causal_softmax_"
 _BACKWARD = f"{NAMESPACE}::causal_softmax_backward_"
 _REST = (
@@ -188,8 +190,61 @@ def reference_backward(
     scores.copy_(weights * keep)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
-torch.library.impl(_BACKWARD, "default", reference_backward)
+def launch(
+    scores: Tensor, slopes: Tensor | None, starts: Tensor | None, samples: Tensor | None, *numbers: Any
+) -> Tensor:
+    """Run the Triton kernel of the forward; `numbers` from `scale` on, as in `reference`."""
+    log_sums = _fake(scores)
+    _launch("forward_kernel", (scores, log_sums), slopes, starts, samples, *numbers)
+    return log_sums
+
+
+def launch_backward(
+    scores: Tensor,
+    grad: Tensor,
+    log_sums: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    *numbers: Any,
+) -> None:
+    """Run the Triton kernel of the backward; `numbers` from `scale` on, as in `reference_backward`."""
+    _launch("backward_kernel", (scores, grad, log_sums), slopes, starts, samples, *numbers)
+
+
+def _launch(
+    name: str,
+    tensors: tuple[Tensor, ...],
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    samples: Tensor | None,
+    scale: float,
+    p: float,
+    key: int,
+    base: int,
+    first: int,
+    seq_length: int,
+) -> None:
+    from megalite.kernels import triton_softmax as kernels  # imports Triton, which a CPU does not need
+    from megalite.kernels.triton_dropout import wide_type
+
+    scores = tensors[0]
+    b, n, rows, keys = scores.shape
+    if scores.numel() == 0:
+        return
+    with torch.cuda.device_of(scores):
+        getattr(kernels, name)[rows, n, b](
+            *tensors,
+            *(slopes, None if starts is None else starts.contiguous(), samples if p else None),
+            *(n, rows, keys, first, seq_length, scale, key, base, keep_threshold(p), 1.0 / (1.0 - p)),
+            WIDE=wide_type(scores.dtype),
+            ALIGNED=seq_length % 4 == 0 and base % 4 == 0,
+            N=min(_MAX_KEYS, max(4, 1 << (keys - 1).bit_length())),
+        )
+
+
+register(_OP, reference, triton=launch)
+register(_BACKWARD, reference_backward, triton=launch_backward)
 
 
 @torch.library.register_fake(_OP)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, register
 
 _OP = f"{NAMESPACE}::bias_swiglu"
 _BACKWARD = f"{NAMESPACE}::bias_swiglu_backward"
@@ -47,7 +47,8 @@ def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Te
     wide = grad.to(gate.dtype)
     of_gate = torch.ops.aten.silu_backward(wide * up, gate)
     result = torch.cat((of_gate, wide * F.silu(gate)), dim=-1)
-    return result.to(x.dtype), result.flatten(0, -2).sum(0).to(x.dtype)
+    sums = result.new_zeros(x.shape[-1:]) if bias is None else result.flatten(0, -2).sum(0)
+    return result.to(x.dtype), sums.to(x.dtype)
 
 
 def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -55,8 +56,8 @@ def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return (wide if bias is None else wide + bias.flatten()).chunk(2, dim=-1)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
-torch.library.impl(_BACKWARD, "default", backward_reference)
+register(_OP, reference)
+register(_BACKWARD, backward_reference)
 
 
 @torch.library.register_fake(_OP)

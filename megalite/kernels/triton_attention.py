@@ -30,6 +30,8 @@ base e.
 import triton
 import triton.language as tl
 
+from megalite.kernels.triton_dropout import kept_elements
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -123,22 +125,8 @@ def _kept(
     Weight (i, j) of a head has the index e = base + (head s + i) s + j. Its random number is word e % 4 of
     the Philox block with the counter (e // 4, the sample's number).
     """
-    number = tl.load(samples + sample)
-    number_low, number_high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
     rows = base + (tl.cast(head, tl.int64) * s + first + tl.arange(0, M)) * s  # [M], each query's weight 0
-    if ALIGNED:  # four neighbouring keys have the four words of a block
-        blocks = (rows >> 2)[:, None] + (first_key // 4 + tl.arange(0, N // 4))[None, :]  # [M, N/4]
-        low, high = blocks.to(tl.uint32), (blocks >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(key, low, high, number_low, number_high)
-        k0, k1, k2, k3 = w0 >= threshold, w1 >= threshold, w2 >= threshold, w3 >= threshold
-        kept = tl.join(tl.join(k0, k2), tl.join(k1, k3)).reshape(M, N)
-    else:
-        index = rows[:, None] + (first_key + tl.arange(0, N))[None, :]
-        low, high = (index >> 2).to(tl.uint32), (index >> 34).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(key, low, high, number_low, number_high)
-        even, odd = tl.where((index & 2) == 0, w0, w2), tl.where((index & 2) == 0, w1, w3)
-        kept = tl.where((index & 1) == 0, even, odd) >= threshold
-    return kept
+    return kept_elements(rows, first_key, tl.load(samples + sample), key, threshold, M, N, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])

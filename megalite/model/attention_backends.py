@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
 from megalite.errors import UserError
-from megalite.kernels.flash_attention import MAX_HEAD_DIM, MIN_CAPABILITY, has_triton
+from megalite.kernels.flash_attention import MAX_HEAD_DIM
+from megalite.kernels.library import compile_problem
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -27,7 +28,8 @@ _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
 _LONG_WITH_BIAS = 1024  # tokens from which the unfused core is faster in any dtype, if there is a bias
 _CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities
-_MIN_FLEX_HEAD, _MAX_FLEX_HEAD, _MIN_FLEX_CAPABILITY = 16, 256, (8, 0)
+_MIN_FLEX_HEAD, _MAX_FLEX_HEAD = 16, 256
+_MIN_CAPABILITY = (8, 0)  # of attention kernels in Triton, FlexAttention's and ours
 
 
 @dataclass(frozen=True)
@@ -155,12 +157,7 @@ def _flex_refusal(case: Case) -> str:
         return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {case.config.head_dim}"
     if case.config.head_dim > _MAX_FLEX_HEAD:  # its blocks do not fit into shared memory
         return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.config.head_dim}"
-    if case.device == "cuda" and torch.cuda.is_available():
-        if not has_triton():
-            return "FlexAttention needs Triton, which is not installed"
-        if torch.cuda.get_device_capability(case.context.device) < _MIN_FLEX_CAPABILITY:
-            return "FlexAttention needs a GPU of compute capability 8.0 or later"
-    return ""
+    return _lacks(case)
 
 
 def _triton_refusal(case: Case) -> str:
@@ -170,11 +167,17 @@ def _triton_refusal(case: Case) -> str:
         return "the Triton kernel has no fp64"
     if case.config.head_dim > MAX_HEAD_DIM:
         return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {case.config.head_dim}"
-    if case.device == "cuda" and torch.cuda.is_available():
-        if not has_triton():
-            return "Triton is not installed"
-        if torch.cuda.get_device_capability(case.context.device) < MIN_CAPABILITY:
-            return "the Triton kernel needs a GPU of compute capability 8.0 or later"
+    return _lacks(case)
+
+
+def _lacks(case: Case) -> str:
+    """Return what this machine lacks to run attention kernels in Triton."""
+    if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
+        return ""
+    if problem := compile_problem("cuda"):
+        return f"Triton cannot compile kernels here: {problem}"
+    if torch.cuda.get_device_capability(case.context.device) < _MIN_CAPABILITY:
+        return "its kernels need a GPU of compute capability 8.0 or later"
     return ""
 
 

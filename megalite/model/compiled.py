@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.errors import UserError
+from megalite.kernels.library import compile_problem
 from megalite.model.gpt_stage import GPTStage
 from megalite.model.layer import TransformerLayer
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -22,18 +22,11 @@ def check_compiler(device: torch.device) -> None:
     Raises:
         UserError: torch.compile does not work here.
     """
-    try:
-        torch.compile(_try)(torch.zeros(8, device=device))
-    except (RuntimeError, ImportError, OSError) as error:  # torch.compile's own errors are RuntimeErrors
+    if problem := compile_problem(device.type):
         needs = _NEEDS.get(device.type, "a compiler")
         raise UserError(
-            f"--compile: torch.compile does not work here ({str(error).strip().splitlines()[0]}): install "
-            f"{needs}, or remove --compile"
-        ) from error
-
-
-def _try(x: Tensor) -> Tensor:
-    return x.sin() + 1.0
+            f"--compile: torch.compile does not work here ({problem}): install {needs}, or remove --compile"
+        )
 
 
 def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Axis
 from megalite.errors import UserError
+from megalite.kernels.library import at_run_time
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
@@ -36,9 +37,17 @@ class Fp8(NamedTuple):
     scale: Tensor
 
 
+@at_run_time
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude in a tensor, a scalar in fp32; NaN if the tensor has one."""
     return x.detach().abs().amax().float()
+
+
+@at_run_time
+def _rounded(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x * factor`` in 8 bits, contiguous, in one pass over `x` on a GPU."""
+    top = torch.finfo(dtype).max
+    return (x.float() * factor).clamp(-top, top).to(dtype).contiguous()
 
 
 def in_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
@@ -47,9 +56,9 @@ def in_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
     Args:
         largest: upper bound of the magnitudes in `x`.
     """
-    top = torch.finfo(dtype).max
-    scale = largest.clamp_min(_SMALLEST) / top
-    return Fp8((x.float() / scale).clamp(-top, top).to(dtype).contiguous(), scale)
+    scale = largest.clamp_min(_SMALLEST) / torch.finfo(dtype).max
+    # A product, as a compiler may round a division of each element differently.
+    return Fp8(_rounded(x, scale.reciprocal(), dtype), scale)
 
 
 def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_fast: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """Runs the tests of the CPU's kernels on the GPU's: each call goes to the GPU and its results come back.
 
-A program, as the CPU's own kernels must not be loaded: `python -m tests.gpu.kernel_tests FILE...`
+A program, as the CPU's own kernels must not be loaded: `python -m tests.gpu.kernel_tests FILE...`. With the
+option --at-run-time the GPU's are not loaded either: it runs what is compiled at run time.
 """
 
 import sys
@@ -12,6 +13,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 LIBRARY = "megalite.kernels._C"
+CUDA_LIBRARY = "megalite.kernels._CUDA"
+AT_RUN_TIME = "--at-run-time"
 
 
 def elsewhere(
@@ -35,6 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     pose = types.ModuleType(LIBRARY)
     pose.capability = lambda: "CUDA"  # type: ignore[attr-defined]
     sys.modules[LIBRARY] = pose
+    if AT_RUN_TIME in arguments:
+        sys.modules[CUDA_LIBRARY] = None  # type: ignore[assignment]  # as if it were not built
+        torch._dynamo.config.recompile_limit = 1000  # the tests have many shapes
     import megalite.kernels
 
     library = torch.library.Library("megalite", "IMPL")
@@ -43,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         if namespace == "megalite":
             library.impl(op, elsewhere(getattr(torch.ops.megalite, op).default, torch.Tensor.cuda), "CPU")
     print(megalite.kernels.describe("cuda"))
-    return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *arguments])
+    options = [each for each in arguments if each != AT_RUN_TIME]
+    return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *options])
 
 
 if __name__ == "__main__":

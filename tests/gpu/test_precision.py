@@ -13,7 +13,7 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.tensor_parallel.fp8 import E4M3, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
+from megalite.tensor_parallel.fp8 import E4M3, E5M2, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
 from tests.stages import build_stage
 
 pytestmark = [
@@ -63,6 +63,17 @@ def test_products_are_those_of_what_8_bits_mean(fp8_format: str, one_gpu: Topolo
     torch.testing.assert_close(y, in_8_bits @ _meant(of_weight).t(), rtol=2.0**-7, atol=0.05)
     x_grad = gemm.input_gradient(grad, weight, gemm.scales(grad, weight)).flatten(0, 1).double()
     torch.testing.assert_close(x_grad, grads @ _meant(of_weight), rtol=2.0**-7, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_one_pass_rounds_as_the_cpu_does(dtype: torch.dtype, one_gpu: Topology) -> None:
+    _skip_without_fp8(one_gpu)
+    x = 300.0 * torch.randn(96, 160).bfloat16()
+    for there in (x.to(one_gpu.device), x.t().to(one_gpu.device)):
+        here = there.cpu()
+        assert torch.equal(amax(there).cpu(), amax(here))
+        on_gpu, expected = in_fp8(there, dtype, amax(there)), in_fp8(here, dtype, amax(here))
+        assert torch.equal(on_gpu.numbers.cpu().view(torch.uint8), expected.numbers.view(torch.uint8))
 
 
 @pytest.mark.parametrize("fp8_format", [None, "hybrid"])

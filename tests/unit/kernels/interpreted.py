@@ -1,11 +1,13 @@
-"""Runs tests of flash attention on Triton's interpreter: `python -m tests.unit.kernels.interpreted FILE…`.
+"""Runs tests of operators on Triton's interpreter: `python -m tests.unit.kernels.interpreted FILE…`.
 
-A program of its own, as Triton decides when it is imported whether its kernels are compiled or interpreted.
-The blocks are small, so that short sequences have several.
+A program of its own, as Triton decides when it is imported whether its kernels are compiled or interpreted,
+and as the CPU's own kernels must not be loaded. The blocks of attention are small, so that short sequences
+have several.
 """
 
 import os
 import sys
+import types
 from collections.abc import Sequence
 
 import pytest
@@ -15,13 +17,26 @@ import torch
 def main(arguments: Sequence[str]) -> int:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)  # threads would cost these small tensors more than they save
+    pose = types.ModuleType("megalite.kernels._C")
+    pose.capability = lambda: "Triton's interpreter"  # type: ignore[attr-defined]
+    sys.modules[pose.__name__] = pose
+    from megalite.kernels import dropout_add, softmax
+    from megalite.kernels.dropout import launch as launch_dropout
     from megalite.kernels.flash_attention import SIZES, BlockSizes, KernelSizes, launch, launch_backward
 
     small = KernelSizes(BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 1), BlockSizes(32, 16, 4, 1))
     SIZES.update({(itemsize, head_dim): small for itemsize in (2, 4) for head_dim in (64, 128, 256)})
     library = torch.library.Library("megalite", "IMPL")
-    library.impl("flash_attention", launch, "CPU")
-    library.impl("flash_attention_backward", launch_backward, "CPU")
+    for name, function in {
+        "bias_dropout_add": dropout_add.launch,
+        "bias_dropout_add_backward": dropout_add.launch_backward,
+        "causal_softmax_": softmax.launch,
+        "causal_softmax_backward_": softmax.launch_backward,
+        "dropout": launch_dropout,
+        "flash_attention": launch,
+        "flash_attention_backward": launch_backward,
+    }.items():
+        library.impl(name, function, "CPU")
     return pytest.main(["-q", "-x", "-p", "no:cacheprovider", *arguments])
 
 

@@ -49,7 +49,7 @@ def test_both_libraries_have_the_same_operators() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
 def test_start_up_says_why_no_cuda_kernel_serves() -> None:
-    assert megalite.kernels.describe("cuda").endswith(": reference (torch has no CUDA)")
+    assert megalite.kernels.describe("cuda").endswith(": eager (torch has no CUDA)")
     assert "install it again, beside torch and with nvcc" in _load("megalite.kernels._NONE", "nvcc")
 
 

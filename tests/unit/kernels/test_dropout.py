@@ -158,7 +158,7 @@ def test_mistakes_are_named(
 def test_describe_names_every_operator() -> None:
     ops = ", ".join(megalite.kernels._OPS)
     assert "dropout, fill_normal_" in ops
-    assert megalite.kernels.describe("meta") == f"{ops}: reference (no compiled kernel for meta)"
+    assert megalite.kernels.describe("meta") == f"{ops}: eager (no compiled kernel for meta)"
     assert megalite.kernels.describe().startswith(f"{ops}: ")
 
 

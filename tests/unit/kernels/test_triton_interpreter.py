@@ -1,4 +1,4 @@
-"""The Triton kernels of flash attention on a CPU, by Triton's interpreter: the tests of the operator."""
+"""The Triton kernels on a CPU, by Triton's interpreter: the tests of their operators."""
 
 import subprocess
 import sys
@@ -8,12 +8,21 @@ import pytest
 from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.posing import ROOT
 
+TESTS = {
+    "flash_attention": "test",
+    "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
+    "dropout_add": "equals and not bfloat16 and (127 or 4097-0) or lie_apart",
+    "softmax": "float64-op or whole_weights or large or not_a_number",
+}
+"""What takes seconds; the interpreter truncates to bf16."""
+
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: pip install triton==3.7.1")
-def test_kernels_pass_the_operators_tests() -> None:
-    program = [sys.executable, "-m", "tests.unit.kernels.interpreted"]
+@pytest.mark.parametrize("name", TESTS)
+def test_kernels_pass_the_operators_tests(name: str) -> None:
+    program = [sys.executable, "-m", "tests.unit.kernels.interpreted", "-k", TESTS[name]]
     done = subprocess.run(
-        [*program, "tests/unit/kernels/test_flash_attention.py"], cwd=ROOT, capture_output=True, text=True
+        [*program, f"tests/unit/kernels/test_{name}.py"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout

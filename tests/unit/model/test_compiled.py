@@ -17,6 +17,7 @@ from torch._inductor import config as inductor
 from megalite.config import ModelConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.kernels.library import compile_problem
 from megalite.microbatch import Microbatch
 from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
@@ -65,9 +66,11 @@ CASES = {
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     counters.clear()
+    compile_problem.cache_clear()
     yield
     torch.compiler.reset()
     counters.clear()
+    compile_problem.cache_clear()
 
 
 def _losses(stage: GPTStage, **documents: Tensor) -> tuple[list[float], dict[str, Tensor | None]]:

@@ -16,8 +16,10 @@ from torch._dynamo.utils import counters
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.kernels.library import at_run_time, compile_problem
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import compile_layers
+from megalite.tensor_parallel import fp8
 from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8, Fp8Gemm, amax, check_device, in_fp8, scaled_gemm
 from megalite.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -72,6 +74,21 @@ def test_rounding_is_to_the_nearest_of_any_scale(dtype: torch.dtype, scale: floa
     smallest = torch.finfo(dtype).smallest_normal * rounded.scale.double()
     assert (error <= STEP[dtype] * x.double().abs().clamp_min(smallest) * (1 + 1e-6)).all()
     assert rounded.numbers.double().abs().max() == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize(("dtype", "is_transposed"), [(E4M3, False), (E5M2, True)])
+def test_one_compiled_pass_gives_the_same_bits(dtype: torch.dtype, is_transposed: bool) -> None:
+    """As on a GPU; numbers beyond the largest, and those that are not finite, among them."""
+    x = _normal(64, 48, seed=0, scale=300.0)
+    x[3, 5:8] = torch.tensor([math.inf, -math.inf, math.nan])
+    x = x.t() if is_transposed else x
+    if problem := compile_problem("cpu"):
+        pytest.skip(problem)
+    compiled = at_run_time(fp8._rounded.__wrapped__, device_type="cpu")
+    for factor in (0.73, 2.0**-30, 2.0**20):
+        eager, one_pass = (function(x, torch.tensor(factor), dtype) for function in (fp8._rounded, compiled))
+        assert torch.equal(eager.view(torch.uint8), one_pass.view(torch.uint8))
+        assert one_pass.is_contiguous()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["graph", "product"])
