@@ -91,7 +91,7 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def begin(self, num_microbatches: int) -> None:
-        """Zero the gradients and prepare for that many backward passes."""
+        """Start an iteration of that many backward passes; their gradients replace those of the last one."""
 
     @abstractmethod
     def finish_weights(self) -> None:
@@ -255,7 +255,7 @@ class WeightGatherer:
 
 
 class Optimizer(BaseOptimizer):
-    """ZeRO stages 0 to 2: owns the rank's gradients from backward's first addition to the update.
+    """ZeRO stages 0 to 2: owns the rank's gradients from backward to the update.
 
     Attributes:
         buffers: gradients of each bucket.
