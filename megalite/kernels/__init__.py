@@ -1,5 +1,6 @@
 """Define our own operators, one file each: schema, fake implementation, autograd, plain PyTorch reference."""
 
+from megalite.kernels.adamw import adamw_
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import bias_dropout_add
@@ -17,6 +18,7 @@ from megalite.kernels.weight_gradient import add_weight_gradient_
 __all__ = [
     "CausalSoftmax",
     "Drop",
+    "adamw_",
     "add_weight_gradient_",
     "bias_dropout_add",
     "bias_gelu",
@@ -47,7 +49,7 @@ _OPS = (
     "rms_norm",
     "rotate",
 )
-_CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
+_CUDA_OPS = ("adamw_", "layer_norm")  # on a CPU PyTorch's own are used
 
 
 def describe(device_type: str = "cpu") -> str:

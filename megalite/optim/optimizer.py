@@ -191,8 +191,8 @@ class BaseOptimizer(ABC):
     def gradient_squares(self) -> dict[str, Tensor]:
         """Return the sum of squares of each parameter's complete gradient that this rank counts, by name.
 
-        The ranks of the world together count each element once. An update unscales and clips the
-        gradients: only their ratios stay the same.
+        The ranks of the world together count each element once. An update may have unscaled and clipped
+        the gradients: only their ratios stay the same.
         """
         return {
             shard.name: sum_of_squares([shard.gradient], self.topology.device)

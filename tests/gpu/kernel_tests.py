@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LIBRARY = "megalite.kernels._C"
 
@@ -24,8 +24,8 @@ def elsewhere(
         result = op(*moved)
         for declared, given, copy in zip(op._schema.arguments, arguments, moved, strict=False):
             if declared.alias_info is not None and declared.alias_info.is_write:
-                assert isinstance(given, torch.Tensor)
-                given.copy_(copy)
+                for tensor, written in zip(tree_leaves(given), tree_leaves(copy), strict=True):
+                    tensor.copy_(written)
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
 
     return call

@@ -11,7 +11,17 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[3]
-TESTS = ("activations", "cross_entropy", "dropout", "dropout_add", "norm", "normal", "rotary", "softmax")
+TESTS = (
+    "activations",
+    "adamw",
+    "cross_entropy",
+    "dropout",
+    "dropout_add",
+    "norm",
+    "normal",
+    "rotary",
+    "softmax",
+)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-sanitize=vptr")
 FLAGS = (
     "-std=c++17",
