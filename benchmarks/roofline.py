@@ -36,9 +36,9 @@ CUDNN, FLASH2 = (484e12, 465e12), (298e12, 291e12)
 2024, arXiv 2407.08608, figures 5 and 6)."""
 BACKWARD_GEMMS = 2.5
 """GEMMs of fused attention's backward over those of its forward."""
-OPTIMIZER_BYTES = 46
-"""Bytes per parameter: read the gradient for the norm (4); read gradient, main weight and moments and write
-the latter three and the divided gradient (32); copy to bf16 (6); zero the gradient (4)."""
+OPTIMIZER_BYTES = 34
+"""Bytes per parameter: read the gradient for the norm (4); read gradient, main weight and moments (16), write
+the latter three (12) and the bf16 weight (2)."""
 
 
 class Row(NamedTuple):
@@ -140,7 +140,7 @@ def _memory_bound(model: ModelConfig, tokens: int, hidden: float) -> Iterator[tu
     yield "cross-entropy forward", 1, 2.0 * tokens * model.padded_vocab_size(1)
     yield "cross-entropy backward", 1, 4.0 * tokens * model.padded_vocab_size(1)
     parameters = total_parameters(model, 1)
-    yield "wgrads add to fp32 sums", 1, 8.0 * parameters
+    yield "wgrads write fp32 sums", 1, 4.0 * parameters
     yield "clipping and AdamW", 1, OPTIMIZER_BYTES * parameters
 
 
@@ -158,10 +158,15 @@ def mfu(model: ModelConfig, micro_batch_size: int, gpu: Gpu, seconds: float) -> 
 
 
 def predicted_mfu(model: ModelConfig, micro_batch_size: int, gpu: Gpu, num_microbatches: int = 1) -> float:
-    """Return the expected MFU of a step; clipping and the update run once for all its microbatches."""
+    """Return the expected MFU of a step with several microbatches.
+
+    Clipping and the update run once. In microbatches after the first, GEMMs also read the sums they write.
+    """
     table = list(rows(model, micro_batch_size, gpu))
-    once = sum(row.expected for row in table if row.name == "clipping and AdamW")
-    seconds = (step_seconds(table) - once) + once / num_microbatches
+    expected = {row.name: row.expected for row in table}
+    once, sums = expected["clipping and AdamW"], expected["wgrads write fp32 sums"]
+    num_later = num_microbatches - 1
+    seconds = step_seconds(table) + num_later / num_microbatches * (sums - once)
     return mfu(model, micro_batch_size, gpu, seconds)
 
 

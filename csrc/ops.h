@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 // Which half of the library declares them; csrc/cuda says `cuda` before it includes this.
 #ifndef MEGALITE_DEVICE
@@ -13,6 +14,21 @@
 #endif
 
 namespace megalite::MEGALITE_DEVICE {
+
+void adamw_(
+    const std::vector<torch::stable::Tensor>& main,
+    const std::vector<torch::stable::Tensor>& exp_avg,
+    const std::vector<torch::stable::Tensor>& exp_avg_sq,
+    const std::vector<torch::stable::Tensor>& rounded,
+    const std::vector<torch::stable::Tensor>& gradients,
+    const torch::stable::Tensor& number,
+    const std::optional<torch::stable::Tensor>& divisor,
+    const torch::stable::Tensor& is_good,
+    double learning_rate,
+    double beta1,
+    double beta2,
+    double weight_decay,
+    double epsilon);  // not on the CPU, where PyTorch's is as fast
 
 torch::stable::Tensor bias_dropout_add(
     const torch::stable::Tensor& x,

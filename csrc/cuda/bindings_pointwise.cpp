@@ -1,4 +1,4 @@
-// From tensors to pointers: activations, dropout, rotary embedding, initial weights.
+// From tensors to pointers: activations, dropout, rotary embedding, initial weights, AdamW.
 #include <vector>
 
 #include "bindings.h"
@@ -11,6 +11,14 @@ Tensor new_like(const Tensor& x, int64_t columns) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = columns;
   return torch::stable::new_empty(x, sizes);
+}
+
+template <class T>
+const T* scalar_of(const Tensor& tensor, torch::headeronly::ScalarType dtype, const Tensor& x) {
+  STD_TORCH_CHECK(
+      is_beside(tensor, x) && tensor.numel() == 1 && tensor.scalar_type() == dtype,
+      "adamw_: number must be an fp32, divisor an fp64 and is_good a bool scalar on the weights' device");
+  return static_cast<const T*>(tensor.const_data_ptr());
 }
 
 }  // namespace
@@ -123,6 +131,41 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(
       dtype_of(grad), upper.const_data_ptr(), out.mutable_data_ptr(), sums.mutable_data_ptr(),
       workspace.mutable_data_ptr(), rows, columns, site, mask_of(p, key), place.stream());
   return {out, sums};
+}
+
+void adamw_(
+    const std::vector<Tensor>& main, const std::vector<Tensor>& exp_avg, const std::vector<Tensor>& exp_avg_sq,
+    const std::vector<Tensor>& rounded, const std::vector<Tensor>& gradients, const Tensor& number,
+    const std::optional<Tensor>& divisor, const Tensor& is_good, double learning_rate, double beta1, double beta2,
+    double weight_decay, double epsilon) {
+  using torch::headeronly::ScalarType;
+  const size_t num = main.size();
+  STD_TORCH_CHECK(
+      exp_avg.size() == num && exp_avg_sq.size() == num && gradients.size() == num &&
+          (rounded.empty() || rounded.size() == num),
+      "adamw_: the lists must be equally long");
+  if (num == 0) return;
+  const Place place(main[0]);
+  const Rates rates{learning_rate, beta1, beta2, weight_decay, epsilon};
+  const Scalars scalars{
+      scalar_of<float>(number, ScalarType::Float, main[0]),
+      divisor ? scalar_of<double>(*divisor, ScalarType::Double, main[0]) : nullptr,
+      scalar_of<bool>(is_good, ScalarType::Bool, main[0])};
+  for (size_t i = 0; i < num; ++i) {
+    const Tensor& weight = rounded.empty() ? main[i] : rounded[i];
+    STD_TORCH_CHECK(weight.is_contiguous(), "adamw_: tensors must be contiguous");
+    for (const Tensor* tensor : {&main[i], &exp_avg[i], &exp_avg_sq[i], &gradients[i]}) {
+      STD_TORCH_CHECK(
+          is_beside(*tensor, main[0]) && is_beside(*tensor, weight) && tensor->is_contiguous() &&
+              tensor->numel() == weight.numel() && tensor->scalar_type() == computed_in(weight),
+          "adamw_: main, exp_avg, exp_avg_sq and gradients must be contiguous, of as many elements as rounded, in "
+          "fp32, or fp64 without rounded");
+    }
+    cuda::adamw(
+        dtype_of(weight), main[i].mutable_data_ptr(), exp_avg[i].mutable_data_ptr(), exp_avg_sq[i].mutable_data_ptr(),
+        rounded.empty() ? nullptr : rounded[i].mutable_data_ptr(), gradients[i].const_data_ptr(), weight.numel(),
+        rates, scalars, place.stream());
+  }
 }
 
 void fill_normal_(

@@ -52,6 +52,22 @@ void bias_dropout_add_backward(
     Dtype dtype, const void* grad, void* x_grad, void* bias_grad, void* workspace, int64_t rows, int64_t columns,
     Site site, Mask mask, cudaStream_t stream);
 
+// What an update of AdamW depends on: numbers of the host, and scalars that the device reads. A null divisor means 1.
+struct Rates {
+  double learning_rate, beta1, beta2, weight_decay, epsilon;
+};
+
+struct Scalars {
+  const float* number;
+  const double* divisor;
+  const bool* is_good;
+};
+
+// `dtype` is that of `rounded`, or if this is null that of all; the others are in fp32, in fp64 for fp64.
+void adamw(
+    Dtype dtype, void* main, void* exp_avg, void* exp_avg_sq, void* rounded, const void* gradient, int64_t num,
+    Rates rates, Scalars scalars, cudaStream_t stream);
+
 void fill_normal(
     Dtype dtype, void* out, int64_t num, double std, double mean, uint64_t key, int64_t base, int64_t run_length,
     int64_t run_stride, cudaStream_t stream);

@@ -1,5 +1,6 @@
 """Define our own operators, one file each: schema, fake implementation, autograd, plain PyTorch reference."""
 
+from megalite.kernels.adamw import adamw_
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
@@ -18,6 +19,7 @@ __all__ = [
     "CausalSoftmax",
     "Drop",
     "ResidualSum",
+    "adamw_",
     "add_weight_gradient_",
     "bias_dropout_add",
     "bias_gelu",
@@ -49,7 +51,10 @@ _OPS = (
     "rotate",
 )
 _CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
-_LIBRARY_OPS = ("bias_dropout_add_norm",)  # without a compiled kernel two operators run instead
+_LIBRARY_OPS = (
+    "adamw_",
+    "bias_dropout_add_norm",
+)  # without a compiled kernel PyTorch's own, or two operators
 
 
 def describe(device_type: str = "cpu") -> str:

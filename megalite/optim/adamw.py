@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite.config import OptimizerConfig
 from megalite.distributed.observer import Observer, observed
+from megalite.kernels import adamw_
 from megalite.optim.flat_buffers import Bucket, BucketEntry, ParameterShard
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
@@ -22,6 +23,8 @@ class OptimizerState(Protocol):
         decay: whether weight decay applies.
         is_cut: whether the parameters are sharded over tp; otherwise every tp rank has these elements.
         main: main weights, ``[n]``.
+        rounded: the model's weights, to which an update rounds the main weights, ``[n]``; None if the model's
+            are the main weights, or rounded elsewhere.
         moments: by torch's names, ``[n]``.
     """
 
@@ -35,10 +38,10 @@ class OptimizerState(Protocol):
     def main(self) -> Tensor: ...
 
     @property
-    def moments(self) -> Mapping[str, Tensor]: ...
+    def rounded(self) -> Tensor | None: ...
 
-    def copy_main_to_model(self) -> None:
-        """Make the model use the updated main weights."""
+    @property
+    def moments(self) -> Mapping[str, Tensor]: ...
 
 
 class BucketState:
@@ -74,10 +77,9 @@ class BucketState:
     def is_cut(self) -> bool:
         return self.bucket.is_cut
 
-    def copy_main_to_model(self) -> None:
-        """Round the main weights into the model's, if they are separate."""
-        if self.has_own_main:
-            self.bucket.weight[self.owned].copy_(self.main)
+    @property
+    def rounded(self) -> Tensor | None:
+        return self.bucket.weight[self.owned] if self.has_own_main else None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that a checkpoint holds besides the model's weights, by name."""
@@ -100,9 +102,6 @@ class BucketState:
 
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on gradients that are unscaled and clipped first.
-
-    It calls torch's fused op. The class `torch.optim.AdamW` would import torch's compiler when it is made, a
-    second or more of each rank's start, and count the steps of each tensor.
 
     Everything that an update depends on stays on the device, and the device decides whether to update: the
     host reads nothing and never waits.
@@ -138,9 +137,10 @@ class AdamW:
         grad_norm: Tensor,
         is_allowed: Tensor | None = None,
     ) -> None:
-        """Unscale and clip the gradients in place, and update main weights, moments and the model's weights.
+        """Update main weights, moments and the model's weights from the unscaled and clipped gradients.
 
-        If the norm is not finite or the update is not allowed, all of them keep their values.
+        If the norm is not finite or the update is not allowed, all of them keep their values, and so do the
+        gradients. Otherwise the gradients may be unscaled and clipped in place.
 
         Args:
             gradients: one for each of the states.
@@ -152,22 +152,14 @@ class AdamW:
             if is_allowed is not None:
                 is_good = is_good.logical_and_(is_allowed)
             divisor = self._divisor(grad_norm)
-            if divisor is not None and gradients and gradients[0].dtype == torch.float64:
-                factor = torch.where(is_good, divisor.reciprocal(), 1.0)
-                torch._foreach_mul_(list(gradients), factor)
-                divisor = None  # the fused op would round it to fp32
         with observed(self.observers, "optimizer-inner-step"):
             number = self.num_steps + 1
-            grad_scale = None if divisor is None else divisor.float()
-            found_inf = is_good.logical_not().float()
             pairs = list(zip(self.states, gradients, strict=True))
             decayed = [pair for pair in pairs if pair[0].decay]
             others = [pair for pair in pairs if not pair[0].decay]
-            self._update(decayed, learning_rate, weight_decay, number, grad_scale, found_inf)
-            self._update(others, learning_rate, 0.0, number, grad_scale, found_inf)
+            self._update(decayed, learning_rate, weight_decay, number, divisor, is_good)
+            self._update(others, learning_rate, 0.0, number, divisor, is_good)
             self.num_steps += is_good
-            for state in self.states:
-                state.copy_main_to_model()
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
         """Return the number that unscales and clips the gradients, an fp64 scalar; None if it is always 1."""
@@ -183,27 +175,24 @@ class AdamW:
         learning_rate: float,
         weight_decay: float,
         number: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
+        divisor: Tensor | None,
+        is_good: Tensor,
     ) -> None:
-        """Run the fused op; it reads the last three arguments, fp32 scalars, on the device."""
+        """Update states that share their weight decay; the last three arguments are scalars on the device."""
         if not pairs:  # a stage without layers has none
             return
         states = [state for state, _ in pairs]
-        torch._fused_adamw_(
+        adamw_(
             [state.main for state in states],
-            [gradient for _, gradient in pairs],
             [state.moments["exp_avg"] for state in states],
             [state.moments["exp_avg_sq"] for state in states],
-            [],
-            [number] * len(states),
-            lr=learning_rate,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
+            [state.rounded for state in states if state.rounded is not None],
+            [gradient for _, gradient in pairs],
+            number=number,
+            divisor=divisor,
+            is_good=is_good,
+            learning_rate=learning_rate,
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
             weight_decay=weight_decay,
-            eps=self.config.adam_eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
+            epsilon=self.config.adam_eps,
         )

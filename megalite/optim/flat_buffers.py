@@ -90,6 +90,12 @@ class Bucket:
         """Return a parameter's part of a flat tensor of this bucket, in the parameter's shape."""
         return flat[entry.start : entry.end].view(entry.parameter.shape)
 
+    def padding(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of a flat tensor of this bucket that belong to no parameter."""
+        starts = [entry.end for entry in self.entries]
+        ends = [entry.start for entry in self.entries[1:]] + [self.size]
+        return [flat[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
+
 
 def make_buckets(
     named_parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis, bucket_size: int | None

@@ -67,8 +67,9 @@ class FullyShardedParameter:
             self.parameter.grad = torch.zeros_like(self.parameter.data)
         return _local(self.parameter.grad)
 
-    def copy_main_to_model(self) -> None:
-        """Do nothing: FSDP casts the main weights at each all-gather."""
+    @property
+    def rounded(self) -> None:
+        """None: FSDP casts the main weights at each all-gather."""
 
     def parameter_shard(self, tensor: Tensor) -> ParameterShard:
         """Return a tensor of these elements, ``[n]``, as a shard of the parameter."""

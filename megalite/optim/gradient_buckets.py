@@ -38,12 +38,13 @@ class ReduceHandle(NamedTuple):
 class GradientBuffer:
     """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
-    Where weights have the gradients' dtype, every ``.grad`` is a view of the buffer and autograd accumulates
-    in place. Otherwise `accumulate` adds a parameter's gradient to the buffer and frees it.
+    The buffer is not zeroed between iterations: a parameter's first gradient overwrites that of the previous
+    iteration, and the next ones are added.
 
     Attributes:
         owned: range of the bucket whose reduced gradient this rank gets, and which it updates.
         num_ready: gradients that have been accumulated in this iteration.
+        stale: names of the parameters whose part of the buffer is to be overwritten.
     """
 
     reduces_each_microbatch = False
@@ -60,17 +61,13 @@ class GradientBuffer:
         self.message_dtype = message_dtype or self.dtype
         self.owned = slice(0, bucket.size)
         self.num_ready = 0
+        self.stale: set[str] = set()
         self.buffer: Tensor | None = self._zeros()
-        self.grads_are_views = self.dtype == bucket.weight.dtype
-        if self.grads_are_views:
-            for entry in bucket.entries:
-                entry.parameter.grad = self.main_grad(entry)
 
     @property
     def full(self) -> Tensor:
         """The buffer that backward accumulates into, ``[size]``."""
-        if self.buffer is None:
-            self.buffer = self._zeros()
+        assert self.buffer is not None
         return self.buffer
 
     @property
@@ -83,31 +80,52 @@ class GradientBuffer:
         """The complete gradient of this rank's shard; the shards of all ranks make up the bucket."""
         return self.full[self.bucket.shard]
 
-    def zero(self) -> None:
-        """Set the gradients to zero for a new iteration."""
+    def begin(self) -> None:
+        """Start a new iteration, in which nothing has a gradient yet."""
         self.num_ready = 0
-        self.full.zero_()
+        self.stale = self._names()
 
     def accumulate(self, entry: BucketEntry) -> None:
-        """Count a parameter's new gradient; add it unless autograd or the GEMM that made it has."""
+        """Count a parameter's new gradient, and move it to the buffer unless the GEMM that made it has."""
         self.num_ready += 1
-        if self.grads_are_views or entry.parameter.grad is None:
+        gradient = entry.parameter.grad
+        if gradient is None:
             return
-        self.main_grad(entry).add_(entry.parameter.grad)
+        total, is_stale = self.claim(entry)
+        if is_stale:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
         entry.parameter.grad = None
 
-    def main_grad(self, entry: BucketEntry) -> Tensor:
-        """Return the view of the buffer in which a parameter's gradients accumulate, in its shape."""
-        return self.bucket.view(self.full, entry)
+    def claim(self, entry: BucketEntry) -> tuple[Tensor, bool]:
+        """Return a parameter's part of the buffer, in its shape, and whether to overwrite it or add to it.
+
+        The caller does so at once: the next call returns False.
+        """
+        is_stale = entry.name in self.stale
+        self.stale.discard(entry.name)
+        return self.bucket.view(self.full, entry), is_stale
+
+    def complete(self) -> Tensor:
+        """Return the full buffer, ``[size]``, with zeros for the parameters that have got no gradient."""
+        if self.stale:
+            missing = [entry for entry in self.bucket.entries if entry.name in self.stale]
+            torch._foreach_zero_([self.bucket.view(self.full, entry) for entry in missing])
+            self.stale.clear()
+        return self.full
 
     def start_reduce(self) -> ReduceHandle:
         """Start the sum over the ranks."""
-        message = self.full.to(self.message_dtype)  # the buffer itself if it has that dtype
+        message = self.complete().to(self.message_dtype)  # the buffer itself if it has that dtype
         return ReduceHandle(start_all_reduce(message, self.dp), partial(_copy, message, self.full))
 
     def all_gather(self) -> Tensor:
         """Return the complete gradient of the whole bucket, ``[size]``; every rank of dp must call it."""
         return self.full
+
+    def _names(self) -> set[str]:
+        return {entry.name for entry in self.bucket.entries}
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self.bucket.size, dtype=self.dtype, device=self.bucket.weight.device)
@@ -121,7 +139,7 @@ class ReduceScatterBuffer(GradientBuffer):
         self.owned = bucket.shard
 
     def start_reduce(self) -> ReduceHandle:
-        message = self.full.to(self.message_dtype)
+        message = self.complete().to(self.message_dtype)
         result = message[self.owned]  # NCCL and gloo both allow the output to be a part of the input
         return ReduceHandle(
             flat_reduce_scatter(result, message, self.dp), partial(_copy, result, self.owned_grad)
@@ -136,7 +154,8 @@ class ReduceScatterBuffer(GradientBuffer):
 class ShardedGradientBuffer(GradientBuffer):
     """Gradients at ZeRO stage 2: each rank accumulates its shard alone over the microbatches.
 
-    The full buffer exists from the first gradient of a microbatch until it is reduce-scattered.
+    The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each has new
+    memory, so each microbatch overwrites it.
     """
 
     reduces_each_microbatch = True
@@ -144,12 +163,19 @@ class ShardedGradientBuffer(GradientBuffer):
     def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
         super().__init__(bucket, dp, message_dtype)
         self.owned = bucket.shard
-        self.grads_are_views = False
         self.buffer = None
-        for entry in bucket.entries:
-            entry.parameter.grad = None
+        self.stale = self._names()
         shard_size = bucket.shard.stop - bucket.shard.start
         self.shard_sum = torch.zeros(shard_size, dtype=self.dtype, device=bucket.weight.device)
+        self.sum_is_stale = False
+
+    @property
+    def full(self) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.empty(self.bucket.size, dtype=self.dtype, device=self.shard_sum.device)
+            for padding in self.bucket.padding(self.buffer):
+                padding.zero_()
+        return self.buffer
 
     @property
     def owned_grad(self) -> Tensor:
@@ -159,17 +185,25 @@ class ShardedGradientBuffer(GradientBuffer):
     def shard_grad(self) -> Tensor:
         return self.shard_sum
 
-    def zero(self) -> None:
-        self.num_ready = 0
-        self.shard_sum.zero_()
+    def begin(self) -> None:
+        super().begin()
+        self.sum_is_stale = True
 
     def start_reduce(self) -> ReduceHandle:
-        message = self.full.to(self.message_dtype)
+        message = self.complete().to(self.message_dtype)
         self.buffer = None  # the message keeps the memory until it has been reduced
+        self.stale = self._names()
         result = message[self.owned]
         return ReduceHandle(
-            flat_reduce_scatter(result, message, self.dp), partial(self.shard_sum.add_, result)
+            flat_reduce_scatter(result, message, self.dp), partial(self._accumulate_shard, result)
         )
+
+    def _accumulate_shard(self, result: Tensor) -> None:
+        if self.sum_is_stale:  # of the previous iteration
+            self.shard_sum.copy_(result)
+        else:
+            self.shard_sum.add_(result)
+        self.sum_is_stale = False
 
     def all_gather(self) -> Tensor:
         full = self._zeros()
@@ -231,22 +265,21 @@ class GradReducer:
         # Reductions to start: the buffer, and the number of gradients it must have.
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
         self._in_flight: deque[ReduceHandle] = deque()
-        for buffer, entry, hook in self._hooks():
-            if dp.size > 1 or not buffer.grads_are_views:
-                entry.parameter.register_post_accumulate_grad_hook(hook)
+        for _, entry, hook in self._hooks():
+            entry.parameter.register_post_accumulate_grad_hook(hook)
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
-        """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""
+        """Return each parameter's `main_grad`, for linear layers that fill the buffers without autograd."""
         return {
-            entry.parameter: MainGrad(partial(buffer.main_grad, entry), partial(hook, entry.parameter))
+            entry.parameter: MainGrad(partial(buffer.claim, entry), partial(hook, entry.parameter))
             for buffer, entry, hook in self._hooks()
         }
 
     def begin(self, num_microbatches: int) -> None:
-        """Zero the gradients; expect one gradient per parameter and microbatch."""
+        """Start a new iteration; expect one gradient per parameter and microbatch."""
         self.num_microbatches = num_microbatches
         for buffer in self._all_buffers():
-            buffer.zero()
+            buffer.begin()
         self._waiting.clear()
         if self.dp.size > 1:
             for number in range(1, num_microbatches + 1):
@@ -258,11 +291,15 @@ class GradReducer:
 
     def finish(self) -> None:
         """Start the remaining reductions, since parameters may have had no gradient, and wait for all."""
+        if self.dp.size == 1:
+            for buffer in self.buffers:
+                buffer.complete()
         while self._waiting:
             self._start_next()
         if self.tied_buffer is not None:
+            full = self.tied_buffer.complete()
             if self.sum_tied_copies is not None:
-                self.sum_tied_copies(self.tied_buffer.full)
+                self.sum_tied_copies(full)
             if self.dp.size > 1:
                 self._in_flight.append(self.tied_buffer.start_reduce())
         self._wait(0)

@@ -91,7 +91,7 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def begin(self, num_microbatches: int) -> None:
-        """Zero the gradients and prepare for that many backward passes."""
+        """Start an iteration of that many backward passes; their gradients replace those of the last one."""
 
     @abstractmethod
     def finish_weights(self) -> None:
@@ -191,8 +191,8 @@ class BaseOptimizer(ABC):
     def gradient_squares(self) -> dict[str, Tensor]:
         """Return the sum of squares of each parameter's complete gradient that this rank counts, by name.
 
-        The ranks of the world together count each element once. An update unscales and clips the
-        gradients: only their ratios stay the same.
+        The ranks of the world together count each element once. An update may have unscaled and clipped
+        the gradients: only their ratios stay the same.
         """
         return {
             shard.name: sum_of_squares([shard.gradient], self.topology.device)
@@ -269,7 +269,7 @@ class WeightGatherer:
 
 
 class Optimizer(BaseOptimizer):
-    """ZeRO stages 0 to 2: owns the rank's gradients from backward's first addition to the update.
+    """ZeRO stages 0 to 2: owns the rank's gradients from backward to the update.
 
     Attributes:
         buffers: gradients of each bucket.

@@ -262,12 +262,13 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight: nn.Parameter, grad: Tensor, x: Tensor, context: LinearContext) -> Tensor | None:
-    """Compute ``grad^T x``, ``[out, in]``; return None if it was added to `weight.main_grad`."""
+    """Compute ``grad^T x``, ``[out, in]``; return None if `weight.main_grad` has taken it."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
     if main_grad is None:
         return grad.t() @ x
-    add_weight_gradient_(main_grad.buffer().flatten(0, -2), grad, x)
+    total, is_stale = main_grad.claim()
+    add_weight_gradient_(total.flatten(0, -2), grad, x, overwrite=is_stale)
     if context.store is not None:
         main_grad.on_added()  # without a store, autograd runs the weight's hooks
     return None

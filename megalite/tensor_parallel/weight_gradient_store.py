@@ -14,11 +14,12 @@ class MainGrad(NamedTuple):
     """Give access to the buffer that accumulates a weight's gradient: the optimizer sets `weight.main_grad`.
 
     Attributes:
-        buffer: returns the buffer, in the weight's shape, in the weight's dtype or a wider one.
+        claim: returns the buffer, in the weight's shape, in the weight's dtype or a wider one, and whether a
+            gradient overwrites it, as the first of an iteration, or is added. The caller does so at once.
         on_added: call after adding a gradient for which autograd runs no hook.
     """
 
-    buffer: Callable[[], Tensor]
+    claim: Callable[[], tuple[Tensor, bool]]
     on_added: Callable[[], None]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LIBRARY = "megalite.kernels._C"
 CUDA_LIBRARY = "megalite.kernels._CUDA"
@@ -27,8 +27,8 @@ def elsewhere(
         result = op(*moved)
         for declared, given, copy in zip(op._schema.arguments, arguments, moved, strict=False):
             if declared.alias_info is not None and declared.alias_info.is_write:
-                assert isinstance(given, torch.Tensor)
-                given.copy_(copy)
+                for tensor, written in zip(tree_leaves(given), tree_leaves(copy), strict=True):
+                    tensor.copy_(written)
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
 
     return call

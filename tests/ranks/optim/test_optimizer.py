@@ -171,3 +171,19 @@ def meet_infinity_on_one_rank(topology) -> bool:
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_an_infinite_gradient_on_one_rank_skips_the_update_on_all(tp, pp, dp):
     assert run_ranks(meet_infinity_on_one_rank, parallel(tp, pp, dp), 2) == [True] * 2
+
+
+def use_one_copy_of_the_tied_weight(topology) -> torch.Tensor:
+    """The tied gradient of a second iteration, in which the last stage alone uses the weight."""
+    parameters, optimizer = build(topology)
+    for is_used in (True, topology.pp.is_last):
+        optimizer.begin(1)
+        if is_used:
+            parameters["word"].sum().backward()
+        optimizer.finish_gradients()
+    return optimizer.gradient("word")
+
+
+def test_a_tied_copy_without_a_gradient_adds_zeros():
+    for gradient in run_ranks(use_one_copy_of_the_tied_weight, parallel(1, 2), 2):
+        assert torch.equal(gradient, torch.ones(8, 4, dtype=torch.float64))

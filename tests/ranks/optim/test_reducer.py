@@ -72,10 +72,22 @@ def gathered(reducer: GradReducer) -> dict[str, torch.Tensor]:
     }
 
 
+def poison(reducer: GradReducer) -> None:
+    """Replace the gradients of the last iteration, which nothing may read, with NaN."""
+    torch.use_deterministic_algorithms(True)  # new memory is NaN too, such as each buffer of stage 2
+    for each in reducer.buffers:
+        if each.reduces_each_microbatch:
+            each.shard_sum.fill_(torch.nan)
+        else:
+            for entry in each.bucket.entries:
+                each.bucket.view(each.full, entry).fill_(torch.nan)
+
+
 def reduce(net, topology, num_microbatches: int, *way) -> dict[str, torch.Tensor]:
     """Runs the microbatches of this rank, each from a seed of its own."""
     reducer = reducer_of(net, topology, *way)
     reducer.begin(num_microbatches)
+    poison(reducer)
     for number in range(num_microbatches):
         net.backward(100 * topology.dp.rank + number)
     reducer.finish()

@@ -118,7 +118,7 @@ def memory(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[int, i
     kept = [each.bucket.weight for each in optimizer.buffers]
     kept += [each.shard_sum if hasattr(each, "shard_sum") else each.full for each in optimizer.buffers]
     kept += [tensor for state in optimizer.states for _, tensor in state.tensors()]
-    kept += [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    assert all(parameter.grad is None for parameter in net.parameters())
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     padding = sum(each.bucket.size for each in optimizer.buffers) - num_parameters
@@ -254,7 +254,7 @@ def send_rounded(topology, stage: int) -> list[torch.Tensor]:
     optimizer = optimizer_of(net, topology, parallel(2, zero_stage=stage, grad_communication_dtype="bf16"))
     optimizer.begin(1)
     net(topology.dp.rank).backward()
-    own = [parameter.grad.clone() for parameter in net.parameters()] if stage == 0 else []
+    own = [optimizer.gradient(name).clone() for name, _ in net.named_parameters()] if stage == 0 else []
     optimizer.finish_gradients()
     return [optimizer.gradient(name).clone() for name, _ in net.named_parameters()] + own
 

@@ -84,9 +84,10 @@ def linear(kind, topology, sequence_parallel, stored, fused):
     x_dim, y_dim = (cut.sequence_dim, -1) if kind is ColumnParallelLinear else (-1, cut.sequence_dim)
     hooks = []
     layer.weight.register_post_accumulate_grad_hook(lambda _: hooks.append("weight"))
-    total = torch.zeros_like(layer.weight)
+    total = torch.full_like(layer.weight, torch.nan)  # the first gradient overwrites it
+    is_first = iter([True] + [False] * (NUM_MICROBATCHES - 1))
     if fused:
-        layer.weight.main_grad = MainGrad(lambda: total, lambda: hooks.append("weight"))
+        layer.weight.main_grad = MainGrad(lambda: (total, next(is_first)), lambda: hooks.append("weight"))
 
     results = {}
     for number in range(NUM_MICROBATCHES):

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.optim.gradient_buckets import GradientBuffer
 from megalite.tensor_parallel import linear
 from megalite.train import weight_gradients
 from megalite.train.trainer import start_trainer
@@ -39,17 +40,27 @@ def with_fusion(config: Config, fused: bool) -> Config:
 
 
 def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Tensor], int]:
-    """Return losses and norms, new weights, and the number of GEMMs that accumulated their result."""
-    num_added = 0
-    add = linear.add_weight_gradient_
+    """Return losses and norms, new weights, and the number of GEMMs that accumulated their result.
 
-    def counted(*tensors: Tensor) -> None:
+    An iteration starts with NaN in place of the last one's gradients, which it must overwrite.
+    """
+    num_added = 0
+    add, begin = linear.add_weight_gradient_, GradientBuffer.begin
+
+    def counted(*tensors: Tensor, overwrite: bool) -> None:
         nonlocal num_added
         num_added += 1
-        add(*tensors)
+        add(*tensors, overwrite=overwrite)
 
+    def begin_with_nan(buffer: GradientBuffer) -> None:
+        begin(buffer)
+        for entry in buffer.bucket.entries if buffer.buffer is not None else ():
+            buffer.bucket.view(buffer.buffer, entry).fill_(torch.nan)
+
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN, such as the buffers of ZeRO stage 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "add_weight_gradient_", counted)
+        patch.setattr(GradientBuffer, "begin", begin_with_nan)
         patch.setattr(weight_gradients, "has_widening_gemm", lambda *_: True)
         trainer = start_trainer(config, topology)
         results = [trainer.step() for _ in range(NUM_ITERATIONS)]

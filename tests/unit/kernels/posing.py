@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 TESTS = (
     "activations",
     "add_norm",
+    "adamw",
     "cross_entropy",
     "dropout",
     "dropout_add",

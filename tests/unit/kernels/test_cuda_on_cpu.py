@@ -41,7 +41,8 @@ def registered(path: Path) -> set[str]:
 def test_both_libraries_have_the_same_operators() -> None:
     on_cpu = registered(ROOT / "csrc" / "library.cpp")
     others_are_as_fast = {
-        f"{op}{end}" for op in ("layer_norm", "bias_dropout_add_norm") for end in ("", "_backward")
+        "adamw_",
+        *(f"{op}{end}" for op in ("layer_norm", "bias_dropout_add_norm") for end in ("", "_backward")),
     }
     assert registered(CUDA / "bindings.cpp") - on_cpu == others_are_as_fast
     assert on_cpu <= registered(CUDA / "bindings.cpp")
@@ -143,15 +144,21 @@ def test_kernels_that_promise_their_bits_round_each_operation(name: str, tmp_pat
 
 @pytest.mark.slow
 @needs_nvcc
-def test_a_thread_has_several_wide_reads_in_flight(tmp_path: Path) -> None:
-    """Four of 16 bytes before the first is used, as memory-bound kernels need to keep a GPU's memory busy."""
+@pytest.mark.parametrize(
+    ("name", "width", "num_reads", "first_use"), [("gelu", 8, 4, "ex2.approx"), ("adamw", 4, 8, "div.rn")]
+)
+def test_a_thread_has_several_wide_reads_in_flight(
+    name: str, width: int, num_reads: int, first_use: str, tmp_path: Path
+) -> None:
+    """Of 16 bytes before the first is used, as memory-bound kernels need to keep a GPU's memory busy."""
     target = tmp_path / "kernel.ptx"
-    subprocess.run(["nvcc", *NVCC_FLAGS, str(CUDA / "gelu.cu"), "-o", str(target)], check=True)
+    subprocess.run(["nvcc", *NVCC_FLAGS, str(CUDA / f"{name}.cu"), "-o", str(target)], check=True)
     kernels = target.read_text().split(".entry ")[1:]
     assert not any(".local" in kernel for kernel in kernels)
-    (forward,) = [kernel for kernel in kernels if re.match(r"\S*row_kernel\S*BFloat16ELi8", kernel)]
-    steps = re.findall(r"ld\.global\.v4|ex2\.approx|st\.global\.v4", forward)
-    assert ["ld.global.v4"] * 4 + ["ex2.approx"] in [steps[i : i + 5] for i in range(len(steps))]
+    (kernel,) = [each for each in kernels if re.match(rf"\S*row_kernel\S*BFloat16ELi{width}", each)]
+    steps = re.findall(rf"ld\.global\.v4|{re.escape(first_use)}|st\.global\.v4", kernel)
+    expected = ["ld.global.v4"] * num_reads + [first_use]
+    assert expected in [steps[i : i + len(expected)] for i in range(len(steps))]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ print(describe("cuda"))
 library.compile_problem = lambda device_type: ""
 print(describe("cuda"))
 """
-NO_LIBRARY = "not compiled when megalite was built: pip install --no-build-isolation . with nvcc"
+NO_LIBRARY = "not compiled when megalite was built: install it again, beside torch and with nvcc"
 
 
 @pytest.fixture

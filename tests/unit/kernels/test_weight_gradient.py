@@ -1,4 +1,4 @@
-"""The weight gradient's product that adds to a sum."""
+"""The weight gradient's product that writes a sum or adds to it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,19 @@ def tensors(n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype
     return total.to(total_dtype), grad.to(dtype), x.to(dtype)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(("dtype", "total_dtype"), DTYPES)
 @pytest.mark.parametrize(("n", "o", "i"), SHAPES)
-def test_adds_the_product(n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype) -> None:
+def test_adds_or_writes_the_product(
+    n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype, overwrite: bool
+) -> None:
     total, grad, x = tensors(n, o, i, dtype, total_dtype)
-    expected = total.double() + grad.double().t() @ x.double()
-    add_weight_gradient_(total, grad, x)
+    expected = grad.double().t() @ x.double()
+    if overwrite:
+        total.fill_(torch.nan)
+    else:
+        expected += total
+    add_weight_gradient_(total, grad, x, overwrite=overwrite)
     tolerance = 4.0 * torch.finfo(dtype).eps * (1.0 + n**0.5)
     torch.testing.assert_close(total.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -56,9 +63,22 @@ def test_into_a_part_of_a_flat_buffer() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "total_dtype"), DTYPES)
+@pytest.mark.parametrize(("n", "o", "i"), SHAPES)
+def test_a_written_product_has_the_bits_of_one_added_to_zeros(
+    n: int, o: int, i: int, dtype: torch.dtype, total_dtype: torch.dtype
+) -> None:
+    total, grad, x = tensors(n, o, i, dtype, total_dtype)
+    zeros = torch.zeros_like(total)
+    add_weight_gradient_(zeros, grad, x)
+    add_weight_gradient_(total, grad, x, overwrite=True)
+    assert torch.equal(total, zeros)
+
+
+@pytest.mark.parametrize(("dtype", "total_dtype"), DTYPES)
 def test_opcheck(dtype: torch.dtype, total_dtype: torch.dtype) -> None:
     op = torch.ops.megalite.add_weight_gradient_.default
-    torch.library.opcheck(op, tensors(7, 3, 5, dtype, total_dtype))
+    for overwrite in (False, True):
+        torch.library.opcheck(op, (*tensors(7, 3, 5, dtype, total_dtype), overwrite))
 
 
 @pytest.mark.parametrize("rounds", [False, True])
@@ -66,12 +86,15 @@ def test_a_widening_product_is_used_where_it_is_right(rounds: bool) -> None:
     """A device that has the op, and one whose op rounds to the factors' dtype on its way."""
     calls: list[tuple[int, ...]] = []
 
-    def product(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, out: Tensor, **_: Any) -> Tensor:
+    def product(
+        total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, out: Tensor, **_: Any
+    ) -> Tensor:
         assert total is out
         assert total.dtype == dtype == torch.float32
         calls.append(tuple(out.shape))
         wide = a.float() @ b.float()
-        return out.add_(wide.to(a.dtype) if rounds else wide)
+        wide = wide.to(a.dtype).float() if rounds else wide
+        return out.copy_(wide) if beta == 0 else out.add_(wide)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("addmm.dtype_out", product, "CPU", allow_override=True)
@@ -83,7 +106,7 @@ def test_a_widening_product_is_used_where_it_is_right(rounds: bool) -> None:
         is_known = has_widening_gemm(torch.bfloat16, torch.float32, CPU)
     finally:
         library._destroy()
-    assert calls == ([(16, 16)] if rounds else [(16, 16), (3, 5)])
+    assert calls == ([(16, 16)] * 2 if rounds else [(16, 16)] * 2 + [(3, 5)])
     assert is_known is not rounds
     torch.testing.assert_close(total, rounded if rounds else exact, rtol=1e-6, atol=1e-6)
 

@@ -159,6 +159,18 @@ def test_an_update_that_is_left_out_changes_nothing(make_parameter, topology, ba
     assert all(torch.equal(weight, straight.get_parameter(name)) for name, weight in net.named_parameters())
 
 
+def test_a_parameter_without_a_gradient_has_zeros_in_place_of_the_last_iterations(net, topology):
+    optimizer = optimizer_of(net, topology)
+    train(net, optimizer, range(1))
+    optimizer.begin(1)
+    net.table.sum().backward()
+    norm = optimizer.finish_gradients()
+    assert norm == pytest.approx(net.table.numel() ** 0.5)
+    gradients = {name: optimizer.gradient(name) for name, _ in net.named_parameters()}
+    assert torch.equal(gradients.pop("table"), torch.ones_like(net.table))
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
 def test_resumes_bitwise_from_copies_of_its_state(make_parameter, topology):
     straight, resumed = Net(make_parameter), Net(make_parameter)
     optimizer = optimizer_of(straight, topology)
