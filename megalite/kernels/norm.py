@@ -210,7 +210,11 @@ class _WithResidual(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.centres, ctx.epsilon = bias is not None, epsilon
-        return (rms_norm(x, weight, epsilon) if bias is None else layer_norm(x, weight, bias, epsilon)), x
+        # A graph of torch.compile fuses PyTorch's own norm with the sum before it. Its backward is our kernel
+        # too: the compiler would read the rows twice, since it also sums over them for the weight's gradient.
+        is_traced = torch.compiler.is_compiling()
+        rms, layer = (_torch_rms_norm, _torch_layer_norm) if is_traced else (rms_norm, layer_norm)
+        return (rms(x, weight, epsilon) if bias is None else layer(x, weight, bias, epsilon)), x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, residual_grad: Tensor) -> tuple[Tensor | None, ...]:
