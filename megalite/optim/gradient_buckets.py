@@ -238,7 +238,11 @@ class GradReducer:
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
         """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""
         return {
-            entry.parameter: MainGrad(partial(buffer.main_grad, entry), partial(hook, entry.parameter))
+            entry.parameter: MainGrad(
+                partial(buffer.main_grad, entry),
+                partial(hook, entry.parameter),
+                None if buffer.reduces_each_microbatch else buffer.main_grad(entry),
+            )
             for buffer, entry, hook in self._hooks()
         }
 

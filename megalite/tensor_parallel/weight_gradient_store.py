@@ -16,10 +16,13 @@ class MainGrad(NamedTuple):
     Attributes:
         buffer: returns the buffer, in the weight's shape, in the weight's dtype or a wider one.
         on_added: call after adding a gradient for which autograd runs no hook.
+        fixed_buffer: the buffer, if it is the same memory in all of training; else None. A graph of
+            torch.compile adds to it.
     """
 
     buffer: Callable[[], Tensor]
     on_added: Callable[[], None]
+    fixed_buffer: Tensor | None
 
 
 def main_grad_of(weight: nn.Parameter) -> MainGrad | None:

@@ -86,7 +86,7 @@ def linear(kind, topology, sequence_parallel, stored, fused):
     layer.weight.register_post_accumulate_grad_hook(lambda _: hooks.append("weight"))
     total = torch.zeros_like(layer.weight)
     if fused:
-        layer.weight.main_grad = MainGrad(lambda: total, lambda: hooks.append("weight"))
+        layer.weight.main_grad = MainGrad(lambda: total, lambda: hooks.append("weight"), total)
 
     results = {}
     for number in range(NUM_MICROBATCHES):
