@@ -93,7 +93,7 @@ def rms_norm_on(device_type: str) -> NormFunctions:
     if is_eager("rms_norm", device_type):
         return _and_input(_torch_rms_norm)
     adds = is_compiled("bias_dropout_add_norm", device_type)
-    of_sum = _rms_norm_of_sum if adds else _after_sum(rms_norm_with_residual)
+    of_sum = _rms_norm_of_sum if adds else after_sum(rms_norm_with_residual)
     return NormFunctions(rms_norm, rms_norm_with_residual, of_sum)
 
 
@@ -102,7 +102,7 @@ def layer_norm_on(device_type: str) -> NormFunctions:
     if is_eager("layer_norm", device_type):
         return _and_input(_torch_layer_norm)
     adds = is_compiled("bias_dropout_add_norm", device_type)
-    of_sum = bias_dropout_add_norm if adds else _after_sum(layer_norm_with_residual)
+    of_sum = bias_dropout_add_norm if adds else after_sum(layer_norm_with_residual)
     return NormFunctions(layer_norm, layer_norm_with_residual, of_sum)
 
 
@@ -112,10 +112,10 @@ def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
     def with_residual(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return norm(x, *rest), x
 
-    return NormFunctions(norm, with_residual, _after_sum(with_residual))
+    return NormFunctions(norm, with_residual, after_sum(with_residual))
 
 
-def _after_sum(with_residual: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def after_sum(with_residual: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a norm of a sum that another operator computes."""
     return lambda total, *rest: with_residual(total.compute(), *rest)
 
@@ -232,7 +232,11 @@ class _WithResidual(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.centres, ctx.epsilon = bias is not None, epsilon
-        return (rms_norm(x, weight, epsilon) if bias is None else layer_norm(x, weight, bias, epsilon)), x
+        # A graph of torch.compile fuses PyTorch's own norm with the sum before it. Its backward is our kernel
+        # too: the compiler would read the rows twice, since it also sums over them for the weight's gradient.
+        is_traced = torch.compiler.is_compiling()
+        rms, layer = (_torch_rms_norm, _torch_layer_norm) if is_traced else (rms_norm, layer_norm)
+        return (rms(x, weight, epsilon) if bias is None else layer(x, weight, bias, epsilon)), x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, residual_grad: Tensor) -> tuple[Tensor | None, ...]:

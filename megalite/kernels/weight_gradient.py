@@ -18,7 +18,9 @@ def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: b
     Then the product of 16-bit factors is not rounded to 16 bits before it is added to an fp32 sum.
 
     Args:
-        total: ``[o, i]``, of the factors' dtype or a wider one.
+        total: ``[..., i]``, all dims but the last together o; of the factors' dtype or a wider one. In a
+            graph of torch.compile it must be an input as it is: a view of one is made again at the offset of
+            the first layer's.
         grad: ``[n, o]``.
         x: ``[n, i]``, of the gradient's dtype.
         overwrite: write to `total` without reading it.
@@ -57,6 +59,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
 
 def _implementation(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
     """Return PyTorch's own GEMM if it widens (as cuBLAS does), else the reference."""
+    total = total.flatten(0, -2)
     is_wider = total.dtype != grad.dtype
     if is_wider and has_widening_gemm(grad.dtype, total.dtype, grad.device):
         _gemm_widened(total, grad, x, overwrite)

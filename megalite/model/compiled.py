@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,7 +30,7 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
+def compile_layers(stage: GPTStage, backend: str | Callable[..., Any] = "inductor") -> None:
     """Replace each layer's forward by a compiled one, for training and evaluation; call it once, at the end.
 
     Hooks of a layer stay outside of its graph, for example those that gather its weights (ZeRO stage 3).

@@ -246,6 +246,8 @@ class GradReducer:
             gradients per microbatch, which the counts of the other buffers do not expect.
         sum_tied_copies: called on the full `tied_buffer`, ``[size]``, before it is reduced, where two ranks
             have a copy of the embedding each.
+        graphs_add: graphs of torch.compile add to the buffers that stay in place. They cannot ask whether to
+            overwrite, so that these buffers are zeroed when an iteration begins.
     """
 
     def __init__(
@@ -255,12 +257,14 @@ class GradReducer:
         overlap: bool,
         tied_buffer: GradientBuffer | None = None,
         sum_tied_copies: Callable[[Tensor], None] | None = None,
+        graphs_add: bool = False,
     ) -> None:
         self.buffers = buffers
         self.dp = dp
         self.overlap = overlap
         self.tied_buffer = tied_buffer
         self.sum_tied_copies = sum_tied_copies
+        self.graphs_add = graphs_add
         self.num_microbatches = 0
         # Reductions to start: the buffer, and the number of gradients it must have.
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
@@ -271,7 +275,11 @@ class GradReducer:
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
         """Return each parameter's `main_grad`, for linear layers that fill the buffers without autograd."""
         return {
-            entry.parameter: MainGrad(partial(buffer.claim, entry), partial(hook, entry.parameter))
+            entry.parameter: MainGrad(
+                partial(buffer.claim, entry),
+                partial(hook, entry.parameter),
+                buffer.bucket.view(buffer.full, entry) if self._is_zeroed(buffer) else None,
+            )
             for buffer, entry, hook in self._hooks()
         }
 
@@ -280,6 +288,8 @@ class GradReducer:
         self.num_microbatches = num_microbatches
         for buffer in self._all_buffers():
             buffer.begin()
+            if self._is_zeroed(buffer):
+                buffer.complete()
         self._waiting.clear()
         if self.dp.size > 1:
             for number in range(1, num_microbatches + 1):
@@ -303,6 +313,9 @@ class GradReducer:
             if self.dp.size > 1:
                 self._in_flight.append(self.tied_buffer.start_reduce())
         self._wait(0)
+
+    def _is_zeroed(self, buffer: GradientBuffer) -> bool:
+        return self.graphs_add and not buffer.reduces_each_microbatch
 
     def _all_buffers(self) -> list[GradientBuffer]:
         return [*self.buffers, *([] if self.tied_buffer is None else [self.tied_buffer])]

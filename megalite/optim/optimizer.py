@@ -287,6 +287,7 @@ class Optimizer(BaseOptimizer):
         dtype: torch.dtype,
         units: Sequence[ForwardUnit] = (),
         fuses_weight_gradients: bool = False,
+        compiled: bool = False,
     ) -> None:
         """Move the parameters into buckets and allocate gradients and state.
 
@@ -299,11 +300,12 @@ class Optimizer(BaseOptimizer):
             units: this rank's modules in the order in which forward calls them; each waits for its weights
                 where the all-gather overlaps forward.
             fuses_weight_gradients: linear layers add their weight gradients to the buffers themselves.
+            compiled: torch.compile traces the layers.
         """
         self.tied = tied
         stage = parallel.zero_stage_among(topology.dp.size)
         self.buffers = self._make_buffers(list(named_parameters), parallel, topology.dp, stage)
-        self.reducer = self._make_reducer(parallel, topology)
+        self.reducer = self._make_reducer(parallel, topology, compiled and fuses_weight_gradients)
         self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
         self.states = [BucketState(buffer.bucket, buffer.owned) for buffer in self.buffers]
         super().__init__(self.states, config, parallel, topology, dtype)
@@ -331,12 +333,12 @@ class Optimizer(BaseOptimizer):
             buffers.append(GRADIENT_BUFFERS[min(stage, 1)](bucket, dp, message_dtype))
         return buffers
 
-    def _make_reducer(self, parallel: ParallelConfig, topology: Topology) -> GradReducer:
+    def _make_reducer(self, parallel: ParallelConfig, topology: Topology, graphs_add: bool) -> GradReducer:
         dp, overlap = topology.dp, parallel.overlap_grad_reduce
         if self.tied is None:
-            return GradReducer(self.buffers, dp, overlap)
+            return GradReducer(self.buffers, dp, overlap, graphs_add=graphs_add)
         sum_copies = partial(sum_tied_embedding_grads, pp=topology.pp) if self.tied.has_other_copy else None
-        return GradReducer(self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies)
+        return GradReducer(self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies, graphs_add)
 
     def initialize_main(self, seed: int) -> None:
         """Draw the main weights anew where they are separate, so that they start unrounded.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.distributed.collectives import all_reduce
@@ -114,7 +114,7 @@ class Fp8Gemm:
         operands = in_fp8(rows, self.gradient_dtype, largest_grad), in_fp8(weight.t(), E4M3, largest_weight)
         return _with_rows_of(grad, scaled_gemm(*operands, None, grad.dtype, is_fast=False))
 
-    def differentiable(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
         y: Tensor = _Traced.apply(x, weight.flatten(0, -2), None if bias is None else bias.flatten(), self)
         return y

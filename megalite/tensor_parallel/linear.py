@@ -55,7 +55,7 @@ class Gemm(Protocol):
     def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
         """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
 
-    def differentiable(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
 
 
@@ -76,7 +76,7 @@ class WideGemm:
         """Compute ``grad weight``."""
         return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
 
-    def differentiable(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``."""
         return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
@@ -127,8 +127,9 @@ def column_linear(
         ``[s, b, out/tp]``.
     """
     # Layers are compiled at tp 1 without a weight-gradient store, so a compiled call needs no collective.
-    # A graph cannot add to main_grad: autograd accumulates instead.
-    if context.needs_only_autograd or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return _traced(x, weight, bias, context)
+    if context.needs_only_autograd:
         return context.gemm.differentiable(x, weight, bias)
     return _apply(_ColumnLinear, x, weight, bias, context)
 
@@ -145,7 +146,9 @@ def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, conte
         ``[s, b, out]``, the same on every rank; the rank's slice ``[s/tp, b, out]`` if sequence parallel.
     """
     tp = context.tp
-    if context.needs_only_autograd or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return _traced(x, weight, bias, context)
+    if context.needs_only_autograd:
         return context.gemm.differentiable(x, weight, bias)
     if tp.size == 1:
         return _apply(_RowLinear, x, weight, bias, context)
@@ -261,6 +264,36 @@ class _RowLinear(torch.autograd.Function):
         return x_grad, weight_grad, bias_grad, None, None
 
 
+def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
+    """Compute a linear layer in a graph of torch.compile.
+
+    Backward adds the weight's gradient to its `main_grad` if that has a fixed buffer.
+    """
+    main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
+    if main_grad is None or main_grad.fixed_buffer is None:
+        return context.gemm.differentiable(x, weight, bias)
+    # The weight has no other gradient. As an input of the graph it still has its hooks run.
+    y = context.gemm.differentiable(x, weight.detach(), bias)
+    result: Tensor = _AddWeightGradient.apply(y, x, main_grad.fixed_buffer)
+    return result
+
+
+class _AddWeightGradient(torch.autograd.Function):
+    """Return a linear layer's output `y`; backward adds the weight's gradient to `total`, in its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.total = total  # not saved: the backward of another microbatch may change it before this one's
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        add_weight_gradient_(ctx.total, grad.flatten(0, -2), x.flatten(0, -2))
+        return grad, None, None
+
+
 def _weight_gradient(weight: nn.Parameter, grad: Tensor, x: Tensor, context: LinearContext) -> Tensor | None:
     """Compute ``grad^T x``, ``[out, in]``; return None if `weight.main_grad` has taken it."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
@@ -268,7 +301,7 @@ def _weight_gradient(weight: nn.Parameter, grad: Tensor, x: Tensor, context: Lin
     if main_grad is None:
         return grad.t() @ x
     total, is_stale = main_grad.claim()
-    add_weight_gradient_(total.flatten(0, -2), grad, x, overwrite=is_stale)
+    add_weight_gradient_(total, grad, x, overwrite=is_stale)
     if context.store is not None:
         main_grad.on_added()  # without a store, autograd runs the weight's hooks
     return None

@@ -17,10 +17,13 @@ class MainGrad(NamedTuple):
         claim: returns the buffer, in the weight's shape, in the weight's dtype or a wider one, and whether a
             gradient overwrites it, as the first of an iteration, or is added. The caller does so at once.
         on_added: call after adding a gradient for which autograd runs no hook.
+        fixed_buffer: the buffer, if it is the same memory in all of training; else None. A graph of
+            torch.compile adds to it.
     """
 
     claim: Callable[[], tuple[Tensor, bool]]
     on_added: Callable[[], None]
+    fixed_buffer: Tensor | None
 
 
 def main_grad_of(weight: nn.Parameter) -> MainGrad | None:

@@ -43,6 +43,7 @@ def build_optimizer(
         dtype,
         [unit for chunk in chunks for unit in chunk.units()],
         fuses_weight_gradients,
+        config.training.compile,
     )
     optimizer.initialize_main(config.training.seed)
     return optimizer

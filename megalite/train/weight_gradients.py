@@ -32,7 +32,8 @@ def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
     dtype = DTYPES[config.model.params_dtype]
     if not config.parallel.gradient_accumulation_fusion:
         return Fusion(False, "accumulated by autograd (--no-gradient-accumulation-fusion)")
-    if config.parallel.zero_stage_among(topology.dp.size) == 3:
+    zero_stage = config.parallel.zero_stage_among(topology.dp.size)
+    if zero_stage == 3:
         return Fusion(
             False, "accumulated by autograd (--zero-stage 3 reduce-scatters them in every microbatch)"
         )
@@ -42,8 +43,10 @@ def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
             False,
             f"accumulated by autograd ({topology.device.type} has no GEMM of {inputs} that adds to {total})",
         )
-    if config.training.compile and topology.tp.size == 1:
+    if config.training.compile and topology.tp.size == 1 and zero_stage == 2:
         return Fusion(
-            True, "accumulated by the GEMM of the logits, and by autograd in the layers (--compile)"
+            True,
+            "accumulated by the GEMM of the logits, and by autograd in the layers (--compile with "
+            "--zero-stage 2, whose buffers do not stay in place)",
         )
     return Fusion(True, "accumulated by the weight-gradient GEMMs (fused)")

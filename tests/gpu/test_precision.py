@@ -14,6 +14,7 @@ from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.tensor_parallel.fp8 import E4M3, E5M2, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
+from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from tests.stages import build_stage
 
 pytestmark = [
@@ -28,6 +29,15 @@ MODEL = ModelConfig(
     vocab_size=128,
     params_dtype="bf16",
     attention_dropout=0.0,
+)
+LLAMA = ModelConfig(
+    **{
+        **vars(MODEL),
+        "position_embedding_type": "rope",
+        "activation": "swiglu",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+    }
 )
 
 
@@ -76,23 +86,38 @@ def test_one_pass_rounds_as_the_cpu_does(dtype: torch.dtype, one_gpu: Topology) 
         assert torch.equal(on_gpu.numbers.cpu().view(torch.uint8), expected.numbers.view(torch.uint8))
 
 
+def _main_grad(buffer: torch.Tensor) -> MainGrad:
+    return MainGrad(lambda: (buffer.detach(), False), lambda: None, buffer)
+
+
 @pytest.mark.parametrize("fp8_format", [None, "hybrid"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_compiled_layers_give_the_same(dropout: float, fp8_format: str | None, one_gpu: Topology) -> None:
+@pytest.mark.parametrize(("base", "dropout"), [(MODEL, 0.0), (MODEL, 0.1), (LLAMA, 0.0)])
+def test_compiled_layers_give_the_same(
+    base: ModelConfig, dropout: float, fp8_format: str | None, one_gpu: Topology
+) -> None:
+    """Add the weight gradients of two microbatches to fp32 buffers."""
     if fp8_format is not None:
         _skip_without_fp8(one_gpu)
     check_compiler(one_gpu.device)
-    model = ModelConfig(**{**vars(MODEL), "hidden_dropout": dropout})
+    model = ModelConfig(**{**vars(base), "hidden_dropout": dropout})
     ids = torch.arange(130, device=one_gpu.device).view(2, 65) % 128
     numbers = torch.arange(2, device=one_gpu.device)
     losses, norms = [], []
     for compiled in (False, True):
-        stage = build_stage(model, one_gpu, range(2), seed=1, fp8_format=fp8_format)
+        stage = build_stage(
+            model, one_gpu, range(2), seed=1, fp8_format=fp8_format, fuses_weight_gradients=True
+        )
+        buffers = [torch.zeros_like(p, dtype=torch.float32) for p in stage.layers.parameters() if p.dim() > 1]
+        matrices = (p for p in stage.layers.parameters() if p.dim() > 1)
+        for parameter, buffer in zip(matrices, buffers, strict=True):
+            parameter.main_grad = _main_grad(buffer)  # type: ignore[attr-defined]
         if compiled:
             compile_layers(stage)
-        loss = stage(Microbatch(ids[:, :-1], ids[:, 1:], numbers), None)
-        loss.backward()
+        for _ in range(2):
+            loss = stage(Microbatch(ids[:, :-1], ids[:, 1:], numbers), None)
+            loss.backward()
         losses.append(loss.item())
-        norms.append([p.grad.float().norm().item() for p in stage.parameters() if p.grad is not None])
+        grads = [p.grad.float() for p in stage.parameters() if p.grad is not None]
+        norms.append([grad.norm().item() for grad in (*grads, *buffers)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert norms[1] == pytest.approx(norms[0], rel=0.05)

@@ -22,9 +22,11 @@ NOTHING = RecomputeConfig()
     [
         ("gpt-tiny", "fp64", "mbs2", NOTHING),
         ("gpt-tiny", "fp32", "mbs2", NOTHING),
+        ("gpt-tiny", "fp64", "dp2+zero2", NOTHING),
         ("gpt-tiny", "fp64", "tp2", RECOMPUTE["mlp"]),
         ("gpt-tiny", "fp64", "pp4zb", RECOMPUTE["core"]),
         ("gpt-tiny", "fp64", "dp2+zero3", RECOMPUTE["full"]),
+        ("llama-tiny", "fp64", "pp2dp2+zero1", NOTHING),
         ("llama-tiny", "fp64", "tp4+sp", NOTHING),
         ("llama-tiny", "fp32", "dp2+zero1+gather", RECOMPUTE["parts"]),
         ("bloom-tiny", "fp64", "tp2pp2zbdp2+sp", RECOMPUTE["parts"]),

@@ -85,9 +85,9 @@ def linear(kind, topology, sequence_parallel, stored, fused):
     hooks = []
     layer.weight.register_post_accumulate_grad_hook(lambda _: hooks.append("weight"))
     total = torch.full_like(layer.weight, torch.nan)  # the first gradient overwrites it
-    is_first = iter([True] + [False] * (NUM_MICROBATCHES - 1))
     if fused:
-        layer.weight.main_grad = MainGrad(lambda: (total, next(is_first)), lambda: hooks.append("weight"))
+        claims = iter([(total, True)] + [(total, False)] * (NUM_MICROBATCHES - 1))
+        layer.weight.main_grad = MainGrad(lambda: next(claims), lambda: hooks.append("weight"), None)
 
     results = {}
     for number in range(NUM_MICROBATCHES):

@@ -56,10 +56,11 @@ def test_adds_or_writes_the_product(
 
 
 def test_into_a_part_of_a_flat_buffer() -> None:
-    buffer = torch.ones(2 + 3 * 5 + 1)
-    grad, x = torch.ones(4, 3), torch.ones(4, 5)
-    add_weight_gradient_(buffer[2:17].view(3, 5), grad, x)
-    assert buffer.tolist() == [1.0] * 2 + [5.0] * 15 + [1.0]
+    """Of a gated activation's weight, which has three dims."""
+    buffer = torch.ones(2 + 2 * 3 * 5 + 1)
+    grad, x = torch.ones(4, 6), torch.ones(4, 5)
+    add_weight_gradient_(buffer[2:32].view(2, 3, 5), grad, x)
+    assert buffer.tolist() == [1.0] * 2 + [5.0] * 30 + [1.0]
 
 
 @pytest.mark.parametrize(("dtype", "total_dtype"), DTYPES)

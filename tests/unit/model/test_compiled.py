@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config import ModelConfig, RecomputeConfig, TrainingConfig
+from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels.library import compile_problem
+from megalite.kernels.norm import NormFunctions, after_sum, rms_norm, rms_norm_with_residual
 from megalite.microbatch import Microbatch
 from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.flex_attention import FlexCore
 from megalite.model.gpt_stage import GPTStage
+from megalite.tensor_parallel.linear import ColumnParallelLinear
+from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train.telemetry.metrics import CompileTime, compile_time
 from tests.stages import build_stage
 
@@ -73,34 +85,90 @@ def _fresh_compiler() -> Iterator[None]:
     compile_problem.cache_clear()
 
 
-def _losses(stage: GPTStage, **documents: Tensor) -> tuple[list[float], dict[str, Tensor | None]]:
-    """Of two microbatches in training, and of one in evaluation; the gradients of the former."""
+class Results(NamedTuple):
+    """What a stage computes.
+
+    Attributes:
+        losses: of two microbatches in training, and of one in evaluation.
+        grads: of all weights, or the buffers that they are added to.
+        hooked: parameters whose hooks ran in backward.
+    """
+
+    losses: list[float]
+    grads: dict[str, Tensor | None]
+    hooked: Counter[str]
+
+
+def _results(stage: GPTStage, **documents: Tensor) -> Results:
+    """Train on two microbatches that are in flight together, evaluate, and train on another one."""
     ids = torch.randint(MODEL.vocab_size or 0, (2, 17), generator=torch.Generator().manual_seed(0))
-    batch = ids[:, :-1], ids[:, 1:]
-    losses = []
-    for first in (0, 2**40):
-        loss = stage(Microbatch(*batch, torch.tensor([first, first + 7]), **documents), None)
+    hooked: Counter[str] = Counter()
+    for name, parameter in stage.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooked.update((name,)))
+    main_grads = _main_grads(stage) if stage.context.fuses_weight_gradients else {}
+
+    def loss_of(first: int) -> Tensor:
+        numbers = torch.tensor([first, first + 7])
+        loss: Tensor = stage(Microbatch(ids[:, :-1], ids[:, 1:], numbers, **documents), None)
+        return loss
+
+    _set(stage, main_grads)
+    losses = [loss_of(0), loss_of(2**40)]
+    for loss in losses:
         loss.backward()
-        losses.append(loss.item())
+    _set(stage, dict.fromkeys(main_grads))  # as the optimizer does between iterations
+    stage.eval()
     with torch.no_grad():
-        losses.append(stage.eval()(Microbatch(*batch, torch.tensor([0, 1]), **documents), None).item())
-    return losses, {name: parameter.grad for name, parameter in stage.named_parameters()}
+        losses.append(loss_of(0))
+    stage.train()
+    _set(stage, main_grads)
+    loss_of(1).backward()
+    grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    for name, main_grad in main_grads.items():
+        assert grads[name] is None or name.startswith("embedding")  # a tied weight has both
+        grads[f"{name}.main_grad"] = main_grad.fixed_buffer
+    return Results([loss.item() for loss in losses], grads, hooked)
+
+
+def _main_grads(stage: GPTStage) -> dict[str, MainGrad]:
+    """Of all matrices, in one tensor as the optimizer's are."""
+    matrices = {name: p for name, p in stage.named_parameters() if p.dim() > 1}
+    sizes = [p.numel() for p in matrices.values()]
+    flat = next(iter(matrices.values())).new_zeros(sum(sizes), requires_grad=False)
+    return {
+        name: _main_grad(piece.view(matrices[name].shape))
+        for name, piece in zip(matrices, flat.split(sizes), strict=True)
+    }
+
+
+def _main_grad(buffer: Tensor) -> MainGrad:
+    return MainGrad(lambda: (buffer, False), lambda: None, buffer)
+
+
+def _set(stage: GPTStage, main_grads: Mapping[str, MainGrad | None]) -> None:
+    for name, main_grad in main_grads.items():
+        stage.get_parameter(name).main_grad = main_grad  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case in ("full", "mlp") else []) for case in CASES],
 )
-def test_one_graph_serves_all_layers(case: str, one_rank: Topology) -> None:
+@pytest.mark.parametrize("fuses", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology) -> None:
     model, recompute = CASES[case]
-    stages = [build_stage(model, one_rank, range(3), seed=1, recompute=recompute) for _ in range(2)]
+    stages = [
+        build_stage(model, one_rank, range(3), seed=1, recompute=recompute, fuses_weight_gradients=fuses)
+        for _ in range(2)
+    ]
     compile_layers(stages[1], "aot_eager")
-    (losses, grads), (compiled_losses, compiled_grads) = map(_losses, stages)
-    assert compiled_losses == pytest.approx(losses, rel=1e-13)
+    expected, compiled = map(_results, stages)
+    assert compiled.losses == pytest.approx(expected.losses, rel=1e-13)
     # Another sample meets another mask, and an evaluation none.
-    assert len({*losses}) == (3 if model.hidden_dropout else 1)
-    for name, grad in grads.items():
-        torch.testing.assert_close(compiled_grads[name], grad, rtol=1e-11, atol=1e-12, msg=name)
+    assert len({*expected.losses}) == (3 if model.hidden_dropout else 1)
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(compiled.grads[name], grad, rtol=1e-11, atol=1e-12, msg=name)
+    assert compiled.hooked == expected.hooked
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2  # for training and for evaluation
 
@@ -110,10 +178,85 @@ def test_packed_documents(one_rank: Topology) -> None:
     documents = {"position_ids": places % 5, "document_ids": places // 5, "loss_mask": places % 5 != 4}
     stages = [build_stage(CASES["llama"][0], one_rank, range(2), seed=1) for _ in range(2)]
     compile_layers(stages[1], "aot_eager")
-    (losses, grads), (compiled_losses, compiled_grads) = (_losses(stage, **documents) for stage in stages)
-    assert compiled_losses == pytest.approx(losses, rel=1e-13)
-    torch.testing.assert_close(compiled_grads, grads, rtol=1e-11, atol=1e-12)
+    expected, compiled = (_results(stage, **documents) for stage in stages)
+    assert compiled.losses == pytest.approx(expected.losses, rel=1e-13)
+    torch.testing.assert_close(compiled.grads, expected.grads, rtol=1e-11, atol=1e-12)
     assert not counters["graph_break"]
+
+
+class Recorder:
+    """Count what the graphs of forward and backward call of megalite, after inductor's decompositions."""
+
+    def __init__(self) -> None:
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.backend = aot_autograd(
+            fw_compiler=partial(self._record, self.forward),
+            bw_compiler=partial(self._record, self.backward),
+            decompositions=select_decomp_table(),
+        )
+
+    def _record(self, counts: Counter[str], graph: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            # An operator that changes its input is the first argument of a functional call.
+            target = node.args[0] if "auto_functionalized" in str(node.target) else node.target
+            if str(target).startswith("megalite."):
+                counts[str(target).removeprefix("megalite.").removesuffix(".default")] += 1
+        return make_boxed_func(graph)
+
+
+def test_calls_of_the_graph_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors, which the operators treat as a GPU's."""
+    norm = NormFunctions(rms_norm, rms_norm_with_residual, after_sum(rms_norm_with_residual))
+    monkeypatch.setattr("megalite.model.norm.rms_norm_on", lambda _: norm)
+    with Topology.fake(ParallelConfig(), 1, 0, device="meta") as topology:
+        model = CASES["llama"][0]
+        stage = build_stage(model, topology, range(2), attention=UnfusedCore, fuses_weight_gradients=True)
+        _set(stage, _main_grads(stage))
+        recorder = Recorder()
+        compile_layers(stage, recorder.backend)
+        ids = torch.zeros((2, 17), dtype=torch.int64, device="meta")
+        stage(Microbatch(ids[:, :-1], ids[:, 1:], ids[:, 0]), None).backward()
+    # Norm, rotation and residual are PyTorch's operators.
+    assert recorder.forward == {"attention": 1, "bias_swiglu": 1}
+    assert recorder.backward == {
+        "add_weight_gradient_": 4,
+        "attention_backward": 1,
+        "bias_swiglu_backward": 1,
+        "rms_norm_backward": 2,
+    }
+
+
+class Totals(TorchDispatchMode):
+    """Collect the addresses to which weight gradients are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.megalite.add_weight_gradient_.default:
+            self.addresses.append(args[0].data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
+def test_inductor_adds_weight_gradients_in_place(one_rank: Topology) -> None:
+    context = LayerContext(one_rank, torch.float32, fuses_weight_gradients=True)
+    linear = ColumnParallelLinear(16, (2, 8), context, bias=True, std=0.1)
+    for parameter in linear.parameters():
+        torch.nn.init.normal_(parameter)
+    total = torch.zeros_like(linear.weight)
+    linear.weight.main_grad = _main_grad(total)  # type: ignore[attr-defined]
+    run = torch.compile(linear.forward, dynamic=False)
+    x, totals = torch.randn(4, 3, 16), Totals()
+    for _ in range(2):
+        y = run(x)
+        with totals:
+            y.sum().backward()
+    assert totals.addresses == [total.data_ptr()] * 2
+    torch.testing.assert_close(total, 2 * x.sum((0, 1)).expand_as(total))
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ def test_autograd_accumulates(topology: Topology) -> None:
     assert (is_on, "--zero-stage 3" in why) == (False, True)
 
 
-def test_autograd_accumulates_in_compiled_layers(topology: Topology) -> None:
-    is_on, why = fusion(topology, compile=True)
+def test_compiled_layers_need_buffers_that_stay_in_place(topology: Topology) -> None:
+    assert fusion(topology, compile=True, zero_stage=1) == (True, FUSED)
+    is_on, why = fusion(topology, compile=True, zero_stage=2)
     assert is_on
-    assert "by autograd in the layers (--compile)" in why
+    assert "by autograd in the layers (--compile with --zero-stage 2" in why
