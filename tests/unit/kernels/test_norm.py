@@ -199,7 +199,8 @@ def test_with_the_residual_autograd_opcheck_and_compile(kernel: Kernel) -> None:
     for form in (whole, kernel.with_residual):
         y, residual = form(*leaves, EPSILON)
         results.append(torch.autograd.grad(((y * y).sum() + residual.prod()), leaves))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    # A graph computes the norm with PyTorch's operators.
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
 
 
 def test_keeps_its_input_and_its_weight_alone(kernel: Kernel) -> None:
