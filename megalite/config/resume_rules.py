@@ -24,6 +24,7 @@ class OnResume(Enum):
 
 _NAMES: Mapping[OnResume, str] = {
     OnResume.MODEL: """
+        architecture bert_binary_head norm_position
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
         max_position_embeddings vocab_size position_embedding_type rotary_base normalization norm_epsilon
         activation add_bias_linear embed_layernorm untie_embeddings_and_output_weights""",

@@ -21,7 +21,7 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.microbatch import Microbatch
-from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.transformer_stage import DTYPES, TransformerStage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
@@ -38,7 +38,7 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def build_pipeline(
-    chunks: Sequence[GPTStage],
+    chunks: Sequence[TransformerStage],
     config: Config,
     topology: Topology,
     store: WeightGradientStore | None = None,

@@ -37,7 +37,7 @@ from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.topology import AXES
 from megalite.errors import UserError
 from megalite.log import log
-from megalite.model.gpt_stage import DTYPES
+from megalite.model.transformer_stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 Parameters = Iterator[tuple[str, Tensor]]
