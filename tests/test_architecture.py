@@ -19,6 +19,7 @@ LEVELS = (
     ("checkpoint", "plan"),
     ("train",),
     ("verify", "generate", "report", "dry_run"),
+    ("pretraining",),
 )
 """Packages from the lowest level to the highest; those of one level do not import each other"""
 SAME_LEVEL = {("files", "errors"), ("hardware.gpus", "errors")}
@@ -29,7 +30,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 SOURCES = sorted((ROOT / "megalite").rglob("*.py"))
-PROGRAMS = sorted([ROOT / "pretrain_gpt.py", *(ROOT / "tools").glob("*.py")])
+PROGRAMS = sorted([*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")])
 
 
 def _package(path: Path) -> str:

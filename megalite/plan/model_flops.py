@@ -20,10 +20,11 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
     keys_and_values = 2 * model.num_kv_heads * model.head_dim
     projections = hidden * (queries + keys_and_values) + queries * hidden
-    scores_and_context = 2 * queries * model.seq_length / 2
+    scores_and_context = 2 * queries * model.seq_length / (2 if model.is_causal else 1)
     mlp = (3 if model.is_gated else 2) * hidden * model.ffn_size
     logits = hidden * model.padded_vocab_size(tp)
-    multiply_adds = model.num_layers * (projections + scores_and_context + mlp) + logits
+    head = hidden * hidden if model.architecture == "bert" else 0
+    multiply_adds = model.num_layers * (projections + scores_and_context + mlp) + head + logits
     return 3 * 2 * multiply_adds
 
 
@@ -36,6 +37,7 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     """
     causal = flops_per_token(model, tp)
     scores = 6 * model.num_layers * model.num_attention_heads * model.head_dim * model.seq_length
+    scores = scores if model.is_causal else 0  # they count already
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp)
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}
