@@ -26,7 +26,7 @@ from megalite.errors import ConfigError, one_line
 _HELP = ("--help", "-h")
 _OVERRIDE = "--override-flags"
 _PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP)
-PROGRAMS: Mapping[Architecture, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+TRAINED_BY: Mapping[Architecture, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
 """The program that trains each architecture."""
 NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
 """Fields that only training needs: other programs pass them to `parse` as `unneeded`."""
@@ -61,7 +61,7 @@ def parse(
     config = _config(flags, architecture or "gpt", diagnostics)
     if config.model.architecture != (architecture or config.model.architecture):
         diagnostics.add_problem(
-            f"the model is a {config.model.architecture}, which {PROGRAMS[config.model.architecture]} "
+            f"the model is a {config.model.architecture}, which {TRAINED_BY[config.model.architecture]} "
             f"trains: run it, or choose a {architecture}'s --preset or --config"
         )
     _check_megatron_flags(flags, config, diagnostics)

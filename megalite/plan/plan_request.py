@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
-from megalite.config.command_line import NEEDED_TO_TRAIN, parse
+from megalite.config.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.config.fields import fields_by_flag
 from megalite.config.flags import flag_with_value
 from megalite.config.stage_layers import num_stages
@@ -303,4 +303,4 @@ def start_command(request: Request, config: Config) -> str:
     nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
     ranks = min(cluster.world_size, cluster.gpus_per_node)
     flags = shlex.join(training_tokens(request, config))
-    return f"torchrun {nodes}--nproc-per-node {ranks} pretrain_gpt.py {flags}"
+    return f"torchrun {nodes}--nproc-per-node {ranks} {TRAINED_BY[config.model.architecture]} {flags}"

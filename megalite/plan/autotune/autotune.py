@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import megalite
-from megalite.config.command_line import parse
+from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.errors import UserError
 from megalite.plan.autotune.trial import DONE, PROGRAM, Length, Results, Trial, run_trial
@@ -26,7 +26,7 @@ _MAX_RANKS_PER_CORE = 8
 """A rank uses a third of a gigabyte without a model."""
 
 
-def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM) -> Iterator[str]:
+def autotune(arguments: Sequence[str], description: str, program: Path | None = None) -> Iterator[str]:
     """Yield the progress of the trials, then the table and the fastest layout's command.
 
     Raises:
@@ -57,7 +57,8 @@ def autotune(arguments: Sequence[str], description: str, program: Path = PROGRAM
             yield f"[{number}/{len(plans)}] {layout}"
             config, _ = parse(training_tokens(request, plan.run.config))
             folder = own.folder / f"trial_{len(results) + 1:03}"
-            trial = run_trial(config, request.cluster.world_size, folder, length, program)
+            started = program or PROGRAM.with_name(TRAINED_BY[config.model.architecture])
+            trial = run_trial(config, request.cluster.world_size, folder, length, started)
             results.add(layout, trial)
         else:
             yield f"[{number}/{len(plans)}] {layout}: already in {own.folder}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config import Config
-from megalite.config.command_line import parse
+from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
 from megalite.hardware.gpus import find_gpu
@@ -52,6 +52,7 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
             f"Train on {request.cluster.world_size} GPUs: tensor-parallel {run.tp} x pipeline-parallel "
             f"{run.pp} x data-parallel {run.dp}."
         ),
+        program=TRAINED_BY[config.model.architecture],
         file=str(output),
         save=config.checkpoint.save,
         has_load=config.checkpoint.load is not None,
@@ -79,7 +80,7 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
         raise UserError("--top is an option of tools/plan.py: remove it, the job uses the fastest layout")
     config, _ = parse(request.training_tokens)
     if config.dry_run.dry_run:
-        raise UserError("--dry-run is one process, not a job: remove it, or run pretrain_gpt.py instead")
+        raise UserError("--dry-run is one process, not a job: remove it, or run the training program instead")
     if config.checkpoint.save is None:
         # The script sets a folder with the job's number; the plan only needs to know that there is one.
         request = read_request([*tokens, "--save", f"runs/{own.job_name}"])
