@@ -112,8 +112,6 @@ class DataConfig:
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
     fim_suffix_token: str = "<fim_suffix>"
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
-    mask_prob: float = 0.15
-    """BERT: share of the tokens to predict. Of these, 80% become the mask token, 10% a random token."""
     short_seq_prob: float = 0.1
     """BERT: share of the samples that are made shorter on purpose."""
     reset_position_ids: bool = False

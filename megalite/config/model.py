@@ -34,6 +34,8 @@ class ModelConfig:
     bert_binary_head: bool = field(default=True, metadata=flags(sets={"--bert-no-binary-head": False}))
     """BERT: also learn from the first token whether the two segments of a sample are in order. Samples
     then have two segments."""
+    mask_prob: float = 0.15
+    """BERT: share of the tokens to predict. Of these, 80% become the mask token, 10% a random token."""
     num_layers: int = 12
     """Number of transformer layers in the whole model."""
     hidden_size: int = 768
@@ -106,6 +108,11 @@ class ModelConfig:
         """Return the names of the losses whose sum is minimized."""
         has_order = self.architecture == "bert" and self.bert_binary_head
         return ("lm_loss", "sop_loss") if has_order else ("lm_loss",)
+
+    @property
+    def predicted_share(self) -> float:
+        """Return the share of the tokens for which the model computes logits."""
+        return self.mask_prob if self.architecture == "bert" else 1.0
 
     @property
     def num_token_types(self) -> int:

@@ -47,6 +47,11 @@ class BertOptions:
         return self.seq_length - NUM_SPECIAL
 
     @property
+    def max_predictions(self) -> int:
+        """Return the largest number of tokens of a sample that are predicted."""
+        return max(1, int(self.mask_prob * self.max_tokens))
+
+    @property
     def min_sentences(self) -> int:
         """Return the smallest number of sentences of a sample."""
         return 2 if self.has_two_segments else 1

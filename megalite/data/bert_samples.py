@@ -85,6 +85,9 @@ class BertSamples:
         s = self.seq_length
         tokens, token_types, labels = (part.contiguous() for part in text[:, : 3 * s].split(s, dim=1))
         is_padding = torch.arange(s) >= text[:, -2:-1]
+        positions = (labels < 0).char().argsort(dim=1, stable=True)  # those of labels come first
+        positions = positions[:, : self.options.max_predictions].contiguous()
+        labels = labels.gather(1, positions)
         has_loss = labels >= 0
         return Microbatch(
             tokens,
@@ -92,6 +95,7 @@ class BertSamples:
             sample_numbers,
             document_ids=is_padding.long(),
             loss_mask=has_loss,
+            label_positions=positions,
             token_types=token_types,
             order_labels=text[:, -1].contiguous(),
         )

@@ -7,13 +7,14 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.distributed.collectives import reduce_from
+from megalite.distributed.collectives import all_gather_from, reduce_from
 from megalite.microbatch import Microbatch
 from megalite.model.mlp import ACTIVATION_FUNCTIONS
 from megalite.model.norm import build_norm
@@ -103,11 +104,33 @@ class BertStage(TransformerStage):
 
         Without the binary head it is ``[1]``.
         """
-        token_losses = self.losses_of(normed, microbatch.labels.t())
-        losses = [self.masked_sum(token_losses, microbatch)]
+        selected, predicted = self._select(normed, microbatch)
+        losses = [self.masked_sum(self.losses_of(selected, predicted.labels.t()), predicted)]
         if self.order_head is not None:
             losses.append(self._order_loss(normed, microbatch))
         return torch.stack(losses)
+
+    def _select(self, normed: Tensor, microbatch: Microbatch) -> tuple[Tensor, Microbatch]:
+        """Select the tokens to predict, a seventh of all: the others need no logits.
+
+        Returns:
+            ``[k, b, h]``, or ``[k/tp, b, h]`` if sequence parallel, and the microbatch with a k that tp
+            divides.
+        """
+        if microbatch.label_positions is None:
+            return normed, microbatch
+        assert microbatch.loss_mask is not None
+        tp = self.context.tp
+        padding = (0, -microbatch.labels.shape[1] % tp.size)
+        positions = F.pad(microbatch.label_positions, padding)  # [b, k]
+        labels, loss_mask = (F.pad(x, padding) for x in (microbatch.labels, microbatch.loss_mask))
+        predicted = replace(microbatch, labels=labels, loss_mask=loss_mask)
+        x = normed.permute(1, 2, 0)  # [b, h, s]
+        if self.context.sequence_parallel:
+            # The selected tokens become a shorter sequence, which is cut over tp again.
+            x, positions = all_gather_from(x, tp), positions.chunk(tp.size, dim=1)[tp.rank]
+        x = x.gather(2, positions[:, None].expand(-1, x.shape[1], -1))
+        return x.permute(2, 0, 1).contiguous(), predicted
 
     def losses_of(self, normed: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token, ``[s, b]``; see `TransformerStage`."""

@@ -97,7 +97,7 @@ def bert_samples(config: Config, tokenizer: Tokenizer | None) -> BertSamples:
             model.seq_length,
             config.training.seed,
             pieces,
-            data.mask_prob,
+            model.mask_prob,
             data.short_seq_prob,
             has_two_segments=model.bert_binary_head,
         )

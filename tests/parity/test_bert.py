@@ -80,7 +80,8 @@ def test_losses_are_means_over_what_is_predicted(has_order: bool, one_rank: Topo
         batch = samples.microbatch(rows, numbers)
         assert batch.loss_mask is not None and batch.order_labels is not None
         normed = stage.final_norm(stage.hidden_states(batch, None))
-        logits = stage.logits_of(normed).transpose(0, 1)[..., :200]
+        logits = stage.logits_of(normed).transpose(0, 1)[..., :200]  # of all tokens
+        logits = logits[torch.arange(GLOBAL_BATCH_SIZE)[:, None], batch.label_positions]
         losses = {"lm_loss": F.cross_entropy(logits[batch.loss_mask], batch.labels[batch.loss_mask])}
         if has_order:
             losses["sop_loss"] = F.cross_entropy(stage.order_scores(normed), batch.order_labels)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import DataConfig
-from megalite.config.data import TOKENIZER_FIELDS
+from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
 from megalite.files import parse_json
@@ -26,7 +26,10 @@ _BESIDE = (
     _SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-_WORD_PIECE = {True: "BertWordPieceLowerCase", False: "BertWordPieceCase"}  # by whether case is ignored
+_WORD_PIECE: dict[bool, TokenizerType] = {
+    True: "BertWordPieceLowerCase",
+    False: "BertWordPieceCase",
+}  # by whether case is ignored
 _HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
 
 

@@ -118,6 +118,31 @@ def test_agrees(seed: int, attention_dropout: float, dtype: str, one_rank: Topol
         assert_close(gradient, expected_gradients[name], TOLERANCES[dtype], name)
 
 
+def test_tokens_without_a_label_need_no_logits(one_rank: Topology) -> None:
+    """With the positions of labels, losses and gradients are those of a mask over all tokens."""
+    config = PRESETS["bert-tiny"]
+    stage = build_stage(_tiny(config), one_rank, range(2), has_documents=True, seed=1).eval()
+    whole = samples_of(97)
+    assert whole.loss_mask is not None
+    positions = (~whole.loss_mask).char().argsort(dim=1, stable=True)[:, : int(whole.loss_mask.sum(1).max())]
+    selected = dataclasses.replace(
+        whole,
+        labels=whole.labels.gather(1, positions),
+        loss_mask=whole.loss_mask.gather(1, positions),
+        label_positions=positions,
+    )
+    assert positions.shape[1] < whole.labels.shape[1] / 2
+    losses, gradients = [], []
+    for batch in (whole, selected):
+        stage.zero_grad(set_to_none=True)
+        (_, _, loss), of_batch = run_ours(stage, batch)
+        losses.append(loss)
+        gradients.append(of_batch)
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0.0)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-13, msg=name)
+
+
 def test_weights_return_to_transformers(one_rank: Topology) -> None:
     theirs = build_theirs(hf_config_of(0), 0)
     ours = build_ours(theirs, one_rank)
