@@ -32,6 +32,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], RecomputeConfig]] = {
         {"sequence_parallel": True, "pipeline_schedule": "zb-v", "zero_stage": 2},
         FULL,
     ),
+    "stages that have neither end": ("pp4", {}, RecomputeConfig()),
     "fully sharded": ("dp4mbs1", {"zero_stage": 3}, RecomputeConfig()),
     "losses in chunks": ("tp2dp2", {"sequence_parallel": True}, RecomputeConfig(cross_entropy_chunks=3)),
 }

@@ -22,6 +22,7 @@ from megalite.data.build_datasets import BuildOptions, build_from_corpora, open_
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.provenance import sample_spans
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from megalite.errors import UserError
 
@@ -167,6 +168,19 @@ def test_a_sample_depends_on_its_number_alone(corpus: str, tokenizer: Any) -> No
     backwards = [other[i] for i in reversed(range(50))]
     assert all(np.array_equal(one[i], backwards[49 - i]) for i in range(50))
     assert not np.array_equal(one[0], one[1])
+
+
+def test_a_sample_is_traced_to_its_sentences(corpus: str, tokenizer: Any) -> None:
+    dataset = dataset_of(corpus, options_of(tokenizer))
+    for i in range(20):
+        spans = sample_spans(dataset, i)
+        assert len({span.document for span in spans}) == 1 < len(spans)
+        sentences = {int(token) for span in spans for token in span.tokens}
+        row = dataset[i]
+        labels = row[2 * LENGTH : 3 * LENGTH]
+        assert set(labels[labels >= 0].tolist()) <= sentences
+    with pytest.raises(IndexError):
+        sample_spans(dataset, len(dataset))
 
 
 def test_splits_are_whole_documents(corpus: str, tokenizer: Any, tmp_path: Path) -> None:
