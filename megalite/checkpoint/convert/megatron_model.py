@@ -170,8 +170,8 @@ class MegatronSource:
         self.config = settings.applied(_config_of(checkpoint, settings))
         if self.config.model.architecture != "gpt":
             raise UserError(
-                f"{checkpoint.folder}: of Megatron's checkpoints only those of a gpt can be converted, not of "
-                f"a {self.config.model.architecture}: convert it to transformers' form with Megatron's tools"
+                f"{checkpoint.folder}: of Megatron's checkpoints only those of a gpt can be converted, not a "
+                f"{self.config.model.architecture}'s: convert it to transformers' form with Megatron's tools"
             )
         self._specs = parameters_of(self.config.model)
         self._check_names()
