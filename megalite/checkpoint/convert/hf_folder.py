@@ -25,6 +25,8 @@ from megalite.log import log
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of a model in one file; ``.index.json`` is appended for several. The first that exists is read."""
+ORDER_WEIGHT = "cls.seq_relationship.weight"
+"""A tensor of BERT's binary head."""
 SECOND_NAMES = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
 """Second names of a tied word embedding, and of BERT's bias of the logits."""
 
@@ -114,6 +116,8 @@ class HFSource:
         if (note := rounding_note(self._files.config)) is not None:
             log.warning("%s: %s", folder / CONFIG_FILE, note)
         self._names = {family_of(model).full_name(name): name for name in self._files.files}
+        if model.architecture == "bert":  # the published config.json names a model without the second head
+            model = replace(model, bert_binary_head=ORDER_WEIGHT in self._names)
         base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
         self._entries = {entry.ours: entry for entry in all_entries(self.config.model)}

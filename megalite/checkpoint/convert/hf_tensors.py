@@ -121,6 +121,10 @@ class Entry:
             ) from None
 
 
+OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""What the files of the published BERT call a norm's parameters."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Describe one of transformers' architectures.
@@ -141,7 +145,9 @@ class Family:
     layer: tuple[Module, ...]
 
     def full_name(self, name: str) -> str:
-        """Return the name of a tensor with the prefix, which it may lack."""
+        """Return the name of a tensor with the prefix, which it may lack, and with today's names of norms."""
+        for old, new in OLD_NAMES.items():
+            name = name.replace(old, new)
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
     def problems(self, config: ModelConfig) -> list[str]:

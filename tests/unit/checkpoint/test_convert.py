@@ -108,6 +108,26 @@ def test_transformers_computes_the_same_bert(has_order, tmp_path, one_rank):
         assert torch.equal(again.tensor(f"model.{name}"), parameter[: spec_of(parameter).used_shape[0]])
 
 
+def test_the_published_bert_has_old_names(tmp_path):
+    """gamma and beta, a second name of the word embedding, a config that does not name the second head."""
+    folder = save(build("bert"), tmp_path / "hf")
+    expected = tensors_of(folder)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in expected.items()
+    }
+    assert len(old.keys() - expected.keys()) == 2 * (2 * 3 + 2)
+    word = expected["bert.embeddings.word_embeddings.weight"]
+    save_file({**old, "cls.predictions.decoder.weight": word.clone()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    returned = tensors_of(convert(convert(folder, tmp_path / "ours"), tmp_path / "back"))
+    assert returned.keys() == expected.keys()
+    assert all(same_bits(returned[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_tied_or_not(kind, tied, tmp_path):
