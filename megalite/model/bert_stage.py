@@ -111,7 +111,7 @@ class BertStage(TransformerStage):
         return torch.stack(losses)
 
     def _select(self, normed: Tensor, microbatch: Microbatch) -> tuple[Tensor, Microbatch]:
-        """Select the tokens to predict, a seventh of all: the others need no logits.
+        """Select the tokens to predict: the others, most of them, need no logits.
 
         Returns:
             ``[k, b, h]``, or ``[k/tp, b, h]`` if sequence parallel, and the microbatch with a k that tp
