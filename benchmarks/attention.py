@@ -27,8 +27,8 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.hardware import cpu
 from megalite.kernels import Drop
 from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
-from megalite.model.gpt_stage import DTYPES
 from megalite.model.positions import attention_bias
+from megalite.model.transformer_stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 SHAPES = (

@@ -27,6 +27,7 @@ import torch
 from megalite.data.batch_loader import read_microbatch
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.samples import GPTSamples
 from megalite.microbatch import Microbatch
 
 SEED = 1234
@@ -74,7 +75,7 @@ def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[
     theirs = megatron_dataset(prefix, num_samples, seq_length)
 
     def gathered(samples: np.ndarray) -> Microbatch:
-        return read_microbatch(dataset, samples, CPU)
+        return read_microbatch(dataset, samples, CPU, GPTSamples(0, seed=0))
 
     def one_by_one(samples: np.ndarray) -> Microbatch:
         text = torch.from_numpy(np.stack([dataset[i] for i in samples.tolist()]))

@@ -25,6 +25,7 @@
 #include "progress.h"
 #include "sample_gather.h"
 #include "sample_index.h"
+#include "sentence_samples.h"
 
 namespace py = pybind11;
 
@@ -81,6 +82,30 @@ std::pair<py::array, py::array> build_blend_index(const std::vector<double>& wei
     BlendOrder(weights).fill(num_samples, dataset_data, sample_data, progress);
   }
   return {std::move(datasets), std::move(samples)};
+}
+
+py::array_t<std::int64_t> build_sentence_samples(const py::array& document_bounds, const py::array& sequence_lengths,
+                                                 std::int64_t num_samples, std::int64_t max_tokens,
+                                                 double short_prob, std::int64_t min_sentences, std::int64_t seed,
+                                                 Progress* progress) {
+  const IntegerView bounds(document_bounds, "document_bounds");
+  const IntegerView lengths(sequence_lengths, "sequence_lengths");
+  if (max_tokens < 2 || max_tokens > kMaxLength) throw std::invalid_argument("max_tokens must be in [2, 2**31)");
+  if (!(short_prob >= 0 && short_prob <= 1)) throw std::invalid_argument("short_prob must be in [0, 1]");
+  if (num_samples > kMaxSamples) throw std::invalid_argument("num_samples is out of range");
+  std::vector<SentenceSample> samples;
+  {
+    py::gil_scoped_release release;
+    samples = SentenceSamples(bounds, lengths, max_tokens, short_prob, min_sentences, seed).build(num_samples, progress);
+  }
+  py::array_t<std::int64_t> rows = new_array<std::int64_t>({static_cast<py::ssize_t>(samples.size()), 3});
+  std::int64_t* data = rows.mutable_data();
+  for (const SentenceSample& sample : samples) {
+    *data++ = sample.first;
+    *data++ = sample.last;
+    *data++ = sample.max_tokens;
+  }
+  return rows;
 }
 
 template <typename T>
@@ -177,6 +202,11 @@ PYBIND11_MODULE(_index_builder, module) {
              py::arg("progress") = py::none(),
              "Rows (position in document_index, token offset) where each sample starts, [num_samples + 1, 2]; counts "
              "documents.");
+  module.def("build_sentence_samples", &build_sentence_samples, py::arg("document_bounds"),
+             py::arg("sequence_lengths"), py::arg("num_samples"), py::arg("max_tokens"), py::arg("short_prob"),
+             py::arg("min_sentences"), py::arg("seed"), py::arg("progress") = py::none(),
+             "Rows (first sentence, sentence after the last, tokens at most) of shuffled samples, [n, 3], at least "
+             "num_samples from whole epochs, or those of one if that is negative; counts documents.");
   module.def("build_blend_index", &build_blend_index, py::arg("weights"), py::arg("num_samples"),
              py::arg("progress") = py::none(),
              "For each sample of a blend its dataset (int16) and its number in that dataset (int64); counts samples.");

@@ -25,6 +25,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("pretrain_gpt.py", "train a model; under torchrun, on many ranks", is_rank=True),
+    "train-bert": Command("pretrain_bert.py", "train a BERT; under torchrun, on many ranks", is_rank=True),
     "preprocess": Command("tools/preprocess_data.py", "tokenize text files to a dataset"),
     "plan": Command("tools/plan.py", "estimate memory, time and price of a run, and search its layout"),
     "generate": Command("tools/generate.py", "continue prompts with a trained model", is_rank=True),

@@ -6,7 +6,7 @@ Shapes: b samples of the microbatch, s tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,17 @@ class Microbatch:
 
     Attributes:
         tokens: int64 ``[b, s]``, the inputs.
-        labels: int64 ``[b, s]``, the token that follows each input.
+        labels: int64 ``[b, s]``, the token to predict at each input; ``[b, k]`` if k positions are selected.
         sample_numbers: int64 ``[b]``, the samples' numbers in the whole run: they key the dropout.
         position_ids: int64 ``[b, s]``, positions within documents; None for positions within the sample.
-        document_ids: int64 ``[b, s]``, equal within a document; None if attention crosses documents.
-        loss_mask: bool ``[b, s]``, False for tokens without a loss; None if all tokens have one.
+        document_ids: int64 ``[b, s]``, equal within a document; None if attention crosses documents. Padding
+            is a document of its own.
+        loss_mask: bool, as `labels`, False for tokens without a loss; None if all tokens have one.
+        label_positions: int64 ``[b, k]``, the positions in the sample of the tokens to predict; None for all.
+        token_types: int64 ``[b, s]``, 0 in the first segment of a sample and 1 in the second; None if the
+            model has no types.
+        order_labels: int64 ``[b]``, 1 if the segments of a sample are swapped; None for a model that does not
+            predict it.
     """
 
     tokens: Tensor
@@ -31,6 +37,9 @@ class Microbatch:
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     loss_mask: Tensor | None = None
+    label_positions: Tensor | None = None
+    token_types: Tensor | None = None
+    order_labels: Tensor | None = None
 
     @staticmethod
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
@@ -46,14 +55,5 @@ class Microbatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
-        def optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else function(tensor)
-
-        return Microbatch(
-            function(self.tokens),
-            function(self.labels),
-            function(self.sample_numbers),
-            optional(self.position_ids),
-            optional(self.document_ids),
-            optional(self.loss_mask),
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: function(x) for name, x in tensors.items() if x is not None})

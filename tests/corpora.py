@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megalite.data.build_datasets import BuildOptions, DatasetSplits, build_from_corpora, open_corpora
 from megalite.data.corpus_sources import SPLIT_NAMES, Sources, sources_of_one_blend
+from megalite.data.samples import GPTSamples
 
 
 def build_datasets(
@@ -17,7 +18,7 @@ def build_datasets(
     vocab_size: int | None = None,
 ) -> DatasetSplits:
     """One blend that all splits share, as --data-path and --split give it."""
-    options = BuildOptions(seq_length, seed, vocab_size)
+    options = BuildOptions(GPTSamples(seq_length, seed, vocab_size))
     return build_from_sources(sources_of_one_blend(data_path, split), num_samples, options)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
+from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
-from megalite.model.gpt_stage import DTYPES, GPTStage
 from megalite.model.recompute import apply_recompute
+from megalite.model.transformer_stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -22,13 +23,13 @@ def build_stage(
     recompute: RecomputeConfig | None = None,
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
     **context: Any,
-) -> GPTStage:
+) -> Any:
     """Return this rank's stage: the first and last rank of pp have the first and last stage.
 
     Args:
         context: fields of `LayerContext`.
     """
-    stage = GPTStage(
+    stage = STAGES[model.architecture](
         model,
         LayerContext(topology, DTYPES[model.params_dtype], **context),
         layers,

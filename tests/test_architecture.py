@@ -19,6 +19,7 @@ LEVELS = (
     ("checkpoint", "plan"),
     ("train",),
     ("verify", "generate", "report", "dry_run"),
+    ("pretraining",),
     ("cli",),
     ("__main__",),
 )
@@ -31,7 +32,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 SOURCES = sorted((ROOT / "megalite").rglob("*.py"))
-PROGRAMS = sorted([ROOT / "pretrain_gpt.py", *(ROOT / "tools").glob("*.py")])
+PROGRAMS = sorted([*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")])
 
 
 def _package(path: Path) -> str:

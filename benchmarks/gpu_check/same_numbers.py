@@ -25,7 +25,6 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Axis, Launch, Topology
 from megalite.kernels import Drop
 from megalite.model.attention_core import UnfusedCore
-from megalite.model.positions import document_starts
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 from megalite.train.trainer import start_trainer
@@ -138,6 +137,7 @@ ATTENTION: dict[str, dict[str, object]] = {
     "ALiBi, dropout 0.1": {"position_embedding_type": "alibi", "attention_dropout": 0.1},
     "grouped queries": {"num_query_groups": 2},
     "documents, dropout 0.1": {"attention_dropout": 0.1},
+    "documents, both sides, dropout 0.1": {"architecture": "bert", "attention_dropout": 0.1},
 }
 
 
@@ -161,9 +161,9 @@ def attention(context: CheckContext) -> Iterator[Result]:
                 core = UnfusedCore(config, LayerContext(topology, torch.float64))
                 numbers = torch.arange(b, device=topology.device)
                 drop = Drop(config.attention_dropout, KEY, numbers)
-                starts = document_starts(ids.to(topology.device)) if name.startswith("documents") else None
+                seen = core.mask(ids.to(topology.device)) if name.startswith("documents") else None
                 found.append(
-                    _computed(lambda q, k, v, c=core, m=starts, d=drop: c(q, k, v, m, d), inputs, device)
+                    _computed(lambda q, k, v, c=core, m=seen, d=drop: c(q, k, v, m, d), inputs, device)
                 )
         yield at_most(f"attention, {name}", difference(*found), LIMIT)
 
@@ -196,6 +196,7 @@ RUNS: dict[str, Callable[[], Config]] = {
     "packed documents": lambda: _config(
         "llama-tiny", data=DataConfig(mock_data=True, reset_attention_mask=True, reset_position_ids=True)
     ),
+    "bert": lambda: _config("bert-tiny"),
     "gradients not fused": lambda: _config(
         "gpt-tiny", parallel=ParallelConfig(gradient_accumulation_fusion=False)
     ),

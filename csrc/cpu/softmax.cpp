@@ -26,15 +26,16 @@ struct Problem {
   double scale;
   const double* slopes;
   const int64_t* starts;
+  const int64_t* ends;
   const int64_t* samples;
   bool drops;
   Mask mask;
   int64_t base, first, seq_length;
 };
 
-// One query's keys: those from `begin` on, `count` of them; the last one is its own.
+// One query's keys: those from `begin` on, `count` of them, of which number `own` is at the query's own position.
 struct Row {
-  int64_t begin, count;
+  int64_t begin, count, own;
   double slope;
   uint64_t sample, index;  // of dropout: the index of the first key's weight within the sample
 };
@@ -45,9 +46,11 @@ Row row_at(const Problem& problem, int64_t number) {
   const int64_t sample = number / (problem.rows * problem.num_heads);
   const int64_t given = problem.starts ? problem.starts[sample * problem.seq_length + query] : 0;
   const int64_t begin = std::clamp<int64_t>(given, 0, query);  // only the row's memory is read, whatever `starts` holds
+  const int64_t last = problem.ends ? problem.ends[sample * problem.seq_length + query] : query + 1;
+  const int64_t end = std::clamp<int64_t>(last, query + 1, problem.keys);
   const int64_t before = problem.base + (head * problem.seq_length + query) * problem.seq_length;
   return {
-      begin, query + 1 - begin, problem.slopes ? problem.slopes[head] : 0.0,
+      begin, end - begin, query - begin, problem.slopes ? problem.slopes[head] : 0.0,
       problem.samples ? static_cast<uint64_t>(problem.samples[sample]) : 0, static_cast<uint64_t>(before + begin)};
 }
 
@@ -55,8 +58,8 @@ Row row_at(const Problem& problem, int64_t number) {
 template <class T>
 MEGALITE_INLINE void load_row(Wide<T>* __restrict x, const T* __restrict scores, const Row& row, double scale) {
   const auto factor = static_cast<Wide<T>>(scale), slope = static_cast<Wide<T>>(row.slope);
-  const int count = static_cast<int>(row.count);
-  for (int i = 0; i < count; ++i) x[i] = widen(scores[i]) * factor + slope * static_cast<Wide<T>>(i + 1 - count);
+  const int count = static_cast<int>(row.count), own = static_cast<int>(row.own);
+  for (int i = 0; i < count; ++i) x[i] = widen(scores[i]) * factor + slope * static_cast<Wide<T>>(i - own);
 }
 
 template <class W>
@@ -152,7 +155,7 @@ using Tensor = torch::stable::Tensor;
 
 Problem problem_of(
     const Tensor& scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
-    const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
+    const std::optional<Tensor>& ends, const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
     int64_t seq_length) {
   check_scores(scores, first, seq_length);
   STD_TORCH_CHECK(p == 0.0 || samples.has_value(), "causal_softmax: dropout needs sample numbers");
@@ -161,6 +164,7 @@ Problem problem_of(
       num_heads, scores.size(2), scores.size(3), scale,
       checked_elements<double>(scores, slopes, num_heads, "slopes"),
       checked_elements<int64_t>(scores, starts, num_samples * seq_length, "starts"),
+      checked_elements<int64_t>(scores, ends, num_samples * seq_length, "ends"),
       checked_elements<int64_t>(scores, samples, num_samples, "samples"), p > 0.0, mask_of(p, key), base, first,
       seq_length};
 }
@@ -181,10 +185,10 @@ void for_each_row(const Problem& problem, int64_t num_rows, int num_buffers, con
 
 Tensor causal_softmax_(
     Tensor scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
-    const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
+    const std::optional<Tensor>& ends, const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
     int64_t seq_length) {
   const Problem problem =
-      problem_of(scores, slopes, starts, samples, scale, p, key, base, first, seq_length);
+      problem_of(scores, slopes, starts, ends, samples, scale, p, key, base, first, seq_length);
   auto log_sums = torch::stable::new_empty(
       scores, {scores.size(0), problem.num_heads, problem.rows}, computed_in(scores));
   dispatch_floating(scores, [&](auto element) {
@@ -200,10 +204,10 @@ Tensor causal_softmax_(
 
 void causal_softmax_backward_(
     Tensor scores, Tensor grad, const Tensor& log_sums, const std::optional<Tensor>& slopes,
-    const std::optional<Tensor>& starts, const std::optional<Tensor>& samples, double scale, double p, int64_t key,
-    int64_t base, int64_t first, int64_t seq_length) {
+    const std::optional<Tensor>& starts, const std::optional<Tensor>& ends, const std::optional<Tensor>& samples,
+    double scale, double p, int64_t key, int64_t base, int64_t first, int64_t seq_length) {
   const Problem problem =
-      problem_of(scores, slopes, starts, samples, scale, p, key, base, first, seq_length);
+      problem_of(scores, slopes, starts, ends, samples, scale, p, key, base, first, seq_length);
   check_weights_gradient(scores, grad, log_sums);
   dispatch_floating(scores, [&](auto element) {
     using T = decltype(element);

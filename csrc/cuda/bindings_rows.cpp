@@ -12,7 +12,8 @@ const int64_t* numbers_of(const Tensor& tensor) { return static_cast<const int64
 
 Scores scores_of(
     const Tensor& scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
-    const std::optional<Tensor>& samples, double scale, double p, int64_t base, int64_t first, int64_t seq_length) {
+    const std::optional<Tensor>& ends, const std::optional<Tensor>& samples, double scale, double p, int64_t base,
+    int64_t first, int64_t seq_length) {
   check_scores(scores, first, seq_length);
   STD_TORCH_CHECK(p == 0.0 || samples.has_value(), "causal_softmax: dropout needs sample numbers");
   const int64_t num_samples = scores.size(0), num_heads = scores.size(1);
@@ -20,6 +21,7 @@ Scores scores_of(
       num_heads, scores.size(2), scores.size(3), first, seq_length, base, scale,
       checked_elements<double>(scores, slopes, num_heads, "slopes"),
       checked_elements<int64_t>(scores, starts, num_samples * seq_length, "starts"),
+      checked_elements<int64_t>(scores, ends, num_samples * seq_length, "ends"),
       checked_elements<int64_t>(scores, samples, num_samples, "samples")};
 }
 
@@ -59,9 +61,9 @@ std::tuple<Tensor, Tensor> norm_gradients(
 
 Tensor causal_softmax_(
     Tensor scores, const std::optional<Tensor>& slopes, const std::optional<Tensor>& starts,
-    const std::optional<Tensor>& samples, double scale, double p, int64_t key, int64_t base, int64_t first,
-    int64_t seq_length) {
-  const Scores problem = scores_of(scores, slopes, starts, samples, scale, p, base, first, seq_length);
+    const std::optional<Tensor>& ends, const std::optional<Tensor>& samples, double scale, double p, int64_t key,
+    int64_t base, int64_t first, int64_t seq_length) {
+  const Scores problem = scores_of(scores, slopes, starts, ends, samples, scale, p, base, first, seq_length);
   const Place place(scores);
   auto log_sums = torch::stable::new_empty(
       scores, {scores.size(0), scores.size(1), scores.size(2)}, computed_in(scores));
@@ -73,9 +75,9 @@ Tensor causal_softmax_(
 
 void causal_softmax_backward_(
     Tensor scores, Tensor grad, const Tensor& log_sums, const std::optional<Tensor>& slopes,
-    const std::optional<Tensor>& starts, const std::optional<Tensor>& samples, double scale, double p, int64_t key,
-    int64_t base, int64_t first, int64_t seq_length) {
-  const Scores problem = scores_of(scores, slopes, starts, samples, scale, p, base, first, seq_length);
+    const std::optional<Tensor>& starts, const std::optional<Tensor>& ends, const std::optional<Tensor>& samples,
+    double scale, double p, int64_t key, int64_t base, int64_t first, int64_t seq_length) {
+  const Scores problem = scores_of(scores, slopes, starts, ends, samples, scale, p, base, first, seq_length);
   check_weights_gradient(scores, grad, log_sums);
   const Place place(scores);
   cuda::causal_softmax_backward(

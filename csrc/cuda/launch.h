@@ -97,12 +97,12 @@ void cross_entropy_gradient(
     Vocabulary vocabulary, cudaStream_t stream);
 
 // Scores [b, num_heads, rows, keys] of the queries from `first` on, in a sequence of `seq_length`. Pointers are null
-// for absent arguments: slopes [num_heads], starts [b, seq_length], samples [b], the latter for dropout alone.
+// for absent arguments: slopes [num_heads], starts and ends [b, seq_length], samples [b], the latter for dropout alone.
 struct Scores {
   int64_t num_heads, rows, keys, first, seq_length, base;
   double scale;
   const double* slopes;
-  const int64_t *starts, *samples;
+  const int64_t *starts, *ends, *samples;
 };
 
 // `num` is b * num_heads * rows; log_sums, one for each, are in fp32, in fp64 for fp64.

@@ -8,12 +8,12 @@ namespace {
 
 constexpr int kInFlight = 1;  // more would need too many registers, with words of random numbers for each element
 
-// One query's keys: those from `begin` on, `count` of them; the last one is its own.
+// One query's keys: those from `begin` on, `count` of them, of which number `own` is at the query's own position.
 template <class T>
 struct Row {
   using W = Wide<T>;
 
-  int64_t begin, count;
+  int64_t begin, count, own;
   W scale, slope;
   uint64_t sample, index;  // of dropout: the index of the first key's weight within the sample
 
@@ -22,8 +22,11 @@ struct Row {
     const int64_t sample = number / (scores.rows * scores.num_heads);
     int64_t begin = scores.starts == nullptr ? 0 : scores.starts[sample * scores.seq_length + query];
     begin = begin < 0 ? 0 : (begin > query ? query : begin);  // only the row's memory is read, whatever `starts` holds
+    int64_t end = scores.ends == nullptr ? query + 1 : scores.ends[sample * scores.seq_length + query];
+    end = end < query + 1 ? query + 1 : (end > scores.keys ? scores.keys : end);
     const int64_t before = scores.base + (head * scores.seq_length + query) * scores.seq_length;
-    Row row = {begin, query + 1 - begin, static_cast<W>(scores.scale), 0, 0, static_cast<uint64_t>(before + begin)};
+    Row row = {
+        begin, end - begin, query - begin, static_cast<W>(scores.scale), 0, 0, static_cast<uint64_t>(before + begin)};
     if (scores.slopes != nullptr) row.slope = static_cast<W>(scores.slopes[head]);
     if (scores.samples != nullptr) row.sample = static_cast<uint64_t>(scores.samples[sample]);
     return row;
@@ -31,7 +34,7 @@ struct Row {
 
   // The scaled and biased score of a key.
   __device__ W biased(W score, int64_t key) const {
-    return score * scale + slope * static_cast<W>(static_cast<int>(key + 1 - count));
+    return score * scale + slope * static_cast<W>(static_cast<int>(key - own));
   }
 };
 

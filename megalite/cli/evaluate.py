@@ -116,7 +116,9 @@ def _read(path: str) -> str:
 def _line(result: EvaluationResult) -> str:
     tokens = "" if result.num_tokens is None else f" | tokens: {result.num_tokens:,}"
     bits = "" if result.bits_per_byte is None else f" | bits per byte: {result.bits_per_byte:.4f}"
-    return f"{result.name} | lm loss: {result.loss:.6E} | perplexity: {result.perplexity:.6E}{tokens}{bits}"
+    order = "" if result.sop_loss is None else f" | sop loss: {result.sop_loss:.6E}"
+    perplexity = f"perplexity: {result.perplexity:.6E}"
+    return f"{result.name} | lm loss: {result.loss:.6E} | {perplexity}{order}{tokens}{bits}"
 
 
 def _json(result: EvaluationResult, trained: TrainedModel) -> str:

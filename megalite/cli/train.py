@@ -1,4 +1,4 @@
-"""Trains a GPT, BLOOM or Llama-like model over tensor-, pipeline- and data-parallel ranks.
+"""Train a GPT, BLOOM or Llama-like model over tensor-, pipeline- and data-parallel ranks.
 
 torchrun --nproc-per-node 4 -m megalite train --preset gpt2-124m --tp 2 --pp 2 --data-path PREFIX …
 """
@@ -7,20 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.checkpoint.lease import hold_folder
-from megalite.config import Config
-from megalite.config.command_line import parse
-from megalite.distributed.topology import Launch, Topology, refusal_reported
-from megalite.dry_run.dry_run import dry_run
-from megalite.train.callbacks import default_callbacks
-from megalite.train.loop import Callback, train
-from megalite.train.out_of_memory import explain_out_of_memory
-from megalite.train.resume import resume
-from megalite.train.run_context import resolve_run
-from megalite.train.run_datasets import build_data
-from megalite.train.setup import announce, listen, open_writers, prepare_process, settings_of
-from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
-from megalite.train.trainer import Trainer
+from megalite.pretraining import pretrain
+from megalite.train.loop import Callback
 
 
 def main(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> None:
@@ -29,31 +17,4 @@ def main(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> None:
     Args:
         callbacks: your own, called before the run's.
     """
-    with refusal_reported():
-        config, notices = parse(arguments)
-        if config.dry_run.dry_run:
-            return dry_run(config, notices)
-        launch = Launch.from_environment()
-        prepare_process(config, notices, launch)
-
-    with listen(config, launch) as signals:
-        # Inside the block, so that later signals do not change the exit status.
-        raise SystemExit(pretrain(config, launch, signals, callbacks))
-
-
-def pretrain(config: Config, launch: Launch, signals: StopSignals, callbacks: Sequence[Callback]) -> int:
-    """Join the other ranks, train, and return the exit status."""
-    with Topology.start(config.parallel, launch, must_agree=settings_of(config)) as topology:
-        exit_if_switched_off(config.training, topology)
-        with hold_folder(config.checkpoint.save, topology) as lease:
-            run = resolve_run(config, topology, lease=lease)
-            datasets = build_data(run)
-            with (
-                open_writers(run) as writers,
-                explain_out_of_memory(run.config, topology),
-                Trainer(run, datasets) as trainer,
-            ):
-                announce(trainer)
-                resume(trainer, launch)
-                stop_conditions = StopConditions(config.training, topology, signals, lease)
-                return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers)])
+    pretrain("gpt", arguments, callbacks)

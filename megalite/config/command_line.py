@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
 from megalite.config.batch_size import batch_size_steps
 from megalite.config.config import Config
@@ -22,6 +23,7 @@ from megalite.config.megatron_compatibility import (
     megatron_rules,
     rule_of,
 )
+from megalite.config.model import Architecture, ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
@@ -32,11 +34,15 @@ from megalite.errors import ConfigError, one_line
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
 _OVERRIDE = "--override-flags"
 _PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP, _HELP_ALL)
+TRAINED_BY: Mapping[Architecture, str] = {"gpt": "train", "bert": "train-bert"}
+"""The command that trains each architecture."""
 NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
 """Fields that only training needs: other programs pass them to `parse` as `unneeded`."""
 
 
-def parse(argv: Sequence[str], unneeded: Collection[str] = ()) -> tuple[Config, list[str]]:
+def parse(
+    argv: Sequence[str], unneeded: Collection[str] = (), architecture: Architecture | None = None
+) -> tuple[Config, list[str]]:
     """Parse a command line: flags override the YAML file of --config, which overrides the model of --preset.
 
     The config is not validated yet, since that needs the number of ranks: call `check_config`.
@@ -44,6 +50,7 @@ def parse(argv: Sequence[str], unneeded: Collection[str] = ()) -> tuple[Config, 
     Args:
         argv: the arguments, without the program's name.
         unneeded: fields that the caller does not need: an error elsewhere does not report them as missing.
+        architecture: the only one that the caller takes; None for any.
 
     Returns:
         The config, and notices to log once: options that have no effect, and why.
@@ -61,7 +68,12 @@ def parse(argv: Sequence[str], unneeded: Collection[str] = ()) -> tuple[Config, 
         _print_and_exit(short_help(Path(sys.argv[0]).name))
     for token in [*stray, *after_override]:
         diagnostics.add_problem(f"{token!r} does not follow a flag: put its flag in front of it")
-    config = _config(flags, diagnostics)
+    config = _config(flags, architecture or "gpt", diagnostics)
+    if config.model.architecture != (architecture or config.model.architecture):
+        program = command_name(TRAINED_BY[config.model.architecture])
+        diagnostics.add_problem(
+            f"the model is a {config.model.architecture}, which {program} trains: run it, or choose a {architecture}'s --preset or --config"
+        )
     _check_megatron_flags(flags, config, diagnostics)
     if diagnostics.problems:
         of_config = problems_of(config, _world_size(), diagnostics.invalid_fields.union(unneeded))
@@ -101,9 +113,9 @@ def _option_of(flag: FlagTokens) -> str:
     return flag.flag if field is None else field.name
 
 
-def _config(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Config:
+def _config(flags: Sequence[FlagTokens], architecture: Architecture, diagnostics: Diagnostics) -> Config:
     """Apply preset or checkpoint, YAML file and flags, in this order."""
-    base = _preset(_program_value("--preset", flags, diagnostics), diagnostics)
+    base = _preset(_program_value("--preset", flags, diagnostics), architecture, diagnostics)
     path = _program_value("--config", flags, diagnostics)
     from_file = {} if path is None else read_yaml(path, diagnostics)
     from_flags = diagnostics.by_field(_settings(flags, diagnostics))
@@ -160,9 +172,9 @@ def _program_value(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnost
     return None
 
 
-def _preset(name: str | None, diagnostics: Diagnostics) -> Config:
+def _preset(name: str | None, architecture: Architecture, diagnostics: Diagnostics) -> Config:
     if name is None:
-        return Config()
+        return Config(model=ModelConfig(architecture=architecture))
     if name not in PRESETS:
         diagnostics.add_problem(
             f"--preset {name} is not known: choose one of {', '.join(PRESETS)}{nearest_hint(name, PRESETS)}",

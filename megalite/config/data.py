@@ -11,6 +11,8 @@ from megalite.config.flags import flag_of
 TokenizerType = Literal[
     "byte",
     "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
     "HuggingFaceTokenizer",
     "PretrainedFromHF",
     "SentencePieceTokenizer",
@@ -22,6 +24,8 @@ TokenizerType = Literal[
 _NEEDED_FILES: dict[TokenizerType, tuple[tuple[str, ...], ...]] = {
     "byte": (),
     "GPT2BPETokenizer": (("vocab_file",), ("merge_file",)),
+    "BertWordPieceLowerCase": (("vocab_file",),),
+    "BertWordPieceCase": (("vocab_file",),),
     "HuggingFaceTokenizer": (("tokenizer_model", "tokenizer_name_or_path"),),
     "PretrainedFromHF": (("tokenizer_name_or_path", "tokenizer_model"),),
     "SentencePieceTokenizer": (("tokenizer_model",),),
@@ -30,6 +34,14 @@ _NEEDED_FILES: dict[TokenizerType, tuple[tuple[str, ...], ...]] = {
     "NullTokenizer": (),
 }
 """For each tokenizer the fields that it needs, one of each tuple."""
+
+WORD_PIECE_TOKENIZERS = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HuggingFaceTokenizer",
+    "PretrainedFromHF",
+)
+"""Kinds of tokenizers that may be BERT's; of a tokenizer.json only its vocabulary tells."""
 
 WEIGHTED_SPLIT_FIELDS = tuple(
     f"{split}_weighted_split_paths{path}" for split in ("train", "valid", "test") for path in ("", "_path")
@@ -100,6 +112,8 @@ class DataConfig:
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
     fim_suffix_token: str = "<fim_suffix>"
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
+    short_seq_prob: float = 0.1
+    """BERT: share of the samples that are made shorter on purpose."""
     reset_position_ids: bool = False
     """Restart position ids at 0 in each document of a sample."""
     reset_attention_mask: bool = False
@@ -115,7 +129,7 @@ class DataConfig:
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
     vocab_file: str | None = None
-    """Vocabulary file of a GPT-2 tokenizer (vocab.json)."""
+    """Vocabulary file of a GPT-2 tokenizer (vocab.json) or a BERT tokenizer (vocab.txt)."""
     merge_file: str | None = None
     """Merge file of a GPT-2 tokenizer (merges.txt)."""
     tokenizer_name_or_path: str | None = None

@@ -9,8 +9,10 @@ from typing import Literal
 from megalite.config.flags import flags
 from megalite.errors import UserError
 
+Architecture = Literal["gpt", "bert"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
+NormPosition = Literal["pre", "post"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal[
@@ -24,8 +26,16 @@ _GATED_FFN_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describe a decoder-only transformer; all options can be combined."""
+    """Describe a transformer; all options can be combined."""
 
+    architecture: Architecture = "gpt"
+    """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both
+    sides (pretrain_bert.py, which sets it)."""
+    bert_binary_head: bool = field(default=True, metadata=flags(sets={"--bert-no-binary-head": False}))
+    """BERT: also learn from the first token whether the two segments of a sample are in order. Samples
+    then have two segments."""
+    mask_prob: float = 0.15
+    """BERT: share of the tokens to predict. Of these, 80% become the mask token, 10% a random token."""
     num_layers: int = 12
     """Number of transformer layers in the whole model."""
     hidden_size: int = 768
@@ -57,6 +67,9 @@ class ModelConfig:
     """Base of the rotary position embedding; only with rope."""
     normalization: Normalization = "LayerNorm"
     """Normalization layer."""
+    norm_position: NormPosition = "pre"
+    """Normalize the input of each block (pre: GPT-2, Megatron's BERT), or the sum of its input and output
+    (post: the published BERT)."""
     norm_epsilon: float = field(default=1e-5, metadata=flags("--layernorm-epsilon"))
     """Epsilon of the normalization layers."""
     activation: Activation = field(default="gelu", metadata=flags(sets={"--swiglu": "swiglu"}))
@@ -84,6 +97,27 @@ class ModelConfig:
     )
     """Precision of weights and activations. With bf16 and fp16, main weights, Adam's moments and gradient
     sums are in fp32."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether a token attends only to itself and earlier tokens."""
+        return self.architecture == "gpt"
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Return the names of the losses whose sum is minimized."""
+        has_order = self.architecture == "bert" and self.bert_binary_head
+        return ("lm_loss", "sop_loss") if has_order else ("lm_loss",)
+
+    @property
+    def predicted_share(self) -> float:
+        """Return the share of the tokens for which the model computes logits."""
+        return self.mask_prob if self.architecture == "bert" else 1.0
+
+    @property
+    def num_token_types(self) -> int:
+        """Return the rows of the token-type table: BERT's two segments; 0 for none."""
+        return 2 if self.architecture == "bert" else 0
 
     @property
     def is_gated(self) -> bool:

@@ -1,7 +1,8 @@
 """Presets: published models by name, and a tiny model of each family for tests.
 
-Sources: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM (Le Scao et al. 2022 and
-the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024).
+Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM
+(Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
+al. 2024).
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ _LLAMA = ModelConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+_BERT = ModelConfig(
+    architecture="bert",
+    vocab_size=30522,
+    norm_position="post",
+    embed_layernorm=True,
+    activation="gelu_exact",
+    norm_epsilon=1e-12,
+)
 
 
 def _sized(family: ModelConfig, layers: int, hidden: int, heads: int, seq_length: int) -> ModelConfig:
@@ -60,8 +69,11 @@ PRESETS: Mapping[str, ModelConfig] = {
     "llama2-7b": replace(_sized(_LLAMA, 32, 4096, 32, 4096), ffn_hidden_size=11008, vocab_size=32000),
     "llama3-8b": _llama3(32, 4096, 32, 14336),
     "llama3-70b": _llama3(80, 8192, 64, 28672),
+    "bert-base": _sized(_BERT, 12, 768, 12, 512),
+    "bert-large": _sized(_BERT, 24, 1024, 16, 512),
     "gpt-tiny": _tiny(_GPT),
     "bloom-tiny": _tiny(_BLOOM),
+    "bert-tiny": _tiny(_BERT),
     "llama-tiny": replace(_tiny(_LLAMA), num_query_groups=2),
 }
 """The models that `--preset` accepts."""

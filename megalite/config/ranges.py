@@ -22,6 +22,7 @@ class Range(NamedTuple):
 POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
 NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+OPEN_SHARE = Range(lambda value: 0 < value < 1, "greater than 0 and below 1")
 SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
 ABOVE_ONE = Range(lambda value: 1 < value < math.inf, "greater than 1")
 TIMERS = Range(lambda value: value in (0, 1, 2), "0, 1 or 2")
@@ -54,7 +55,8 @@ _FIELDS_OF_RANGE = {
     ABOVE_ONE: "spiky_loss_factor",
     ZERO_STAGE: "zero_stage",
     TIMERS: "timing_log_level",
-    SHARE: "fim_rate fim_spm_rate",
+    OPEN_SHARE: "mask_prob",
+    SHARE: "fim_rate fim_spm_rate short_seq_prob",
     SEED: "seed",
 }
 RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()}

@@ -24,6 +24,7 @@ class OnResume(Enum):
 
 _NAMES: Mapping[OnResume, str] = {
     OnResume.MODEL: """
+        architecture bert_binary_head norm_position
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
         max_position_embeddings vocab_size position_embedding_type rotary_base normalization norm_epsilon
         activation add_bias_linear embed_layernorm untie_embeddings_and_output_weights""",
@@ -39,7 +40,7 @@ _NAMES: Mapping[OnResume, str] = {
         loss_scale min_loss_scale loss_scale_window hysteresis""",
     OnResume.DATA: """
         mock_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token
-        reset_position_ids reset_attention_mask eod_mask_loss""",
+        reset_position_ids reset_attention_mask eod_mask_loss mask_prob short_seq_prob""",
     OnResume.CORPUS: f"{' '.join(CORPUS_FIELDS)} split blend_by",
     OnResume.TOKENIZER: " ".join(TOKENIZER_FIELDS),
     OnResume.LOGGED: """

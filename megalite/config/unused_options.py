@@ -46,6 +46,9 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     model, optimizer, logging = config.model, config.optimizer, config.logging
     if model.position_embedding_type != "learned_absolute":
         yield "max_position_embeddings", f"{model.position_embedding_type} positions have no table"
+    if model.architecture != "bert":
+        for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
+            yield name, "only a bert has it (pretrain_bert.py)"
     if model.position_embedding_type != "rope":
         yield "rotary_base", f"positions are {model.position_embedding_type}, not rope"
     if model.pad_vocab_size_to is not None:

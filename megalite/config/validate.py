@@ -16,6 +16,8 @@ Rule = Callable[[Config, int | None], Iterator[Problem]]
 RULES: tuple[Rule, ...] = (
     model_rules.head_size,
     model_rules.query_groups,
+    model_rules.bert,
+    model_rules.norm_position,
     model_rules.attention_backend,
     model_rules.position_table,
     parallel_rules.tensor_parallel,

@@ -12,6 +12,16 @@ def build_sample_index(
     wide: bool = False,
     progress: Progress | None = None,
 ) -> npt.NDArray[Any]: ...
+def build_sentence_samples(
+    document_bounds: npt.NDArray[Any],
+    sequence_lengths: npt.NDArray[Any],
+    num_samples: int,
+    max_tokens: int,
+    short_prob: float,
+    min_sentences: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> npt.NDArray[np.int64]: ...
 def build_blend_index(
     weights: Sequence[float], num_samples: int, progress: Progress | None = None
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalite.data.document_ends import DocumentEnds
 from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.samples import Samples
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
@@ -43,10 +43,9 @@ def microbatch_samples(
     return np.arange(first, first + micro_batch_size, dtype=np.int64)
 
 
-def reads_data(topology: Topology, ends: DocumentEnds | None = None) -> bool:
+def reads_data(topology: Topology, samples: Samples) -> bool:
     """Return whether this rank reads samples: for tokens, for labels, or to find where documents end."""
-    at_edge = topology.pp.is_first or topology.pp.is_last
-    return at_edge or (ends is not None and ends.on_every_stage)
+    return topology.pp.is_first or topology.pp.is_last or samples.on_every_stage
 
 
 class BatchLoader:
@@ -58,7 +57,8 @@ class BatchLoader:
     It reads ahead in a thread: close it, or use it in a ``with`` block.
 
     Args:
-        ends: finds the documents of packed samples; None if samples are not split into documents.
+        samples: what the dataset returns.
+        num_ahead: microbatches that are read before they are requested.
     """
 
     def __init__(
@@ -66,17 +66,19 @@ class BatchLoader:
         dataset: Dataset,
         micro_batch_size: int,
         topology: Topology,
-        ends: DocumentEnds | None = None,
+        samples: Samples,
+        num_ahead: int = NUM_AHEAD,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp = topology.dp
         self.device = topology.device
         self.events = topology.events
-        self.ends = ends
+        self.samples = samples
         stride = micro_batch_size * topology.dp.size
-        reads_text = reads_data(topology, ends)
-        self._prefetcher = Prefetcher(dataset, stride, topology.device) if reads_text else None
+        self._prefetcher: Prefetcher | None = None
+        if reads_data(topology, samples):
+            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead)
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
         """Load one microbatch to the device.
@@ -84,16 +86,17 @@ class BatchLoader:
         Raises:
             UserError: a sample is damaged. Other ranks may not have read it: `on_one_rank` is set.
         """
-        samples = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
+        numbers = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
         if self._prefetcher is None:
-            return _host_microbatch(np.empty((0, 1), np.int64), samples, self.device).to(self.device)
+            nothing = torch.empty((0, 1), dtype=torch.int64)
+            return _on_host(Microbatch.of(nothing, torch.from_numpy(numbers)), self.device).to(self.device)
         try:
-            with self.events.during(f"reading data from sample {samples[0]} on"):
-                microbatch = self._prefetcher.take(samples).to(self.device)
+            with self.events.during(f"reading data from sample {numbers[0]} on"):
+                microbatch = self._prefetcher.take(numbers).to(self.device)
         except UserError as error:
             error.on_one_rank = True
             raise
-        return microbatch if self.ends is None else self.ends.marked(microbatch)
+        return self.samples.marked(microbatch)
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread that reads ahead and free what it has read; a second call does nothing.
@@ -123,31 +126,40 @@ class Prefetcher:
     on the sample numbers alone: a wrong guess costs time and changes nothing.
     """
 
-    def __init__(self, dataset: Dataset, stride: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        stride: int,
+        device: torch.device,
+        samples: Samples,
+        num_ahead: int = NUM_AHEAD,
+    ) -> None:
         self._dataset = dataset
+        self._samples = samples
+        self._num_ahead = num_ahead
         self._stride = stride
         self._device = device
         self._reads: OrderedDict[int, Future[Microbatch]] = OrderedDict()  # by the first sample's number
         # The thread must not refer to this object: an object that its own thread keeps alive is never freed.
         self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
 
-    def take(self, samples: npt.NDArray[np.int64]) -> Microbatch:
-        """Return the microbatch of these samples, in host memory.
+    def take(self, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        """Return the microbatch of the samples with these numbers, in host memory.
 
         Raises:
             UserError: a sample is damaged.
         """
-        read = self._reads.pop(int(samples[0]), None) or self._start(samples)
-        for ahead in range(1, NUM_AHEAD + 1):
-            following = samples + ahead * self._stride
+        read = self._reads.pop(int(numbers[0]), None) or self._start(numbers)
+        for ahead in range(1, self._num_ahead + 1):
+            following = numbers + ahead * self._stride
             if int(following[0]) not in self._reads and int(following[-1]) < len(self._dataset):
                 self._reads[int(following[0])] = self._start(following)
-        while len(self._reads) > NUM_AHEAD:
+        while len(self._reads) > self._num_ahead:
             self._reads.popitem(last=False)[1].cancel()
         return read.result()
 
-    def _start(self, samples: npt.NDArray[np.int64]) -> Future[Microbatch]:
-        return self._pool.submit(read_microbatch, self._dataset, samples, self._device)
+    def _start(self, numbers: npt.NDArray[np.int64]) -> Future[Microbatch]:
+        return self._pool.submit(read_microbatch, self._dataset, numbers, self._device, self._samples)
 
     def close(self, *, waits: bool = True) -> None:
         """Drop what was read ahead and end the thread after the read in progress."""
@@ -155,19 +167,20 @@ class Prefetcher:
         self._pool.shutdown(wait=waits, cancel_futures=True)
 
 
-def read_microbatch(dataset: Dataset, samples: npt.NDArray[np.int64], device: torch.device) -> Microbatch:
-    """Read samples into host memory that `device` can copy from; any thread may call it.
+def read_microbatch(
+    dataset: Dataset, numbers: npt.NDArray[np.int64], device: torch.device, samples: Samples
+) -> Microbatch:
+    """Read samples by their numbers into host memory that `device` can copy from; any thread may call it.
 
     Raises:
         UserError: a sample is damaged.
     """
-    return _host_microbatch(gather(dataset, samples), samples, device)
+    text = torch.from_numpy(gather(dataset, numbers))
+    return _on_host(samples.microbatch(text, torch.from_numpy(numbers)), device)
 
 
-def _host_microbatch(
-    text: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], device: torch.device
-) -> Microbatch:
-    microbatch = Microbatch.of(torch.from_numpy(text), torch.from_numpy(samples))
+def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Return the microbatch in memory that `device` can copy from."""
     return microbatch.pin_memory() if device.type == "cuda" else microbatch
 
 

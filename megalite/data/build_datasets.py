@@ -11,11 +11,10 @@ from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_sa
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.coverage import Coverage, log_coverage
-from megalite.data.document_ends import DocumentEnds, check_ends
-from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens
+from megalite.data.gpt_dataset import Dataset, count_tokens
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.mock_dataset import MockDataset
+from megalite.data.samples import Samples
 from megalite.errors import UserError
 from megalite.log import log
 
@@ -39,7 +38,6 @@ class DatasetSplits:
 
     Attributes:
         named: datasets to evaluate on that have names of their own, beside `valid` and `test`.
-        ends: what happens at the ends of documents in all of them; None if samples ignore them.
         record: what is read of which corpus; None for random tokens, and on ranks that read none.
     """
 
@@ -47,7 +45,6 @@ class DatasetSplits:
     valid: Dataset | None
     test: Dataset | None
     named: tuple[NamedDataset, ...] = ()
-    ends: DocumentEnds | None = None
     record: DataRecord | None = None
 
     def evaluated(self, split: str) -> list[tuple[str, Dataset]]:
@@ -69,22 +66,16 @@ class BuildOptions(NamedTuple):
     """Hold the options that all datasets of a run share.
 
     Attributes:
-        seq_length: S; a sample holds S + 1 tokens.
-        seed: of the order, the same for all datasets and splits.
-        vocab_size: a token id beyond it is refused when its sample is read.
+        samples: how they are cut.
         blend_by: how datasets without weights are weighted: by "tokens", in whole samples, or "documents".
         cache: of the orders of samples; without one they are built in memory.
         batch_size: samples of a batch; a corpus with fewer in all is refused for training.
-        ends: what happens at the ends of documents; then corpora that do not mark them are refused.
     """
 
-    seq_length: int
-    seed: int
-    vocab_size: int | None = None
+    samples: Samples
     blend_by: str = "tokens"
     cache: IndexCache | None = None
     batch_size: int = 1
-    ends: DocumentEnds | None = None
 
 
 def num_samples_per_split(
@@ -104,20 +95,12 @@ def num_samples_per_split(
     return train, num_evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
 
 
-def build_mock_datasets(
-    seq_length: int,
-    num_samples: tuple[int, int, int],
-    seed: int,
-    vocab_size: int,
-    ends: DocumentEnds | None = None,
-) -> DatasetSplits:
-    """Build datasets of random tokens, without any file; with documents if `ends` is set."""
-    eod = None if ends is None else ends.eod
+def build_mock_datasets(samples: Samples, num_samples: tuple[int, int, int]) -> DatasetSplits:
+    """Build datasets of random tokens, without any file."""
     train, valid, test = (
-        MockDataset(number, seq_length, vocab_size, seed, i, eod) if number > 0 else None
-        for i, number in enumerate(num_samples)
+        samples.mock(number, split) if number > 0 else None for split, number in enumerate(num_samples)
     )
-    return DatasetSplits(train, valid, test, ends=ends)
+    return DatasetSplits(train, valid, test)
 
 
 def build_from_corpora(
@@ -138,12 +121,11 @@ def build_from_corpora(
         options: the same for all datasets.
 
     Raises:
-        UserError: a split is too small for one sample, there is nothing to train on, or documents have no
-            end-of-document tokens and `options.ends` needs them.
+        UserError: a split is too small for one sample, there is nothing to train on, or a corpus does not
+            suit the samples.
     """
-    if options.ends is not None:
-        for corpus in opened.values():
-            check_ends(corpus, options.ends.eod)
+    for corpus in opened.values():
+        options.samples.check(corpus)
     requested = dict(zip(SPLIT_NAMES, num_samples, strict=True))
     _warn_of_overlap(sources, {split for split in SPLIT_NAMES if requested[split]})
     own: dict[str, Dataset | None] = dict.fromkeys(SPLIT_NAMES)
@@ -160,7 +142,7 @@ def build_from_corpora(
         prefixes = " ".join(source.prefix for blend in blends for source in blend.sources)
         given_by = blends[0].given_by if blends else "--split"
         raise UserError(f"{given_by} leaves no sequence of {prefixes} to train on: give train a larger share")
-    return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named), options.ends)
+    return DatasetSplits(own["train"], own["valid"], own["test"], tuple(named))
 
 
 def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
@@ -216,7 +198,7 @@ class _BlendBuild:
         self._check_batch(kept)
         if len(self.blend.sources) == 1 and self.blend.weights is None:
             self._log_coverage([0], [1.0], [self.num_samples])
-            return self._gpt(0, self.num_samples)
+            return self._dataset(0, self.num_samples)
         if self.blend.weights is None:
             return self._blend_by_size(kept)
         return self._blend_by_weight(kept, [self.blend.weights[i] for i in kept])
@@ -224,17 +206,21 @@ class _BlendBuild:
     def _check_batch(self, kept: list[int]) -> None:
         """Refuse to train on so little that one batch would hold a sample twice."""
         num_tokens = sum(self._num_tokens(i) for i in kept)
-        num_samples = num_tokens // self.options.seq_length
+        num_samples = num_tokens // self.options.samples.seq_length
         if self.split == "train" and 0 < num_samples < self.options.batch_size:
             raise UserError(
-                f"there are {num_samples} samples of {self.options.seq_length} tokens to train on, fewer "
-                f"than one batch of {self.options.batch_size}: use more text or a smaller batch "
+                f"there are {num_samples} samples of {self.options.samples.seq_length} tokens to train on, "
+                f"fewer than one batch of {self.options.batch_size}: use more text or a smaller batch "
                 "(--global-batch-size)"
             )
 
     def _sequences(self, i: int) -> range:
         source = self.blend.sources[i]
-        return source.sequences(len(self.opened[source.prefix]))
+        corpus = self.opened[source.prefix]
+        if not self.options.samples.are_of_documents:
+            return source.sequences(len(corpus))
+        documents = source.sequences(corpus.num_documents)
+        return range(*(int(corpus.document_index[i]) for i in (documents.start, documents.stop)))
 
     def _sources_with_sequences(self) -> list[int]:
         """Return the sources that have a part in this split; training needs every one of them."""
@@ -256,7 +242,7 @@ class _BlendBuild:
         shares = normalized(weights)
         built = [num_samples_to_build(self.num_samples, share) for share in shares]
         self._log_coverage(kept, shares, built)
-        datasets = [self._gpt(i, number) for i, number in zip(kept, built, strict=True)]
+        datasets = [self._dataset(i, number) for i, number in zip(kept, built, strict=True)]
         return self._blend(datasets, weights)
 
     def _blend(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
@@ -273,7 +259,7 @@ class _BlendBuild:
             )
         if self.options.blend_by == "documents":
             return self._blend_by_weight(kept, [len(self._sequences(i)) for i in kept])
-        one_epoch = [self._gpt(i, None) for i in kept]
+        one_epoch = [self._dataset(i, None) for i in kept]
         weights = [len(dataset) for dataset in one_epoch]
         if self.num_samples <= sum(weights):
             self._log_coverage(kept, normalized(weights), [None] * len(kept))
@@ -288,7 +274,7 @@ class _BlendBuild:
                 Coverage.of(
                     self.blend.sources[i].prefix,
                     self._num_tokens(i),
-                    self.options.seq_length,
+                    self.options.samples.seq_length,
                     self.num_samples * share,
                     number,
                 )
@@ -300,15 +286,11 @@ class _BlendBuild:
         lengths = self.opened[self.blend.sources[i].prefix].sequence_lengths
         return count_tokens(lengths, self._sequences(i))
 
-    def _gpt(self, i: int, num_samples: int | None) -> GPTDataset:
-        options = self.options
-        return GPTDataset(
+    def _dataset(self, i: int, num_samples: int | None) -> Dataset:
+        return self.options.samples.dataset(
             self.opened[self.blend.sources[i].prefix],
             self._sequences(i),
             num_samples,
-            options.seq_length,
-            options.seed,
-            options.vocab_size,
             self.blend.name or self.split,
-            options.cache,
+            self.options.cache,
         )

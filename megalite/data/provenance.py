@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from megalite.data.bert_dataset import BertDataset
 from megalite.data.blend import BlendedDataset
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
@@ -35,7 +36,8 @@ class SampleSpan:
 def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
     """Return the spans that make up a sample, in order; their tokens joined are the sample's.
 
-    With fill-in-the-middle they are those of the sample before its documents are cut.
+    With fill-in-the-middle they are those of the sample before its documents are cut. Of a BERT they are the
+    whole sentences, in the document's order, before they are cut, swapped and masked.
 
     Raises:
         UserError: the dataset does not come from a corpus.
@@ -48,6 +50,8 @@ def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
         return sample_spans(dataset.datasets[number], int(dataset.dataset_sample_index[index]))
     if isinstance(dataset, GPTDataset):
         return _gpt_spans(dataset, index)
+    if isinstance(dataset, BertDataset):
+        return _bert_spans(dataset, index)
     raise UserError("these samples do not come from a corpus: their tokens are random (--mock-data)")
 
 
@@ -65,3 +69,14 @@ def _gpt_spans(dataset: GPTDataset, index: int) -> list[SampleSpan]:
         if len(tokens):
             spans.append(SampleSpan(indexed.prefix, indexed.document_of(sequence), sequence, start, tokens))
     return spans
+
+
+def _bert_spans(dataset: BertDataset, index: int) -> list[SampleSpan]:
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"sample {index} of a dataset of {len(dataset)}")
+    indexed = dataset.indexed
+    first, last, _ = dataset.sample_index[index].tolist()
+    return [
+        SampleSpan(indexed.prefix, indexed.document_of(sequence), sequence, 0, indexed[sequence])
+        for sequence in range(first, last)
+    ]

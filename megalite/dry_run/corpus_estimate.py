@@ -66,6 +66,10 @@ def corpora_of(config: Config, dp: int) -> Corpora:
     """
     if config.data.mock_data:
         return Corpora(skipped=("--mock-data reads no corpus",))
+    if config.model.architecture == "bert":
+        return Corpora(
+            skipped=("the samples of a bert depend on its sentences: a run counts them at its start",)
+        )
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
     draws = [

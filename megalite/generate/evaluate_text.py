@@ -35,12 +35,14 @@ class EvaluationResult:
         loss: mean over the tokens.
         num_tokens: number of tokens in the mean; None if unknown.
         bits_per_byte: of a text; None if its size in bytes is unknown.
+        sop_loss: BERT's loss of the order of segments; None for other models.
     """
 
     name: str
     loss: float
     num_tokens: int | None = None
     bits_per_byte: float | None = None
+    sop_loss: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -151,8 +153,10 @@ def _sequences(corpus: IndexedDataset, vocab_size: int) -> Iterator[npt.NDArray[
 
 def _meter(trained: TrainedModel, options: WindowOptions, topology: Topology) -> LossMeter:
     options.check(trained.config)
+    trained.check_is_gpt("--text and --data-path evaluate")
     ends = _document_ends(trained.config, topology)
-    return LossMeter(load_model(trained, topology, SdpaCore), topology, ends, options.batch_size)
+    stage = load_model(trained, topology, SdpaCore)
+    return LossMeter(stage, topology, ends, options.batch_size)
 
 
 def _document_ends(config: Config, topology: Topology) -> DocumentEnds | None:
@@ -189,7 +193,8 @@ def evaluate_split(
     evaluator = Evaluator(run, [stage], build_pipeline([stage], config, topology))
     first = evaluator.first_sample(split, trained.iteration)
     for name, dataset in datasets.evaluated(split):
-        yield EvaluationResult(name or split, evaluator(dataset, first))
+        losses = evaluator(dataset, first)
+        yield EvaluationResult(name or split, losses["lm_loss"], sop_loss=losses.get("sop_loss"))
 
 
 def _run_config(trained: TrainedModel, parallel: ParallelConfig, micro_batch_size: int | None) -> Config:

@@ -16,7 +16,7 @@ from megalite.data.document_ends import DocumentEnds
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
-from megalite.model.gpt_stage import GPTStage
+from megalite.model.transformer_stage import TransformerStage
 
 
 class Window(NamedTuple):
@@ -96,7 +96,7 @@ class LossMeter:
         batch_size: windows per batch of a replica.
     """
 
-    stage: GPTStage
+    stage: TransformerStage
     topology: Topology
     ends: DocumentEnds | None
     batch_size: int

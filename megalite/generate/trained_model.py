@@ -25,9 +25,10 @@ from megalite.distributed.agreement import code_record
 from megalite.distributed.topology import Launch, Topology
 from megalite.errors import ConfigError, UserError
 from megalite.log import configure_logging, log
+from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
-from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.transformer_stage import DTYPES, TransformerStage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.tensor_parallel.parameter_spec import LayerContext, new_parameter, spec_of
 
@@ -112,6 +113,21 @@ class TrainedModel:
         assert self.config.model.vocab_size is not None
         return self.config.model.vocab_size
 
+    def check_is_gpt(self, what: str) -> None:
+        """Refuse a model that does not predict the next token.
+
+        Args:
+            what: the caller's work, as the beginning of a sentence.
+
+        Raises:
+            UserError: the model is a bert.
+        """
+        if self.config.model.architecture != "gpt":
+            raise UserError(
+                f"{what} a model that predicts the next token, and {self.manifest.folder} holds a "
+                f"{self.config.model.architecture}: evaluate it with tools/evaluate.py --split"
+            )
+
 
 @contextmanager
 def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[Topology]:
@@ -179,15 +195,17 @@ def load_model(
     trained: TrainedModel,
     topology: Topology,
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
-) -> GPTStage:
+) -> TransformerStage:
     """Build the whole model, sharded over tp, and load its weights, in no more memory than theirs.
 
     Raises:
         UserError: the weights are of another model, or cannot be read. Every rank raises it.
     """
     model = trained.config.model
-    context = LayerContext(topology, DTYPES[model.params_dtype], has_weights=False)
-    stage = GPTStage(model, context, range(model.num_layers), attention=attention)
+    context = LayerContext(
+        topology, DTYPES[model.params_dtype], has_weights=False, has_documents=not model.is_causal
+    )
+    stage = STAGES[model.architecture](model, context, range(model.num_layers), attention=attention)
     _allocate(stage, topology)
     parts = {
         f"model.{name}": ParameterShard(
@@ -205,7 +223,7 @@ def load_model(
 
 
 @torch.no_grad()
-def _allocate(stage: GPTStage, topology: Topology) -> None:
+def _allocate(stage: TransformerStage, topology: Topology) -> None:
     """Replace parameters that have only a shape by zeros."""
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Compute causal attention with ALiBi, documents and dropout in one kernel, without the scores in memory.
+"""Compute attention with ALiBi, documents and dropout in one kernel, without the scores in memory.
 
 On CUDA the kernels are Triton's (`triton_attention`). Dropout's masks are those of `CausalSoftmax`, to the
 bit. The operators take dropout's key in a tensor on the host, so that one graph of torch.compile serves all
@@ -22,7 +22,10 @@ from megalite.kernels.traced import key_of, key_tensor
 
 _OP = f"{NAMESPACE}::flash_attention"
 _BACKWARD = f"{NAMESPACE}::flash_attention_backward"
-_REST = "Tensor? slopes, Tensor? starts, Tensor? samples, Tensor? key, float scale, float p, int base"
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
+    "int base"
+)
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -46,15 +49,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
         q: ``[b, n, s, d]``, bf16, fp16 or fp32.
         k: ``[b, g, s, d]``; n/g query heads share a key/value head.
         v: ``[b, g, s, d]``.
-        softmax: bias and dropout; its `starts` do not decrease within a sample.
+        softmax: bias and dropout; its `starts` do not decrease within a sample. If it has `ends`, it has
+            `starts` too, and each query sees its whole document: where one starts, the one before it ends.
     """
-    _, scale, slopes, starts, drop = softmax
-    starts = None if starts is None else starts.contiguous()
+    _, scale, slopes, starts, ends, drop = softmax
+    assert ends is None or starts is not None
+    starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
     site: tuple[Any, ...] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, *site)[0]
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site)[0]
     return out
 
 
@@ -73,6 +78,7 @@ def _softmax_arguments(
     s: int,
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor | None,
     key: Tensor | None,
     scale: float,
@@ -80,7 +86,7 @@ def _softmax_arguments(
     base: int,
 ) -> tuple[Any, ...]:
     drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(s, scale, slopes, starts, drop).arguments(0)
+    return CausalSoftmax(s, scale, slopes, starts, ends, drop).arguments(0)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -213,6 +219,7 @@ def launch(
     v: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor | None,
     key: Tensor | None,
     scale: float,
@@ -230,7 +237,7 @@ def launch(
     sizes = kernel_sizes(q).forward
     with torch.cuda.device_of(q):
         kernels.forward_kernel[-(-s // sizes.queries), n, b](
-            *(q, k, v, out, log_sums, slopes, starts, samples),
+            *(q, k, v, out, log_sums, slopes, starts, ends, samples),
             *_strides(q, k, v, out),
             *_numbers(q, k, key, scale, p, base),
             **_constants(q, base, sizes),
@@ -247,6 +254,7 @@ def launch_backward(
     log_sums: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor | None,
     key: Tensor | None,
     scale: float,
@@ -264,18 +272,19 @@ def launch_backward(
         return grad_q, grad_k, grad_v
     of_keys, of_queries = kernel_sizes(q)[1:]
     numbers = _numbers(q, k, key, scale, p, base)
+    query_ends = ends if ends is not None else _query_ends(starts)
     with torch.cuda.device_of(q):
         kernels.delta_kernel[-(-s // _DELTA_ROWS), n, b](
             out, grad, delta, *_strides(out, grad), n, s, d=d, M=_DELTA_ROWS, D=padded(d)
         )
         kernels.key_gradients_kernel[-(-s // of_keys.keys), g, b](
-            *(q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, _ends(starts), samples),
+            *(q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
             *_strides(q, k, v, grad, grad_k, grad_v),
             *numbers,
             **_constants(q, base, of_keys),
         )
         kernels.query_gradients_kernel[-(-s // of_queries.queries), n, b](
-            *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, samples),
+            *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples),
             *_strides(q, k, v, grad, grad_q),
             *numbers,
             **_constants(q, base, of_queries),
@@ -283,8 +292,8 @@ def launch_backward(
     return grad_q, grad_k, grad_v
 
 
-def _ends(starts: Tensor | None) -> Tensor | None:
-    """Return the position after the last query that sees each key, int64 ``[b, s]``."""
+def _query_ends(starts: Tensor | None) -> Tensor | None:
+    """Return the position after the last query that sees each key in causal attention, int64 ``[b, s]``."""
     if starts is None:
         return None
     positions = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
@@ -309,13 +318,13 @@ def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> t
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, starts, samples, key, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, slopes, starts, samples, key)
+    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, slopes, starts, ends, samples, key)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.flash_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *grads, *(None,) * 7
+    return *grads, *(None,) * 8
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -1,9 +1,11 @@
-"""Compute the causal softmax of attention scores with scale, ALiBi, documents and dropout in one kernel.
+"""Compute the softmax of attention scores with scale, ALiBi, documents and dropout in one kernel.
 
-A block has the scores of some consecutive queries with the keys up to the last of them. Both operators work
-in place, so that a block of scores is the only memory that they need; keys after a query's own are neither
-computed with nor read. The backward gets the scores again, and needs one number a query from the forward:
-neither weights nor dropout masks are kept.
+It is causal, unless it is told for each query where the keys end that it sees.
+
+A block has the scores of some consecutive queries with the keys that they may see. Both operators work
+in place, so that a block of scores is the only memory that they need; keys that a query does not see are
+neither computed with nor read. The backward gets the scores again, and needs one number a query from the
+forward: neither weights nor dropout masks are kept.
 
 Shapes: b samples, n heads, rows queries of the block, keys of the block, s the whole sequence.
 """
@@ -21,8 +23,8 @@ _MAX_KEYS = 1024  # of a row that a program of the Triton kernels has at once
 _OP = f"{NAMESPACE}::causal_softmax_"
 _BACKWARD = f"{NAMESPACE}::causal_softmax_backward_"
 _REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? samples, float scale, float p, int key, int base, int first, "
-    "int seq_length"
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, float scale, float p, int key, int base, "
+    "int first, int seq_length"
 )
 
 torch.library.define(_OP, f"(Tensor(a!) scores, {_REST}) -> Tensor")
@@ -60,6 +62,8 @@ class CausalSoftmax(NamedTuple):
         slopes: of ALiBi, fp64 ``[n]``; None for no bias.
         starts: int64 ``[b, s]``, the first key that each query sees, at most its own; None if all see from
             the first on.
+        ends: int64 ``[b, s]``, the position after the last key that each query sees, beyond its own; None
+            if its own is the last.
         drop: of the weights; None for none.
     """
 
@@ -67,6 +71,7 @@ class CausalSoftmax(NamedTuple):
     scale: float
     slopes: Tensor | None = None
     starts: Tensor | None = None
+    ends: Tensor | None = None
     drop: Drop | None = None
 
     def weights_(self, scores: Tensor, first: int) -> Tensor:
@@ -104,19 +109,31 @@ class CausalSoftmax(NamedTuple):
         return self._replace(
             slopes=None if self.slopes is None else self.slopes[heads],
             starts=None if self.starts is None else self.starts[samples],
+            ends=None if self.ends is None else self.ends[samples],
             drop=drop,
         )
 
     def arguments(self, first: int) -> tuple[Any, ...]:
         """Return the operators' arguments after the scores."""
-        where = (first, self.seq_length)
+        seen, where = (self.slopes, self.starts, self.ends), (first, self.seq_length)
         if self.drop is None or self.drop.p == 0.0:
-            return self.slopes, self.starts, None, self.scale, 0.0, 0, 0, *where
+            return *seen, None, self.scale, 0.0, 0, 0, *where
         p, key, samples, base, _ = self.drop
-        return self.slopes, self.starts, samples.contiguous(), self.scale, p, signed64(key), base, *where
+        return *seen, samples.contiguous(), self.scale, p, signed64(key), base, *where
+
+    def num_keys(self, last: int) -> int:
+        """Return how many keys, from the first on, the queries before position `last` may see."""
+        return last if self.ends is None else self.seq_length
 
 
-def _biased(scores: Tensor, slopes: Tensor | None, starts: Tensor | None, scale: float, first: int) -> Tensor:
+def _biased(
+    scores: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    scale: float,
+    first: int,
+) -> Tensor:
     """Return scaled scores in at least fp32, -inf where a query sees nothing."""
     rows, keys = scores.shape[2:]
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
@@ -124,7 +141,8 @@ def _biased(scores: Tensor, slopes: Tensor | None, starts: Tensor | None, scale:
     places = torch.arange(keys, device=scores.device)
     if slopes is not None:
         x += slopes.to(x.dtype)[:, None, None] * (places - queries)
-    hidden = places > queries  # [rows, keys]
+    after = queries + 1 if ends is None else ends[:, None, first : first + rows, None]
+    hidden = places >= after  # [rows, keys] or [b, 1, rows, keys]
     if starts is not None:
         hidden = hidden | (places < starts[:, None, first : first + rows, None])  # [b, 1, rows, keys]
     return x.masked_fill_(hidden, -torch.inf)
@@ -149,6 +167,7 @@ def reference(
     scores: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor | None,
     scale: float,
     p: float,
@@ -158,7 +177,7 @@ def reference(
     seq_length: int,
 ) -> Tensor:
     """Implement `CausalSoftmax.weights_` in plain PyTorch, with the same dropout masks to the bit."""
-    x = _biased(scores, slopes, starts, scale, first)
+    x = _biased(scores, slopes, starts, ends, scale, first)
     log_sums = x.logsumexp(-1)
     weights = (x - log_sums[..., None]).exp_()
     scores.copy_(weights * _keep_factors(x, samples, p, key, base, first, seq_length))
@@ -171,6 +190,7 @@ def reference_backward(
     log_sums: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor | None,
     scale: float,
     p: float,
@@ -180,7 +200,7 @@ def reference_backward(
     seq_length: int,
 ) -> None:
     """Implement `CausalSoftmax.backward_` in plain PyTorch."""
-    x = _biased(scores, slopes, starts, scale, first)
+    x = _biased(scores, slopes, starts, ends, scale, first)
     is_hidden = x.isneginf()
     weights = (x - log_sums[..., None]).exp_()
     keep = _keep_factors(x, samples, p, key, base, first, seq_length)

@@ -1,6 +1,7 @@
-"""Kernels of causal attention in Triton, which keep no score in memory (Dao et al. 2022, Dao 2023).
+"""Kernels of attention in Triton, which keep no score in memory (Dao et al. 2022, Dao 2023).
 
-Query i attends to the keys from start_i, the first token of its document, to i. D_ij is 0 or 1 / (1 - p), by
+Query i attends to the keys from start_i, the first token of its document, to i, or in bidirectional attention
+to the last token of its document: then `ends` is set, and `starts` with it. D_ij is 0 or 1 / (1 - p), by
 dropout's counter. For one head:
 
     x_ij    = scale q_i·k_j + slope (j - i)
@@ -93,26 +94,44 @@ def _first_keys(starts, sample, first, s, M: tl.constexpr):
 
 
 @triton.jit
-def _key_ranges(starts, sample, first, s, M: tl.constexpr, N: tl.constexpr):
+def _end_keys(ends, sample, first, s, M: tl.constexpr):
+    """Return the position after the last key that each query of a block sees, ``[M]``."""
+    queries = first + tl.arange(0, M)
+    if ends is None:
+        end_keys = queries + 1
+    else:
+        places = ends + sample.to(tl.int64) * s + queries
+        end_keys = tl.load(places, mask=queries < s, other=0).to(tl.int32)
+    return end_keys
+
+
+@triton.jit
+def _key_ranges(starts, ends, sample, first, s, M: tl.constexpr, N: tl.constexpr):
     """Return where the keys of a block of queries begin, where some are hidden from some queries, and end."""
     if starts is None:
         begin, full_end = 0, (first + 1) // N * N
     else:
         begin = tl.load(starts + sample.to(tl.int64) * s + first).to(tl.int32) // N * N
         full_end = begin
-    return begin, full_end, tl.minimum(first + M, s)
+    end = tl.minimum(first + M, s)
+    if ends is not None:
+        end = tl.load(ends + sample.to(tl.int64) * s + end - 1).to(tl.int32)
+    return begin, full_end, end
 
 
 @triton.jit
-def _query_ranges(ends, sample, first_key, s, M: tl.constexpr, N: tl.constexpr):
+def _query_ranges(starts, ends, query_ends, sample, first_key, s, M: tl.constexpr, N: tl.constexpr):
     """Return where the queries of a block of keys begin, where they see all of its keys, and end."""
-    if ends is None:
+    if query_ends is None:
         full_begin, end = tl.minimum(tl.cdiv(first_key + N - 1, M) * M, s), s
     else:
         last_key = tl.minimum(first_key + N, s) - 1
-        end = tl.load(ends + sample.to(tl.int64) * s + last_key).to(tl.int32)
+        end = tl.load(query_ends + sample.to(tl.int64) * s + last_key).to(tl.int32)
         full_begin = end
-    return first_key // M * M, full_begin, end
+    begin = first_key
+    if ends is not None:
+        begin = tl.load(starts + sample.to(tl.int64) * s + first_key).to(tl.int32)
+    return begin // M * M, full_begin, end
 
 
 @triton.jit
@@ -131,7 +150,7 @@ def _kept(
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def forward_kernel(
-    q, k, v, out, log_sums, slopes, starts, samples, q_strides, k_strides, v_strides, out_strides,
+    q, k, v, out, log_sums, slopes, starts, ends, samples, q_strides, k_strides, v_strides, out_strides,
     n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -143,8 +162,8 @@ def forward_kernel(
     queries = (first + tl.arange(0, M))[:, None]
     k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
     q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], first, s, d, M, D)
-    first_keys = _first_keys(starts, sample, first, s, M)
-    begin, full_end, end = _key_ranges(starts, sample, first, s, M, N)
+    first_keys, end_keys = _first_keys(starts, sample, first, s, M), _end_keys(ends, sample, first, s, M)
+    begin, full_end, end = _key_ranges(starts, ends, sample, first, s, M, N)
     largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     for masked in tl.static_range(0 if starts is None else 1, 2):
@@ -154,7 +173,7 @@ def forward_kernel(
             products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
             x = _scores(products, queries, keys, scale, slopes, head)  # [M, N]
             if masked:
-                x = tl.where((keys <= queries) & (keys >= first_keys[:, None]), x, float("-inf"))
+                x = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), x, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(x, 1))
             shift = new_largest
             if starts is not None:  # a query whose document starts after these keys has seen nothing yet
@@ -188,7 +207,7 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def key_gradients_kernel(
-    q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, samples,
+    q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, query_ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_k_strides, grad_v_strides,
     n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
@@ -202,12 +221,12 @@ def key_gradients_kernel(
     keys = (first_key + tl.arange(0, N))[:, None]
     k_block = _load_rows(_head(k, k_strides, sample, group), k_strides[2], first_key, s, d, N, D)
     v_block = _load_rows(_head(v, v_strides, sample, group), v_strides[2], first_key, s, d, N, D)
-    begin, full_begin, end = _query_ranges(ends, sample, first_key, s, M, N)
+    begin, full_begin, end = _query_ranges(starts, ends, query_ends, sample, first_key, s, M, N)
     sum_k, sum_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     for head in range(group * r, group * r + r):
         q_head, grad_head = _head(q, q_strides, sample, head), _head(grad, grad_strides, sample, head)
         of_head = (sample.to(tl.int64) * n + head) * s
-        for masked in tl.static_range(0 if ends is None else 1, 2):
+        for masked in tl.static_range(0 if query_ends is None else 1, 2):
             for first in range(begin if masked else full_begin, full_begin if masked else end, M):
                 rows = first + tl.arange(0, M)
                 q_block = _load_rows(q_head, q_strides[2], first, s, d, M, D)
@@ -216,7 +235,7 @@ def key_gradients_kernel(
                 x = _scores(products, rows[None, :], keys, scale, slopes, head)  # [N, M]
                 p = tl.exp2(x - log_sum[None, :])
                 if masked:
-                    seen = keys <= rows[None, :]
+                    seen = keys < _end_keys(ends, sample, first, s, M)[None, :]
                     if starts is not None:
                         seen &= keys >= _first_keys(starts, sample, first, s, M)[None, :]
                     p = tl.where(seen, p, 0.0)
@@ -240,7 +259,7 @@ def key_gradients_kernel(
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def query_gradients_kernel(
-    q, k, v, grad, grad_q, log_sums, delta, slopes, starts, samples,
+    q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_q_strides,
     n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
@@ -256,8 +275,8 @@ def query_gradients_kernel(
     of_head = (sample.to(tl.int64) * n + head) * s
     log_sum = tl.load(log_sums + of_head + rows, mask=rows < s, other=float("inf")) * LOG2_E
     deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
-    first_keys = _first_keys(starts, sample, first, s, M)
-    begin, full_end, end = _key_ranges(starts, sample, first, s, M, N)
+    first_keys, end_keys = _first_keys(starts, sample, first, s, M), _end_keys(ends, sample, first, s, M)
+    begin, full_end, end = _key_ranges(starts, ends, sample, first, s, M, N)
     sum_q = tl.zeros([M, D], tl.float32)
     for masked in tl.static_range(0 if starts is None else 1, 2):
         for first_key in range(full_end if masked else begin, end if masked else full_end, N):
@@ -267,7 +286,7 @@ def query_gradients_kernel(
             x = _scores(products, rows[:, None], keys, scale, slopes, head)  # [M, N]
             p = tl.exp2(x - log_sum[:, None])
             if masked:
-                p = tl.where((keys <= rows[:, None]) & (keys >= first_keys[:, None]), p, 0.0)
+                p = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), p, 0.0)
             v_block = _load_rows(v_head, v_strides[2], first_key, s, d, N, D)
             weight_grads = tl.dot(grad_block, tl.trans(v_block), input_precision=PRECISION)
             if samples is not None:

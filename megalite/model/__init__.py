@@ -1,1 +1,1 @@
-"""The decoder-only transformer: GPT, BLOOM and Llama are switches of one model."""
+"""The transformer: GPT, BLOOM and Llama are switches of one model, and BERT shares its layers."""

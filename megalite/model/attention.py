@@ -1,4 +1,4 @@
-"""Causal self-attention over the heads of one tensor-parallel rank.
+"""Self-attention over the heads of one tensor-parallel rank.
 
 Shapes: s sequence, b microbatch, h hidden size, n query heads, g key/value heads, r = n/g, d head size,
 tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads.

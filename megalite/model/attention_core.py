@@ -26,9 +26,10 @@ from megalite.model.positions import (
     Angles,
     NoRotation,
     PositionInfo,
+    SeenKeys,
     attention_bias,
-    document_starts,
     local_slopes,
+    seen_keys,
     within_documents,
 )
 from megalite.model.traced_attention import traced_attention
@@ -79,6 +80,7 @@ class AttentionCore(ABC):
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
         ids, positions = microbatch.document_ids, microbatch.position_ids
+        assert ids is not None or self.config.is_causal, "bidirectional attention must know the padding"
         return PositionInfo(
             mask=None if ids is None else self.mask(ids),
             angles=None if positions is None else self.rotate.look_up(positions),
@@ -171,13 +173,14 @@ class SoftmaxCore(AttentionCore):
         )
         self.scale = 1.0 / math.sqrt(config.head_dim)
 
-    def mask(self, document_ids: Tensor) -> Tensor:
-        """Return the position of the first token of each token's document, ``[b, s]``."""
-        return document_starts(document_ids)
+    def mask(self, document_ids: Tensor) -> SeenKeys:
+        """Return the keys that each query sees."""
+        return seen_keys(document_ids, self.config)
 
-    def softmax(self, q: Tensor, mask: Tensor | None, drop: Drop) -> CausalSoftmax:
+    def softmax(self, q: Tensor, mask: SeenKeys | None, drop: Drop) -> CausalSoftmax:
         """Return the softmax of the scores of queries ``[b, n, s, d]``."""
-        return CausalSoftmax(q.shape[2], self.scale, self.slopes, mask, drop)
+        starts, ends = (None, None) if mask is None else mask
+        return CausalSoftmax(q.shape[2], self.scale, self.slopes, starts, ends, drop)
 
 
 class UnfusedCore(SoftmaxCore):
@@ -187,7 +190,7 @@ class UnfusedCore(SoftmaxCore):
         super().__init__(config, context)
         self.blocking = Blocking.for_device(context.device, context.dtype)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: SeenKeys | None, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
         softmax = self.softmax(q, mask, drop)
         if torch.compiler.is_compiling():
@@ -199,6 +202,6 @@ class UnfusedCore(SoftmaxCore):
 class TritonCore(SoftmaxCore):
     """Compute attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: SeenKeys | None, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
         return flash_attention(q, k, v, self.softmax(q, mask, drop))

@@ -1,12 +1,12 @@
-"""Attention computed block by block of queries: a GEMM, our causal softmax, a GEMM.
+"""Attention computed block by block of queries: a GEMM, our softmax, a GEMM.
 
 Backward keeps queries, keys, values and one number a query. It computes scores and weights again block by
 block (Dao et al. 2022, section 3.1), and the dropout mask from its counter. Memory is linear in the sequence
-length, and keys after a block's queries are skipped.
+length, and in causal attention keys after a block's queries are skipped.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g its key/value heads, r = n/g, d head size. A
-tile has c pairs of a sample and a key/value head. A block has m queries, and the e keys up to its last
-query.
+tile has c pairs of a sample and a key/value head. A block has m queries, and e keys: in causal attention
+those up to its last query, else all.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def attend(
         keys, values = tile.keys(k).transpose(1, 2), tile.keys(v)
         part = softmax.part(tile.samples, tile.heads)
         for first, last in blocking.blocks(q.shape[2]):
-            queries = _times(tile.queries(q, first, last), factor)
-            scores = queries @ keys[:, :, :last]  # [c, r m, e]
+            queries, e = _times(tile.queries(q, first, last), factor), softmax.num_keys(last)
+            scores = queries @ keys[:, :, :e]  # [c, r m, e]
             log_sums = part.weights_(tile.scores(scores, last - first), first)
             sums[tile.samples, tile.heads, first:last] = log_sums
-            tile.put_queries(out, first, last, scores @ values[:, :last])
+            tile.put_queries(out, first, last, scores @ values[:, :e])
     return out, sums
 
 
@@ -166,17 +166,17 @@ def attend_backward(
         # Transposed, which makes the GEMMs faster. Sums over blocks of queries are at least in fp32.
         sum_k, sum_v = keys.new_zeros((2, keys.shape[0], keys.shape[2], keys.shape[1]), dtype=sums.dtype)
         for first, last in blocking.blocks(q.shape[2]):
-            queries = _times(tile.queries(q, first, last), factor)
+            queries, e = _times(tile.queries(q, first, last), factor), softmax.num_keys(last)
             row_grads = tile.queries(grad, first, last)
-            scores = queries @ keys.transpose(1, 2)[:, :, :last]  # [c, r m, e]
-            weight_grads = row_grads @ values.transpose(1, 2)[:, :, :last]
+            scores = queries @ keys.transpose(1, 2)[:, :, :e]  # [c, r m, e]
+            weight_grads = row_grads @ values.transpose(1, 2)[:, :, :e]
             log_sums = sums[tile.samples, tile.heads, first:last].contiguous()
             block = tile.scores(scores, last - first), tile.scores(weight_grads, last - first)
             part.backward_(*block, log_sums, first)
             weights, score_grads = scores, weight_grads  # overwritten in place
-            sum_v[:, :, :last] += row_grads.transpose(1, 2) @ weights
-            sum_k[:, :, :last] += queries.transpose(1, 2) @ score_grads
-            tile.put_queries(grad_q, first, last, _times(score_grads @ keys[:, :last], factor))
+            sum_v[:, :, :e] += row_grads.transpose(1, 2) @ weights
+            sum_k[:, :, :e] += queries.transpose(1, 2) @ score_grads
+            tile.put_queries(grad_q, first, last, _times(score_grads @ keys[:, :e], factor))
         tile.put_keys(grad_k, sum_k)
         tile.put_keys(grad_v, sum_v)
     return grad_q, grad_k, grad_v

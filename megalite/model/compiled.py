@@ -10,8 +10,8 @@ import torch
 
 from megalite.errors import UserError
 from megalite.kernels.library import compile_problem
-from megalite.model.gpt_stage import GPTStage
 from megalite.model.layer import TransformerLayer
+from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
@@ -30,7 +30,7 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compile_layers(stage: GPTStage, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_layers(stage: TransformerStage, backend: str | Callable[..., Any] = "inductor") -> None:
     """Replace each layer's forward by a compiled one, for training and evaluation; call it once, at the end.
 
     Hooks of a layer stay outside of its graph, for example those that gather its weights (ZeRO stage 3).

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.microbatch import Microbatch
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -45,6 +46,29 @@ class NoPositionTable(nn.Module):
         return x
 
 
+class TokenTypeTable(nn.Module):
+    """Add a learned vector for each type of token: BERT's segment A or B; replicated on every rank."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.context = context
+        spec = ParameterSpec((config.num_token_types, config.hidden_size), std=config.init_method_std)
+        self.weight = new_parameter(spec, context)  # [types, h]
+
+    def forward(self, x: Tensor, token_types: Tensor) -> Tensor:
+        """Add to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel, the types' ``[b, s]`` vectors."""
+        first = self.context.first_position(x.shape[0])
+        return x + F.embedding(token_types.t()[first : first + x.shape[0]], self.weight)
+
+
+class NoTokenTypeTable(nn.Module):
+    """Replace `TokenTypeTable` in models whose tokens have no types."""
+
+    def forward(self, x: Tensor, token_types: Tensor | None) -> Tensor:
+        """Return `x` unchanged."""
+        return x
+
+
 def word_table(config: ModelConfig, context: LayerContext) -> VocabParallelEmbedding:
     """Return the embedding of the padded vocabulary."""
     rows, padding = config.padded_vocab_size(context.tp.size), config.num_padding_rows(context.tp.size)
@@ -54,21 +78,20 @@ def word_table(config: ModelConfig, context: LayerContext) -> VocabParallelEmbed
 
 
 class Embedding(nn.Module):
-    """Compute dropout(norm(word[tokens] + position)); position and norm (BLOOM's) are optional."""
+    """Compute dropout(norm(word[tokens] + position + type)); all but the words are optional."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.word = word_table(config, context)
         learned = config.position_embedding_type == "learned_absolute"
         self.position = PositionTable(config, context) if learned else NoPositionTable()
+        has_types = config.num_token_types > 0
+        self.token_type = TokenTypeTable(config, context) if has_types else NoTokenTypeTable()
         self.norm = build_norm(config, context) if config.embed_layernorm else nn.Identity()
         self.dropout = Dropout(config.hidden_dropout, context, "embedding.output")
 
-    def forward(self, tokens: Tensor, sample_numbers: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map token ids ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
-
-        Args:
-            position_ids: ``[b, s]``; None for positions within the sample.
-        """
-        x = self.word(tokens.t().contiguous())
-        return self.dropout(self.norm(self.position(x, position_ids)), sample_numbers)
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """Map the tokens ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
+        x = self.word(microbatch.tokens.t().contiguous())
+        x = self.token_type(self.position(x, microbatch.position_ids), microbatch.token_types)
+        return self.dropout(self.norm(x), microbatch.sample_numbers)

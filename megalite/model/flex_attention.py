@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from megalite.config import ModelConfig
 from megalite.kernels import Drop
 from megalite.model.attention_core import AttentionCore
-from megalite.model.positions import document_starts, local_slopes
+from megalite.model.positions import local_slopes, seen_keys
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -45,10 +45,11 @@ class FlexCore(AttentionCore):
 
     def mask(self, document_ids: Tensor) -> BlockMask:
         """Return the blocks of keys that each block of queries attends to."""
-        starts = document_starts(document_ids)
+        seen = seen_keys(document_ids, self.config)
 
         def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (key >= starts[b, query])
+            end = query + 1 if seen.ends is None else seen.ends[b, query]
+            return (key < end) & (key >= seen.starts[b, query])
 
         b, s = document_ids.shape
         return create_block_mask(sees, b, None, s, s, device=self.context.device)

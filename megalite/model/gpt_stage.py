@@ -6,120 +6,18 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
-from megalite.model.attention_backends import build_core
-from megalite.model.attention_core import Core
-from megalite.model.embedding import Embedding, word_table
-from megalite.model.layer import TransformerLayer
-from megalite.model.norm import build_norm
-from megalite.model.positions import PositionInfo
-from megalite.tensor_parallel.counter_random import initialize
-from megalite.tensor_parallel.linear import LinearContext, column_linear
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+from megalite.model.transformer_stage import TransformerStage
 
 
-class OutputWeight(nn.Module):
-    """Hold the output layer's own weight, for a model that does not share it with the embedding."""
+class GPTStage(TransformerStage):
+    """Predict each token from those before it (Radford et al. 2019)."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__()
-        spec = ParameterSpec(
-            (config.padded_vocab_size(context.tp.size), config.hidden_size),
-            Shard("tp", 0),
-            std=config.init_method_std,
-            num_padding=config.num_padding_rows(context.tp.size),
-        )
-        self.weight = new_parameter(spec, context)  # [v/tp, h]
-
-
-class GPTStage(nn.Module):
-    """Hold some layers of the model; the first stage also has the embedding, the last one the loss.
-
-    Parameters have their names in the whole model, on any stage: ``layers.7.mlp.up.weight``. The first and
-    the last stage have a tied word embedding under the same name, with the same values.
-
-    Args:
-        context: shared by all modules; its dtype is the config's.
-        layers: numbers of the stage's layers in the whole model.
-        is_first: the stage has the embedding.
-        is_last: the stage has the final norm, the logits and the loss.
-        word: for the last stage of a tied model, the word embedding of a first stage on the same rank.
-        attention: builds the attention core that all layers share.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: LayerContext,
-        layers: Iterable[int],
-        *,
-        is_first: bool = True,
-        is_last: bool = True,
-        word: nn.Module | None = None,
-        attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
-    ) -> None:
-        super().__init__()
-        assert context.dtype == DTYPES[config.params_dtype], (context.dtype, config.params_dtype)
-        self.config = config
-        self.context = context
-        self.is_first = is_first
-        self.is_last = is_last
-        self.core = attention(config, context)
-        is_tied = not config.untie_embeddings_and_output_weights
-        if is_first:
-            self.embedding: nn.Module = Embedding(config, context)
-        elif is_last and is_tied:
-            self.embedding = nn.ModuleDict({"word": word or word_table(config, context)})
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, context, self.core, i) for i in layers})
-        if is_last:
-            self.final_norm = build_norm(config, context)
-            self.output = None if is_tied else OutputWeight(config, context)
-            self.output_context = LinearContext.of(replace(context, fp8_format=None))
-        if context.has_weights and context.device.type != "meta":
-            initialize(self, context.seed, context.topology)
-
-    def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
-        """Run one microbatch through this stage.
-
-        Args:
-            hidden: ``[s, b, h]`` from the stage before; None on the first.
-
-        Returns:
-            ``[s, b, h]`` for the next stage; on the last stage the sum of the tokens' losses, a scalar, over
-            the tokens that `loss_mask` selects.
-        """
-        x = self.hidden_states(microbatch, hidden)
-        if not self.is_last:
-            return x
-        losses = self.token_losses(x, microbatch.labels.t())
-        if microbatch.loss_mask is not None:
-            losses = losses.where(microbatch.loss_mask.t(), 0.0)
-        return losses.sum()
-
-    def hidden_states(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
-        """Return the output of this stage's last layer, ``[s, b, h]``."""
-        if hidden is None:
-            hidden = self.embedding(microbatch.tokens, microbatch.sample_numbers, microbatch.position_ids)
-        positions = self.core.position_info(microbatch)
-        return self.run_layers([*self.layers.values()], hidden, microbatch.sample_numbers, positions)
-
-    def run_layers(
-        self, layers: Sequence[nn.Module], x: Tensor, sample_numbers: Tensor, positions: PositionInfo
-    ) -> Tensor:
-        """Run the layers one after the other, ``[s, b, h]`` to ``[s, b, h]``."""
-        for layer in layers:
-            x = layer(x, sample_numbers, positions)
-        return x
+    def losses(self, normed: Tensor, microbatch: Microbatch) -> Tensor:
+        """Return the sum of the tokens' losses, a scalar, over the tokens that `loss_mask` selects."""
+        return self.masked_sum(self.losses_of(normed, microbatch.labels.t()), microbatch)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token, ``[s, b]``.
@@ -130,42 +28,9 @@ class GPTStage(nn.Module):
         """
         return self.losses_of(self.final_norm(hidden), targets)
 
-    def losses_of(self, normed: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token, ``[s, b]``, after the final norm."""
-        logits = column_linear(normed, self.output_weight, None, self.output_context)  # [s, b, v/tp]
-        return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.context.tp)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Map ``[s, b, h]`` after the last layer to this rank's logits, ``[s, b, v/tp]``.
 
         Columns from `vocab_size` on are padding.
         """
-        return column_linear(self.final_norm(hidden), self.output_weight, None, self.output_context)
-
-    @property
-    def output_weight(self) -> nn.Parameter:
-        """Return the weight of the logits on the last stage: the word embedding, or a weight of its own."""
-        return self.get_parameter("embedding.word.weight" if self.output is None else "output.weight")
-
-    @property
-    def tied_weight(self) -> nn.Parameter | None:
-        """Return this rank's slice of a tied word embedding, on the first and last stage; None elsewhere."""
-        at_edge = self.is_first or self.is_last
-        if self.config.untie_embeddings_and_output_weights or not at_edge:
-            return None
-        return self.get_parameter("embedding.word.weight")
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of tokens in the vocabulary, without padding."""
-        assert self.config.vocab_size is not None
-        return self.config.vocab_size
-
-    def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """Yield the modules in forward's order, each with the parameters used until the next one's call."""
-        if self.is_first:
-            yield self.embedding, list(self.embedding.parameters())
-        for layer in self.layers.values():
-            yield layer, list(layer.parameters())
-        if self.is_last:
-            yield self.final_norm, [*self.final_norm.parameters(), self.output_weight]
+        return self.logits_of(self.final_norm(hidden))

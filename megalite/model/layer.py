@@ -1,9 +1,11 @@
-"""One transformer layer: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+"""One transformer layer, with its norms before the blocks or after their residual connections.
 
 Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -27,12 +29,13 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, context, with_residual=True)
+        is_pre_norm = config.norm_position == "pre"
+        self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
         self.attention = Attention(config, context, core, layer)
         self.attention_output_dropout = Dropout(
             config.hidden_dropout, context, f"layers.{layer}.attention.output"
         )
-        self.mlp_norm = build_norm(config, context, with_residual=True)
+        self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
         self.mlp = MLP(config, context)
         self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
 
@@ -51,3 +54,26 @@ class TransformerLayer(nn.Module):
         normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
         y = self.mlp(normed)
         return self.mlp_output_dropout.add_to(x, y, self.mlp.down.bias, sample_numbers)
+
+
+class PostNormLayer(TransformerLayer):
+    """Compute one post-norm transformer layer (Vaswani et al. 2017; Devlin et al. 2019)."""
+
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = norm(x + dropout(attention(x) + bias))
+        y = self.attention(x, sample_numbers, positions)
+        x = self.attention_norm(
+            self.attention_output_dropout.add_to(x, y, self.attention.projection.bias, sample_numbers)
+        )
+
+        # x = norm(x + dropout(mlp(x) + bias))
+        y = self.mlp(x)
+        normed: Tensor = self.mlp_norm(
+            self.mlp_output_dropout.add_to(x, y, self.mlp.down.bias, sample_numbers)
+        )
+        return normed
+
+
+LAYERS: Mapping[str, type[TransformerLayer]] = {"pre": TransformerLayer, "post": PostNormLayer}
+"""Layers by the config's `norm_position`."""

@@ -121,7 +121,7 @@ def local_slopes(config: ModelConfig, context: LayerContext) -> list[float] | No
 
 
 def attention_bias(config: ModelConfig, context: LayerContext, seq_length: int, first: int = 0) -> Tensor:
-    """Return the bias of the scaled scores, ``[1, n/tp or 1, s, s]``: -inf for keys after the query.
+    """Return the bias of the scaled scores, ``[1, n/tp or 1, s, s]``: -inf for later keys if causal.
 
     For keys up to the query it is ALiBi's slope * (key - query position), or 0 without ALiBi. It uses
     distances and not positions: near keys, which weigh most, then keep their precision far into a sample.
@@ -131,7 +131,7 @@ def attention_bias(config: ModelConfig, context: LayerContext, seq_length: int, 
     """
     positions = torch.arange(seq_length, dtype=torch.float64, device=context.device)
     distances = positions - positions[first:, None]  # [s - first, s]
-    after = distances > 0
+    after = distances > 0 if config.is_causal else torch.zeros_like(distances, dtype=torch.bool)
     slopes = local_slopes(config, context) or [0.0]
     heads = [(slope * distances).masked_fill_(after, -torch.inf).to(context.dtype) for slope in slopes]
     return torch.stack(heads)[None]
@@ -149,6 +149,27 @@ def within_documents(bias: Tensor, document_ids: Tensor) -> Tensor:
     """
     is_other = document_ids[:, :, None] != document_ids[:, None]  # [b, s, s]
     return bias.masked_fill(is_other[:, None], -torch.inf)
+
+
+class SeenKeys(NamedTuple):
+    """Hold the range of keys that each query sees: those of its document, up to itself if causal.
+
+    Attributes:
+        starts: int64 ``[b, s]``, the first key.
+        ends: int64 ``[b, s]``, the position after the last key; None if that is the query's own.
+    """
+
+    starts: Tensor
+    ends: Tensor | None = None
+
+
+def seen_keys(document_ids: Tensor, config: ModelConfig) -> SeenKeys:
+    """Return the keys that each query sees in packed documents ``[b, s]``."""
+    starts = document_starts(document_ids)
+    if config.is_causal:
+        return SeenKeys(starts)
+    from_the_end = document_starts(document_ids.flip(1)).flip(1)
+    return SeenKeys(starts, document_ids.shape[1] - from_the_end)
 
 
 def document_starts(document_ids: Tensor) -> Tensor:

@@ -34,15 +34,15 @@ from megalite.config import RecomputeConfig
 from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.topology import Axis
 from megalite.kernels import ResidualSum
-from megalite.model.gpt_stage import GPTStage
 from megalite.model.layer import TransformerLayer
 from megalite.model.positions import PositionInfo
+from megalite.model.transformer_stage import TransformerStage
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Keeps a tensor for backward: returns a function that returns the tensor."""
 
 
-def apply_recompute(stage: GPTStage, config: RecomputeConfig) -> None:
+def apply_recompute(stage: TransformerStage, config: RecomputeConfig) -> None:
     """Let backward recompute parts of a built stage; call it before `compile_layers`."""
     for layer in stage.layers.values():
         assert isinstance(layer, TransformerLayer)
@@ -74,7 +74,7 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
         recompute_output(mlp, "activate", mlp.down)
 
 
-def _recompute_groups(stage: GPTStage, config: RecomputeConfig) -> None:
+def _recompute_groups(stage: TransformerStage, config: RecomputeConfig) -> None:
     run_layers, groups = stage.run_layers, config.groups(len(stage.layers))
     is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
     keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
@@ -92,7 +92,7 @@ def _recompute_groups(stage: GPTStage, config: RecomputeConfig) -> None:
     stage.run_layers = run_groups  # type: ignore[method-assign]
 
 
-def _compute_losses_in_chunks(stage: GPTStage, num_chunks: int) -> None:
+def _compute_losses_in_chunks(stage: TransformerStage, num_chunks: int) -> None:
     # The output weight's gradient is the sum over the chunks, which autograd computes in the weight's dtype.
     # It is neither added to main_grad nor stored for later.
     stage.output_context = replace(stage.output_context, store=None, fuses_weight_gradient=False)

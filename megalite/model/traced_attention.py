@@ -18,8 +18,8 @@ from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"
 _REST = (
-    "Tensor? slopes, Tensor? starts, Tensor samples, Tensor key, float scale, float p, int base, "
-    "int num_queries, int num_bytes"
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, float scale, float p, "
+    "int base, int num_queries, int num_bytes"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
@@ -31,11 +31,11 @@ torch.library.define(
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
     """Compute `attend`, differentiable, with the dropout's key in a tensor."""
-    _, scale, slopes, starts, drop = softmax
+    _, scale, slopes, starts, ends, drop = softmax
     assert drop is not None and drop.key_tensor is not None
     p, _, samples, base, key = drop
     out: Tensor = torch.ops.megalite.attention(
-        q, k, v, slopes, starts, samples, key, scale, p, base, *blocking
+        q, k, v, slopes, starts, ends, samples, key, scale, p, base, *blocking
     )[0]
     return out
 
@@ -44,6 +44,7 @@ def _arguments(
     q: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor,
     key: Tensor,
     scale: float,
@@ -52,7 +53,7 @@ def _arguments(
     *blocking: int,
 ) -> tuple[CausalSoftmax, Blocking]:
     drop = Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(q.shape[2], scale, slopes, starts, drop), Blocking(*blocking)
+    return CausalSoftmax(q.shape[2], scale, slopes, starts, ends, drop), Blocking(*blocking)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -82,13 +83,13 @@ def _fake_gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, starts, samples, key, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, output[1], slopes, starts, samples, key)
+    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, output[1], slopes, starts, ends, samples, key)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 10
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -32,7 +32,7 @@ class StageFunction(Protocol[M_contra]):
     """Forward of one pipeline stage on one microbatch."""
 
     def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor:
-        """Return hidden states for the next stage, or the loss, a scalar, on the last stage.
+        """Return hidden states for the next stage, or the loss on the last: a scalar, or a vector of several.
 
         Args:
             hidden: from the previous stage; None on the first.
@@ -72,7 +72,7 @@ class ScheduleRun(Generic[M]):
         exchange: PointToPoint,
         load: Callable[[int], M],
         store: WeightGradientStore,
-        num_tokens: float,
+        num_tokens: float | Tensor,
         loss_scale: float,
     ) -> None:
         self.losses: dict[int, Tensor] = {}
@@ -211,7 +211,7 @@ class Pipeline(Generic[M]):
         num_microbatches: int,
         load: Callable[[int], M],
         *,
-        num_tokens: float = 1.0,
+        num_tokens: float | Tensor = 1.0,
         loss_scale: float = 1.0,
     ) -> list[Tensor]:
         """Run the forward and backward of all microbatches; gradients add up in the parameters' ``.grad``.
@@ -222,7 +222,8 @@ class Pipeline(Generic[M]):
         Args:
             num_microbatches: any number, also fewer than stages.
             load: returns a microbatch by its number in the step; called once for each, before its forward.
-            num_tokens: divides the last stage's output, the sum of a microbatch's token losses.
+            num_tokens: divides the last stage's output, the sum of a microbatch's token losses; a tensor
+                divides each of several losses by its own number.
             loss_scale: multiplies the gradients, to keep them in fp16's range.
 
         Returns:
@@ -232,7 +233,7 @@ class Pipeline(Generic[M]):
 
     @torch.no_grad()
     def evaluate(
-        self, num_microbatches: int, load: Callable[[int], M], *, num_tokens: float = 1.0
+        self, num_microbatches: int, load: Callable[[int], M], *, num_tokens: float | Tensor = 1.0
     ) -> list[Tensor]:
         """Run the forward of all microbatches, in memory that does not grow with their number.
 
@@ -245,7 +246,7 @@ class Pipeline(Generic[M]):
         order: ScheduleFunction,
         num_microbatches: int,
         load: Callable[[int], M],
-        num_tokens: float,
+        num_tokens: float | Tensor,
         loss_scale: float = 1.0,
     ) -> list[Tensor]:
         work = ScheduleRun(

@@ -16,7 +16,7 @@ from megalite.config import Config, ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
-from megalite.model.gpt_stage import DTYPES
+from megalite.model.transformer_stage import DTYPES
 from megalite.plan.layer_time import dtype_rate
 
 SECONDS = 0.3

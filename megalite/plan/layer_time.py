@@ -320,9 +320,10 @@ def head_work(run: PlannedRun) -> MicrobatchWork:
     """Return the work of the output layer and the vocabulary-parallel loss."""
     model = run.config.model
     columns, hidden = model.padded_vocab_size(run.tp) // run.tp, model.hidden_size
-    gemm = _gemm(run, run.tokens, columns, hidden)
-    weight_gemm = _gemm(run, columns, hidden, run.tokens)
-    logits = run.tokens * columns
+    tokens = round(run.tokens * model.predicted_share)
+    gemm = _gemm(run, tokens, columns, hidden)
+    weight_gemm = _gemm(run, columns, hidden, tokens)
+    logits = tokens * columns
     tp = Group(run.cluster, run.tp, 1).reduce_seconds(run.hidden_bytes)
     table = table_parameters(model, run.tp) / run.tp
     accumulation = memory_seconds(run, (run.element_bytes + 8) * table)

@@ -13,17 +13,17 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
 
     The convention of "model FLOPs": a multiply-add is two operations; only GEMMs count, and backward counts
     twice the forward; causal attention counts half of the scores; recomputation does not count; the logits
-    count with the padded vocabulary, which depends on `tp`. This is the convention of Narayanan et al. 2021
-    (arXiv 2104.04473, appendix), without their recomputed forward, and with half of the attention scores as
-    in FlashAttention-2 (arXiv 2307.08691, section 4.1).
+    count with the padded vocabulary, which depends on `tp`, and in BERT for the predicted tokens alone. This
+    is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed forward,
+    and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
     hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
     keys_and_values = 2 * model.num_kv_heads * model.head_dim
     projections = hidden * (queries + keys_and_values) + queries * hidden
-    scores_and_context = 2 * queries * model.seq_length / 2
+    scores_and_context = 2 * queries * model.seq_length / (2 if model.is_causal else 1)
     mlp = (3 if model.is_gated else 2) * hidden * model.ffn_size
-    logits = hidden * model.padded_vocab_size(tp)
-    multiply_adds = model.num_layers * (projections + scores_and_context + mlp) + logits
+    head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
+    multiply_adds = model.num_layers * (projections + scores_and_context + mlp) + head * model.predicted_share
     return 3 * 2 * multiply_adds
 
 
@@ -36,6 +36,7 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     """
     causal = flops_per_token(model, tp)
     scores = 6 * model.num_layers * model.num_attention_heads * model.head_dim * model.seq_length
-    logits = 6 * model.hidden_size * model.padded_vocab_size(tp)
+    scores = scores if model.is_causal else 0  # they count already
+    logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}

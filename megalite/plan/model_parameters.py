@@ -36,9 +36,25 @@ def table_parameters(model: ModelConfig, tp: int) -> int:
 
 
 def embedding_extras(model: ModelConfig) -> int:
-    """Return the other parameters of the embedding: learned positions, a norm."""
+    """Return the other parameters of the embedding: learned positions, types of tokens, a norm."""
     positions = model.num_positions if model.position_embedding_type == "learned_absolute" else 0
-    return positions * model.hidden_size + (norm_parameters(model) if model.embed_layernorm else 0)
+    rows = positions + model.num_token_types
+    return rows * model.hidden_size + (norm_parameters(model) if model.embed_layernorm else 0)
+
+
+def sharded_head_parameters(model: ModelConfig, tp: int) -> int:
+    """Return the parameters of the head that tp shards, besides a weight: BERT's bias of the logits."""
+    return model.padded_vocab_size(tp) if model.architecture == "bert" else 0
+
+
+def replicated_head_parameters(model: ModelConfig) -> int:
+    """Return the parameters after the last layer that are replicated over tp: a norm, and BERT's heads."""
+    count = norm_parameters(model) if model.norm_position == "pre" else 0
+    if model.architecture == "bert":
+        h, bias = model.hidden_size, 1 if model.add_bias_linear else 0
+        count += h * (h + bias) + norm_parameters(model)
+        count += (h * (h + bias) + 2 * (h + bias)) if model.bert_binary_head else 0
+    return count
 
 
 def total_parameters(model: ModelConfig, tp: int) -> int:
@@ -48,7 +64,8 @@ def total_parameters(model: ModelConfig, tp: int) -> int:
         model.num_layers * whole_layer_parameters(model)
         + tables * table_parameters(model, tp)
         + embedding_extras(model)
-        + norm_parameters(model)
+        + sharded_head_parameters(model, tp)
+        + replicated_head_parameters(model)
     )
 
 
@@ -67,7 +84,7 @@ def rank_parameters(run: PlannedRun, rank: int) -> float:
     if is_first:
         count += table + embedding_extras(model)
     if is_last:
-        count += norm_parameters(model)
+        count += sharded_head_parameters(model, run.tp) / run.tp + replicated_head_parameters(model)
         if model.untie_embeddings_and_output_weights or not is_first:
             count += table
     return count

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from megalite.commands import torchrun_arguments
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
-from megalite.config.command_line import NEEDED_TO_TRAIN, parse
+from megalite.config.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.config.fields import fields_by_flag
 from megalite.config.flags import flag_with_value
 from megalite.config.stage_layers import num_stages
@@ -309,4 +309,5 @@ def start_command(request: Request, config: Config) -> str:
     nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
     ranks = min(cluster.world_size, cluster.gpus_per_node)
     flags = shlex.join(training_tokens(request, config))
-    return f"torchrun {nodes}--nproc-per-node {ranks} {torchrun_arguments('train')} {flags}"
+    program = torchrun_arguments(TRAINED_BY[config.model.architecture])
+    return f"torchrun {nodes}--nproc-per-node {ranks} {program} {flags}"

@@ -155,9 +155,9 @@ def _activations(run: PlannedRun, rank: int, peak: int) -> float:
 
 def _logits(run: PlannedRun) -> float:
     """Return this rank's columns, whose gradient replaces them; other programs have a copy in fp32."""
-    columns = run.config.model.padded_vocab_size(run.tp) // run.tp
-    copy = run.program.logit_copy_bytes
-    return run.tokens * columns * (run.element_bytes + copy) / run.config.recompute.cross_entropy_chunks
+    model, copy = run.config.model, run.program.logit_copy_bytes
+    elements = run.tokens * model.predicted_share * (model.padded_vocab_size(run.tp) // run.tp)
+    return elements * (run.element_bytes + copy) / run.config.recompute.cross_entropy_chunks
 
 
 def _workspace(run: PlannedRun) -> float:

@@ -38,6 +38,7 @@ class Panel:
 
 LOSS = Panel("Training loss", (("lm_loss", ""),), is_smoothed=True)
 PANELS = (
+    Panel("Loss of BERT's segment order", (("sop_loss", ""),), is_smoothed=True),
     Panel("Gradient norm", (("grad_norm", ""),), is_smoothed=True),
     Panel("Learning rate", (("learning_rate", ""),), from_zero=True),
     Panel("Throughput", (("tokens_per_second", ""),), "tokens/s", is_smoothed=True, from_zero=True),

@@ -13,6 +13,7 @@ from megalite.report.run_history import History, HistoryRow, segments_of
 EVENTS = "events.out.tfevents"
 _TAGS = {
     "lm loss": ("lm_loss", 1.0),
+    "sop loss": ("sop_loss", 1.0),
     "learning-rate": ("learning_rate", 1.0),
     "grad-norm": ("grad_norm", 1.0),
     "loss-scale": ("loss_scale", 1.0),

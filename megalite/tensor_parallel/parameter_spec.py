@@ -64,7 +64,7 @@ class LayerContext:
         sequence_parallel: hidden states are cut over tp by the sequence, ``[s/tp, b, h]``, outside of
             attention and MLP (Korthikanti et al. 2022). The gradient of a parameter that is whole on every
             rank is then a partial sum, over the rank's positions. The optimizer sums it over tp.
-        has_documents: samples are packed documents, and attention does not cross them.
+        has_documents: samples are packed documents, or end with padding, and attention does not cross them.
         weight_gradient_store: takes the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
         has_weights: False to make parameters on device meta, for a caller that replaces them.

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.transformer_stage import DTYPES, TransformerStage
 from megalite.optim.optimizer import BaseOptimizer, Optimizer
 from megalite.tensor_parallel.tied_embedding import TiedWeight
 from megalite.train.model_chunks import named_parameters
 
 
 def build_optimizer(
-    chunks: Sequence[GPTStage], config: Config, topology: Topology, *, fuses_weight_gradients: bool = False
+    chunks: Sequence[TransformerStage],
+    config: Config,
+    topology: Topology,
+    *,
+    fuses_weight_gradients: bool = False,
 ) -> BaseOptimizer:
     """Build the optimizer of the chunks' weights. Main weights in fp32 start as the model's before rounding.
 
@@ -49,7 +53,7 @@ def build_optimizer(
     return optimizer
 
 
-def _tied_weight(chunks: Sequence[GPTStage], topology: Topology) -> TiedWeight | None:
+def _tied_weight(chunks: Sequence[TransformerStage], topology: Topology) -> TiedWeight | None:
     """Return the word embedding if two pipeline stages use it, on one rank or as a copy on each of two."""
     weight = next((chunk.tied_weight for chunk in chunks if chunk.tied_weight is not None), None)
     if weight is None or topology.pp.size == 1:

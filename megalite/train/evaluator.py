@@ -12,7 +12,7 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.microbatch import Microbatch
 from megalite.pipeline.executor import Pipeline
 from megalite.train.run_context import RunContext
-from megalite.train.train_step import LossMasks, global_loss
+from megalite.train.train_step import GlobalBatches, LossMasks, global_losses
 
 
 class Evaluator:
@@ -29,38 +29,36 @@ class Evaluator:
         self.pipeline = pipeline
         self.global_batch_size = run.config.global_batch(run.topology.dp.size)
         self.num_microbatches = run.config.num_microbatches(run.topology.dp.size)
+        self.batches = GlobalBatches(run)
 
     def __call__(
         self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
-    ) -> float:
-        """Return the mean loss over `eval_iters` global batches, without dropout.
+    ) -> dict[str, float]:
+        """Return the mean of each loss by its name over `eval_iters` global batches, without dropout.
 
         The mean is over all tokens that have a loss. An error that `before_batch` raises ends the evaluation.
         """
         config, topology = self.run.config, self.run.topology
+        names = config.model.loss_names
         for chunk in self.chunks:
             chunk.eval()
         masks = LossMasks()
-        total = torch.zeros((), dtype=torch.float64, device=topology.device)
-        with BatchLoader(
-            dataset, config.training.micro_batch_size, topology, self.run.document_ends
-        ) as loader:
+        total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
+        with BatchLoader(dataset, config.training.micro_batch_size, topology, self.run.samples) as loader:
             for batch in range(config.training.eval_iters):
                 before_batch()
                 consumed = first_sample + batch * self.global_batch_size
 
-                def load(index: int, consumed: int = consumed) -> Microbatch:
+                def read(index: int, consumed: int = consumed) -> Microbatch:
                     return masks.counted(loader(consumed, index))
 
-                losses = self.pipeline.evaluate(
-                    self.num_microbatches,
-                    load,
-                    num_tokens=self.global_batch_size * config.model.seq_length,
-                )
-                total += global_loss(losses, topology)
+                load, divisor = self.batches.open(read, self.num_microbatches, self.global_batch_size)
+                losses = self.pipeline.evaluate(self.num_microbatches, load, num_tokens=divisor)
+                total += global_losses(losses, len(names), topology)
         if config.data.eod_mask_loss:
             total *= masks.token_ratio(topology)
-        return topology.to_host(total).item() / config.training.eval_iters
+        means = (topology.to_host(total) / config.training.eval_iters).tolist()
+        return dict(zip(names, means, strict=True))
 
     def first_sample(self, split: str, iteration: int) -> int:
         """Return the first sample of the evaluation after an iteration.

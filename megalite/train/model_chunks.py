@@ -9,9 +9,10 @@ from torch import nn
 from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
+from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.model.gpt_stage import DTYPES, GPTStage
 from megalite.model.recompute import apply_recompute
+from megalite.model.transformer_stage import DTYPES, TransformerStage
 from megalite.tensor_parallel.fp8 import check_device
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
@@ -23,7 +24,7 @@ def build_chunks(
     store: WeightGradientStore | None = None,
     *,
     fuses_weight_gradients: bool = False,
-) -> list[GPTStage]:
+) -> list[TransformerStage]:
     """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
 
     With ZeRO stage 3 they have no weights yet: the optimizer makes them.
@@ -41,7 +42,7 @@ def build_chunks(
         DTYPES[config.model.params_dtype],
         seed=training.seed,
         sequence_parallel=config.parallel.sequence_parallel,
-        has_documents=config.data.reset_attention_mask,
+        has_documents=config.data.reset_attention_mask or not config.model.is_causal,
         weight_gradient_store=store,
         fuses_weight_gradients=fuses_weight_gradients,
         has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,
@@ -49,10 +50,10 @@ def build_chunks(
     )
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
-    chunks: list[GPTStage] = []
+    chunks: list[TransformerStage] = []
     for stage in stages.stages_of(topology.pp.rank):
         holds_first = bool(chunks) and chunks[0].is_first
-        chunk = GPTStage(
+        chunk = STAGES[config.model.architecture](
             config.model,
             context,
             layers[stage],
@@ -70,7 +71,7 @@ def build_chunks(
     return chunks
 
 
-def named_parameters(chunks: Sequence[GPTStage]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(chunks: Sequence[TransformerStage]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a rank's chunks by their global names, each once."""
     seen: set[nn.Parameter] = set()
     for chunk in chunks:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import Config, check_config
+from megalite.data.bert_dataset import BertOptions
+from megalite.data.bert_masking import WordPieces
+from megalite.data.bert_samples import BertSamples, word_pieces
 from megalite.data.corpus_sources import Sources, find_sources
 from megalite.data.document_ends import DocumentEnds
+from megalite.data.samples import GPTSamples, Samples
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
@@ -25,16 +29,16 @@ class RunContext:
         config: validated, with the vocabulary size.
         tokenizer: None for mock data without one.
         sources: the corpora that each split reads; empty for mock data.
-        document_ends: finds the documents of packed samples; None if samples are not split into documents.
+        samples: what the model reads of them.
         lease: on the checkpoint folder; None if nothing is saved, or no other run can write there.
     """
 
     config: Config
     topology: Topology
     timers: Timers
+    samples: Samples
     tokenizer: Tokenizer | None = None
     sources: Sources = field(default_factory=dict)
-    document_ends: DocumentEnds | None = None
     lease: FolderLease | None = None
 
 
@@ -59,13 +63,52 @@ def resolve_run(
             if topology.rank == 0:
                 check_tokenizer(_prefixes(sources), tokenizer)
             config = _with_vocab_size(config, tokenizer)
-        ends = document_ends(config, tokenizer)
+        samples = SAMPLES[config.model.architecture](config, tokenizer)
     if tokenizer is not None:
         record = {"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}
         topology.check_agreement(record, "tokenizer")
         check_config(config, topology.world_size)
     timers = timers or Timers(topology.device, config.logging.timers_level)
-    return RunContext(config, topology, timers, tokenizer, sources, ends, lease)
+    return RunContext(config, topology, timers, samples, tokenizer, sources, lease)
+
+
+def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples:
+    """Return the samples of a run of GPT.
+
+    Raises:
+        UserError: an option needs an end-of-document token, and the tokenizer has none.
+    """
+    ends = document_ends(config, tokenizer)
+    return GPTSamples(config.model.seq_length, config.training.seed, config.model.vocab_size, ends)
+
+
+def bert_samples(config: Config, tokenizer: Tokenizer | None) -> BertSamples:
+    """Return the samples of a run of BERT.
+
+    Raises:
+        UserError: the tokenizer is not one of word pieces with BERT's special tokens.
+    """
+    model, data = config.model, config.data
+    assert model.vocab_size is not None
+    is_null = data.resolved_tokenizer_type == "NullTokenizer"
+    pieces = WordPieces.mock(model.vocab_size) if tokenizer is None or is_null else word_pieces(tokenizer)
+    return BertSamples(
+        BertOptions(
+            model.seq_length,
+            config.training.seed,
+            pieces,
+            model.mask_prob,
+            data.short_seq_prob,
+            has_two_segments=model.bert_binary_head,
+        )
+    )
+
+
+SAMPLES: Mapping[str, Callable[[Config, Tokenizer | None], Samples]] = {
+    "gpt": gpt_samples,
+    "bert": bert_samples,
+}
+"""Functions that describe the samples of a run, by the model's architecture."""
 
 
 def document_ends(config: Config, tokenizer: Tokenizer | None) -> DocumentEnds | None:

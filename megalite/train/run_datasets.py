@@ -43,24 +43,20 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
         for split, number in zip(SPLIT_NAMES, num_samples_of(config, topology.dp.size), strict=True)
     )
     num_samples = num_train, num_valid, num_test
-    seq_length, vocab_size, seed = config.model.seq_length, config.model.vocab_size, config.training.seed
-    assert vocab_size is not None
     if config.data.mock_data:
-        return build_mock_datasets(seq_length, num_samples, seed, vocab_size, run.document_ends)
+        return build_mock_datasets(run.samples, num_samples)
     datasets: DatasetSplits | None = None
     with run.timers("train/valid/test-data-iterators-setup"):
         opened, record = _open_corpora(run)
         with topology.agreed():
             cache = IndexCache(config.data.data_cache_path)
             batch_size = config.global_batch(topology.dp.size)
-            options = BuildOptions(
-                seq_length, seed, vocab_size, config.data.blend_by, cache, batch_size, run.document_ends
-            )
+            options = BuildOptions(run.samples, config.data.blend_by, cache, batch_size)
             if record is not None:
                 datasets = build_from_corpora(run.sources, opened, num_samples, options)
                 datasets = _fill_in_middle(run, datasets)
     datasets = datasets_on_every_stage(datasets, topology)
-    datasets = dataclasses.replace(datasets, ends=run.document_ends, record=record)
+    datasets = dataclasses.replace(datasets, record=record)
     if config.training.eval_iters > 0 and "valid" in splits and not datasets.evaluated("valid"):
         log.warning("there is nothing to validate on: --split leaves no sequence to validation")
     return datasets
@@ -81,7 +77,7 @@ def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecor
     """Open the corpora on the ranks that read data, and check that these ranks see the same files."""
     opened, record = dict[str, IndexedDataset](), None
     with run.topology.agreed():
-        if reads_data(run.topology, run.document_ends):
+        if reads_data(run.topology, run.samples):
             opened = open_corpora(run.sources)
             identities = {prefix: CorpusIdentity.of(corpus) for prefix, corpus in opened.items()}
             record = DataRecord(run.sources, identities, run.config.data.blend_by)

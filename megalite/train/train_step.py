@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ class StepResult:
 
     Attributes:
         plan: of the iteration: its number, samples and learning rate.
-        loss: mean over the global batch's tokens, before the update; NaN if the iteration was excluded.
+        loss: mean over the global batch's tokens, before the update; NaN if the iteration was excluded. If
+            there are several losses, it is their sum.
         grad_norm: of the whole model's gradient, before clipping; NaN likewise.
         skipped: the weights were not updated.
         anomaly: the reason, if a check skipped the update; None if the iteration was excluded, or if only the
             infinite gradient norm kept the weights from being updated.
+        losses: each loss by its name.
         losses_to_keep: the loss, if the weights were updated and later losses are compared with it.
     """
 
@@ -43,6 +45,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     anomaly: Anomaly | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
     losses_to_keep: tuple[float, ...] = ()
 
 
@@ -77,7 +80,8 @@ class TrainStep:
         self.before_update = before_update
         self.plan_iteration = IterationPlanner(run.config, run.topology.dp.size)
         self.check = AnomalyCheck(run.config.training)
-        self.seq_length = run.config.model.seq_length
+        self.batches = GlobalBatches(run)
+        self.loss_names = run.config.model.loss_names
         self.masks_loss = run.config.data.eod_mask_loss
 
     def __call__(self, progress: TrainingProgress) -> StepResult:
@@ -86,8 +90,9 @@ class TrainStep:
         if plan.is_excluded:
             return StepResult(plan, math.nan, math.nan, skipped=True)
 
-        mean_loss, norm = self.compute_gradients(plan)
-        scalars = AsyncScalars(mean_loss, norm)
+        mean_losses, norm = self.compute_gradients(plan)
+        mean_loss = mean_losses.sum()
+        scalars = AsyncScalars(mean_loss, norm, *mean_losses)
 
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
         self.before_update()  # an asynchronous save must have copied the weights
@@ -95,38 +100,74 @@ class TrainStep:
             self.optimizer.step(plan.learning_rate, plan.weight_decay, norm, is_allowed)
 
         with self.topology.events.during(DEVICE):
-            loss, grad_norm = scalars.read()
+            loss, grad_norm, *each_loss = scalars.read()
+        losses = dict(zip(self.loss_names, each_loss, strict=True))
         scaler = self.optimizer.scaler
         anomaly = self.check.find(loss, grad_norm, progress.recent_losses, scaler.can_go_down)
         if anomaly is not None:
-            return StepResult(plan, loss, grad_norm, skipped=True, anomaly=anomaly)
+            return StepResult(plan, loss, grad_norm, skipped=True, anomaly=anomaly, losses=losses)
         overflowed = not math.isfinite(grad_norm)
         scaler.update(overflowed)
         kept = () if overflowed else self.check.losses_to_keep(loss)
-        return StepResult(plan, loss, grad_norm, skipped=overflowed, losses_to_keep=kept)
+        return StepResult(plan, loss, grad_norm, overflowed, losses=losses, losses_to_keep=kept)
 
     def compute_gradients(self, plan: IterationPlan) -> tuple[Tensor, Tensor]:
         """Run forward and backward over the microbatches and reduce the gradients over all ranks.
 
         Returns:
-            The mean loss and the gradient's norm: fp64 scalars on the device, not yet read by the host.
+            Each mean loss, ``[losses]``, and the gradient's norm, a scalar: in fp64 on the device, not yet
+            read by the host.
         """
         masks = LossMasks()
 
-        def load(index: int) -> Microbatch:
+        def read(index: int) -> Microbatch:
             with self.timers(BATCH_GENERATOR):
                 return masks.counted(self.load(plan.first_sample, index))
 
+        load, divisor = self.batches.open(read, plan.num_microbatches, plan.num_samples)
         self.optimizer.begin(plan.num_microbatches)
         with self.timers("forward-backward"):
             losses = self.pipeline.train_step(
                 plan.num_microbatches,
                 load,
-                num_tokens=plan.num_samples * self.seq_length,
+                num_tokens=divisor,
                 loss_scale=self.optimizer.scaler.scale,
             )
         ratio = masks.token_ratio(self.topology) if self.masks_loss else None
-        return global_loss(losses, self.topology, ratio), self.optimizer.finish_gradients(ratio)
+        means = global_losses(losses, len(self.loss_names), self.topology, ratio)
+        return means, self.optimizer.finish_gradients(ratio)
+
+
+class GlobalBatches:
+    """Knows what the losses of a global batch are divided by, before its first microbatch runs."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._topology = run.topology
+        self._seq_length = run.config.model.seq_length
+        self._num_losses = len(run.config.model.loss_names)
+        self._are_masked = run.samples.are_masked
+
+    def open(
+        self, read: Callable[[int], Microbatch], num_microbatches: int, num_samples: int
+    ) -> tuple[Callable[[int], Microbatch], float | Tensor]:
+        """Return what loads a microbatch by its index, and the divisor of each loss.
+
+        Masked predictions are counted over all data-parallel ranks: the batch is loaded here, which is a
+        collective. Other losses are divided by the number of tokens.
+
+        Args:
+            read: reads a microbatch by its index; called once for each.
+            num_microbatches: of this rank.
+            num_samples: of the global batch.
+        """
+        if not self._are_masked:
+            return read, num_samples * self._seq_length
+        batch = [read(index) for index in range(num_microbatches)]
+        masks = [microbatch.loss_mask for microbatch in batch]
+        num_masked = torch.stack([mask.sum() for mask in masks if mask is not None]).sum().double()
+        all_reduce(num_masked, self._topology.dp, of="the number of masked tokens")
+        divisors = [num_masked.clamp_min(1.0), torch.full_like(num_masked, num_samples)]
+        return batch.__getitem__, torch.stack(divisors[: self._num_losses])
 
 
 class LossMasks:
@@ -162,17 +203,20 @@ class LossMasks:
         return totals[0] / totals[1].clamp_min(1.0)
 
 
-def global_loss(losses: Sequence[Tensor], topology: Topology, token_ratio: Tensor | None = None) -> Tensor:
-    """Sum the microbatches' losses over the last stage's replicas: the global batch's loss, on every rank.
+def global_losses(
+    losses: Sequence[Tensor], num_losses: int, topology: Topology, token_ratio: Tensor | None = None
+) -> Tensor:
+    """Sum the microbatches' losses over the last stage's replicas: those of the global batch, on every rank.
 
     Args:
         losses: each divided by the number of tokens of the global batch already.
+        num_losses: elements of each; a scalar is one loss.
         token_ratio: multiplies the sum; see `LossMasks`.
 
     Returns:
-        An fp64 scalar on the device, not yet synchronized with the host.
+        fp64 ``[num_losses]`` on the device, not yet synchronized with the host.
     """
-    total = torch.zeros((), dtype=torch.float64, device=topology.device)
+    total = torch.zeros(num_losses, dtype=torch.float64, device=topology.device)
     for loss in losses:
         total += loss
     for axis in (topology.dp, topology.pp):  # stages before the last add zeros

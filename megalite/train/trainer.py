@@ -15,13 +15,13 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config
-from megalite.data.batch_loader import BatchLoader
+from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.microbatch import Microbatch
-from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.transformer_stage import DTYPES, TransformerStage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
@@ -38,7 +38,7 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def build_pipeline(
-    chunks: Sequence[GPTStage],
+    chunks: Sequence[TransformerStage],
     config: Config,
     topology: Topology,
     store: WeightGradientStore | None = None,
@@ -90,8 +90,14 @@ class Trainer:
             self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
         self.pipeline = build_pipeline(self.chunks, config, topology, store)
         assert datasets.train is not None
+        # A masked batch is read whole before it runs: its samples are prepared while the one before runs.
+        num_ahead = self.num_microbatches if run.samples.are_masked else 0
         self.load_batch = BatchLoader(
-            datasets.train, config.training.micro_batch_size, topology, run.document_ends
+            datasets.train,
+            config.training.micro_batch_size,
+            topology,
+            run.samples,
+            max(NUM_AHEAD, num_ahead),
         )
         self.train_step = TrainStep(
             run, self.pipeline, self.optimizer, self.load_batch, self.saver.before_update
@@ -116,8 +122,8 @@ class Trainer:
 
     def evaluate(
         self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
-    ) -> float:
-        """Return the mean loss over `eval_iters` global batches; see `Evaluator`."""
+    ) -> dict[str, float]:
+        """Return the mean of each loss over `eval_iters` global batches; see `Evaluator`."""
         return self.evaluator(dataset, first_sample, before_batch)
 
     def observer_lists(self) -> list[list[Any]]:

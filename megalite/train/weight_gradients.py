@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.distributed.topology import Topology
 from megalite.kernels.weight_gradient import has_widening_gemm
-from megalite.model.gpt_stage import DTYPES
+from megalite.model.transformer_stage import DTYPES
 from megalite.optim.gradient_buckets import main_dtype
 
 

@@ -60,10 +60,10 @@ def record_rank(topology: Topology, config: Config, num_iterations: int) -> RunR
 
 def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Gather full tensors without padding of the vocabulary; the result is on the first tp and dp rank."""
-    topology, vocab_size = trainer.topology, trainer.config.model.vocab_size
+    topology = trainer.topology
     full: dict[str, Tensor] = {}
     for name, parameter in named_parameters(trainer.chunks):
         tensor = gather_full(local(name), spec_of(parameter), topology)
-        is_vocabulary = name.startswith(("embedding.word.", "output."))
-        full[name] = (tensor[:vocab_size].clone() if is_vocabulary else tensor).cpu()
+        spec = spec_of(parameter)
+        full[name] = tensor[: spec.used_shape[0]].clone().cpu()
     return full if topology.tp.is_first and topology.dp.is_first else {}

@@ -1,4 +1,4 @@
-"""Read our config of a model from the ``config.json`` of transformers' GPT-2, BLOOM and Llama."""
+"""Read our config of a model from the ``config.json`` of transformers' GPT-2, BLOOM, Llama and BERT."""
 
 from __future__ import annotations
 
@@ -157,7 +157,36 @@ def _llama(hf: HFConfig) -> dict[str, Any]:
     }
 
 
-READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {"gpt2": _gpt2, "bloom": _bloom, "llama": _llama}
+def _bert(hf: HFConfig) -> dict[str, Any]:
+    _require(hf, "bert", is_decoder=False, add_cross_attention=False, tie_word_embeddings=True)
+    if hf.get("position_embedding_type", "absolute") != "absolute" or hf.get("type_vocab_size", 2) != 2:
+        raise UserError("bert can only be converted with absolute positions and 2 token types")
+    architectures = hf.get("architectures") or ["BertForPreTraining"]
+    return {
+        "architecture": "bert",
+        "bert_binary_head": "BertForMaskedLM" not in architectures,
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": none_if_default(hf["intermediate_size"], 4 * hf["hidden_size"]),
+        "num_attention_heads": hf["num_attention_heads"],
+        "seq_length": hf.get("max_position_embeddings", 512),
+        "vocab_size": hf["vocab_size"],
+        "norm_position": "post",
+        "embed_layernorm": True,
+        "activation": _activation(hf.get("hidden_act", "gelu")),
+        "norm_epsilon": hf.get("layer_norm_eps", 1e-12),
+        "hidden_dropout": hf.get("hidden_dropout_prob", 0.1),
+        "attention_dropout": hf.get("attention_probs_dropout_prob", 0.1),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "bloom": _bloom,
+    "llama": _llama,
+    "bert": _bert,
+}
 """Returns our fields for each `model_type`."""
 
 

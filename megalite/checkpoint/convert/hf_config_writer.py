@@ -9,7 +9,7 @@ from megalite.checkpoint.convert.hf_config import HF_ACTIVATIONS, KEPT, TOKEN_ID
 from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.manifest import dtype_name
 from megalite.config import ModelConfig
-from megalite.model.gpt_stage import DTYPES
+from megalite.model.transformer_stage import DTYPES
 
 
 def hf_config_of(
@@ -44,8 +44,10 @@ def hf_config_of(
     return {name: value for name, value in written.items() if name not in TOKEN_IDS} | kept
 
 
+_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}
+
+
 def _gpt2(config: ModelConfig) -> dict[str, Any]:
-    names = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": config.num_layers,
@@ -53,7 +55,7 @@ def _gpt2(config: ModelConfig) -> dict[str, Any]:
         "n_head": config.num_attention_heads,
         "n_inner": config.ffn_hidden_size,
         "n_positions": config.num_positions,
-        "activation_function": names[config.activation],
+        "activation_function": _ACTIVATIONS[config.activation],
         "layer_norm_epsilon": config.norm_epsilon,
         "embd_pdrop": config.hidden_dropout,
         "resid_pdrop": config.hidden_dropout,
@@ -94,9 +96,26 @@ def _llama(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _bert(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["BertForPreTraining" if config.bert_binary_head else "BertForMaskedLM"],
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": config.num_positions,
+        "type_vocab_size": config.num_token_types,
+        "hidden_act": _ACTIVATIONS[config.activation],
+        "layer_norm_eps": config.norm_epsilon,
+        "hidden_dropout_prob": config.hidden_dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+    }
+
+
 WRITERS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "bloom": _bloom,
     "llama": _llama,
+    "bert": _bert,
 }
 """Returns the settings that each `model_type` has under names of its own."""

@@ -25,9 +25,15 @@ from megalite.log import log
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of a model in one file; ``.index.json`` is appended for several. The first that exists is read."""
+ORDER_WEIGHT = "cls.seq_relationship.weight"
+"""A tensor of BERT's binary head."""
+SECOND_NAMES = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+"""Second names of a tied word embedding, and of BERT's bias of the logits."""
 
 _MAX_JSON_BYTES = 1 << 28
-_NOT_WEIGHTS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+_NOT_WEIGHTS = re.compile(
+    r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.(position|token_type)_ids)"
+)
 """Masks and tables that old versions saved beside the weights."""
 
 
@@ -109,7 +115,9 @@ class HFSource:
         self.hugging_face = recorded_of(self._files.config, settings)
         if (note := rounding_note(self._files.config)) is not None:
             log.warning("%s: %s", folder / CONFIG_FILE, note)
-        self._names = self._full_names(family_of(model).prefix)
+        self._names = {family_of(model).full_name(name): name for name in self._files.files}
+        if model.architecture == "bert":  # the published config.json names a model without the second head
+            model = replace(model, bert_binary_head=ORDER_WEIGHT in self._names)
         base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
         self._entries = {entry.ours: entry for entry in all_entries(self.config.model)}
@@ -127,19 +135,12 @@ class HFSource:
         (table,) = theirs.values()
         return table[: self.config.model.vocab_size]
 
-    def _full_names(self, prefix: str) -> dict[str, str]:
-        """Return their names with the prefix that some files lack, each with its name in the file."""
-        return {
-            name if name.startswith((prefix, "lm_head.")) else prefix + name: name
-            for name in self._files.files
-        }
-
     def _check_names(self, folder: Path) -> None:
         wanted = {name for entry in self._entries.values() for name in entry.theirs}
         if missing := sorted(wanted - self._names.keys()):
             raise UserError(f"{folder} lacks {few(missing)}: does config.json belong to another model?")
         if not self.config.model.untie_embeddings_and_output_weights:
-            wanted.add("lm_head.weight")  # the second name of the word embedding
+            wanted.update(SECOND_NAMES)
         others = [name for name in self._names.keys() - wanted if not _NOT_WEIGHTS.fullmatch(name)]
         if others:
             model_type = family_of(self.config.model).model_type

@@ -1,4 +1,4 @@
-"""Map our tensors to those of transformers' GPT-2, BLOOM and Llama that hold the same numbers."""
+"""Map our tensors to those of transformers' models that hold the same numbers."""
 
 from __future__ import annotations
 
@@ -63,16 +63,19 @@ class Module:
 
     Attributes:
         kind: says whether it has a bias: a table never, a norm if it is a LayerNorm, a linear layer if the
-            config adds biases to linear layers.
+            config adds biases to linear layers. A vector is one tensor, whose name has no suffix.
     """
 
-    kind: Literal["table", "norm", "linear"]
+    kind: Literal["table", "norm", "linear", "vector"]
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = SAME
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
+        if self.kind == "vector":
+            yield Entry(self.ours, self.theirs, self.transform)
+            return
         has_bias = {
             "table": False,
             "norm": config.normalization == "LayerNorm",
@@ -118,12 +121,17 @@ class Entry:
             ) from None
 
 
+OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""What the files of the published BERT call a norm's parameters."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Describe one of transformers' architectures.
 
     Attributes:
         prefix: of the names, which the hub's files of a bare model lack.
+        heads: prefixes of the names outside of the bare model.
         fixed: what the architecture fixes, by attribute of the config.
         ends: modules before and after the layers.
         layer: modules of one layer.
@@ -131,9 +139,16 @@ class Family:
 
     model_type: str
     prefix: str
+    heads: tuple[str, ...]
     fixed: Callable[[ModelConfig], dict[str, object]]
     ends: tuple[Module, ...]
     layer: tuple[Module, ...]
+
+    def full_name(self, name: str) -> str:
+        """Return the name of a tensor with the prefix, which it may lack, and with today's names of norms."""
+        for old, new in OLD_NAMES.items():
+            name = name.replace(old, new)
+        return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
     def problems(self, config: ModelConfig) -> list[str]:
         """Return which values of the config this architecture does not support."""
@@ -153,18 +168,34 @@ def _multi_head(config: ModelConfig) -> dict[str, object]:
     }
 
 
+_PRE_NORM = {"norm_position": "pre"}
+
+
 def _gpt2_fixed(config: ModelConfig) -> dict[str, object]:
     activation = "gelu" if config.is_gated else config.activation
-    return {**_multi_head(config), "embed_layernorm": False, "activation": activation}
+    return {**_multi_head(config), **_PRE_NORM, "embed_layernorm": False, "activation": activation}
 
 
 def _bloom_fixed(config: ModelConfig) -> dict[str, object]:
     ffn = 4 * config.hidden_size
-    return {**_multi_head(config), "embed_layernorm": True, "activation": "gelu", "ffn_size": ffn}
+    fixed = {"embed_layernorm": True, "activation": "gelu", "ffn_size": ffn}
+    return {**_multi_head(config), **_PRE_NORM, **fixed}
 
 
 def _llama_fixed(config: ModelConfig) -> dict[str, object]:
-    return {"normalization": "RMSNorm", "embed_layernorm": False, "activation": "swiglu"}
+    return {**_PRE_NORM, "normalization": "RMSNorm", "embed_layernorm": False, "activation": "swiglu"}
+
+
+def _bert_fixed(config: ModelConfig) -> dict[str, object]:
+    activation = "gelu" if config.is_gated else config.activation
+    return {
+        **_multi_head(config),
+        "norm_position": "post",
+        "embed_layernorm": True,
+        "position_embedding_type": "learned_absolute",
+        "activation": activation,
+        "untie_embeddings_and_output_weights": False,
+    }
 
 
 OUTPUT = Module("table", "output", ("lm_head",), VOCABULARY)
@@ -173,6 +204,7 @@ OUTPUT = Module("table", "output", ("lm_head",), VOCABULARY)
 GPT2 = Family(
     "gpt2",
     "transformer.",
+    ("lm_head.",),
     _gpt2_fixed,
     (
         Module("table", "embedding.word", ("transformer.wte",), VOCABULARY),
@@ -193,6 +225,7 @@ GPT2 = Family(
 BLOOM = Family(
     "bloom",
     "transformer.",
+    ("lm_head.",),
     _bloom_fixed,
     (
         Module("table", "embedding.word", ("transformer.word_embeddings",), VOCABULARY),
@@ -214,6 +247,7 @@ BLOOM = Family(
 LLAMA = Family(
     "llama",
     "model.",
+    ("lm_head.",),
     _llama_fixed,
     (
         Module("table", "embedding.word", ("model.embed_tokens",), VOCABULARY),
@@ -240,8 +274,43 @@ LLAMA = Family(
     ),
 )
 
+ORDER = (
+    Module("linear", "order_head.pooler", ("bert.pooler.dense",)),
+    Module("linear", "order_head.classifier", ("cls.seq_relationship",)),
+)
+"""Modules of BERT's binary head."""
+BERT = Family(
+    "bert",
+    "bert.",
+    ("cls.",),
+    _bert_fixed,
+    (
+        Module("table", "embedding.word", ("bert.embeddings.word_embeddings",), VOCABULARY),
+        Module("table", "embedding.position", ("bert.embeddings.position_embeddings",)),
+        Module("table", "embedding.token_type", ("bert.embeddings.token_type_embeddings",)),
+        Module("norm", "embedding.norm", ("bert.embeddings.LayerNorm",)),
+        Module("linear", "token_head.dense", ("cls.predictions.transform.dense",)),
+        Module("norm", "token_head.norm", ("cls.predictions.transform.LayerNorm",)),
+        Module("vector", "token_head.output_bias", ("cls.predictions.bias",), VOCABULARY),
+        *ORDER,
+    ),
+    (
+        Module(
+            "linear",
+            "layers.{}.attention.qkv",
+            tuple(f"bert.encoder.layer.{{}}.attention.self.{part}" for part in ("query", "key", "value")),
+            QKV,
+        ),
+        Module("linear", "layers.{}.attention.projection", ("bert.encoder.layer.{}.attention.output.dense",)),
+        Module("norm", "layers.{}.attention_norm", ("bert.encoder.layer.{}.attention.output.LayerNorm",)),
+        Module("linear", "layers.{}.mlp.up", ("bert.encoder.layer.{}.intermediate.dense",)),
+        Module("linear", "layers.{}.mlp.down", ("bert.encoder.layer.{}.output.dense",)),
+        Module("norm", "layers.{}.mlp_norm", ("bert.encoder.layer.{}.output.LayerNorm",)),
+    ),
+)
+
 FAMILIES = {"learned_absolute": GPT2, "alibi": BLOOM, "rope": LLAMA}
-"""Architectures by their position embedding: no two share one."""
+"""Architectures of a gpt by their position embedding: no two share one."""
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -250,7 +319,7 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         UserError: there is none; the message names the fields that prevent it.
     """
-    family = FAMILIES.get(config.position_embedding_type)
+    family = BERT if config.architecture == "bert" else FAMILIES.get(config.position_embedding_type)
     if family is None:
         known = ", ".join(FAMILIES)
         raise UserError(
@@ -269,8 +338,9 @@ def layer_entries(config: ModelConfig, layer: int) -> list[Entry]:
 
 def end_entries(config: ModelConfig) -> list[Entry]:
     """Return the tensors outside the layers: embeddings, last norm, and an untied output weight."""
-    untied = config.untie_embeddings_and_output_weights
-    modules = [module for module in family_of(config).ends if untied or module is not OUTPUT]
+    absent: tuple[Module, ...] = () if config.untie_embeddings_and_output_weights else (OUTPUT,)
+    absent += () if config.bert_binary_head else ORDER
+    modules = [module for module in family_of(config).ends if module not in absent]
     return [entry for module in modules for entry in module.entries(config)]
 
 
@@ -308,9 +378,5 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     Raises:
         UserError: a tensor is missing or has another shape, or transformers has no such model.
     """
-    prefix = family_of(config).prefix
-    whole = {
-        name if name.startswith((prefix, "lm_head.")) else prefix + name: tensor
-        for name, tensor in tensors.items()
-    }
+    whole = {family_of(config).full_name(name): tensor for name, tensor in tensors.items()}
     return {entry.ours: entry.from_hf(whole, config) for entry in all_entries(config)}

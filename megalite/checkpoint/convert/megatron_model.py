@@ -168,6 +168,11 @@ class MegatronSource:
         if _WORD not in checkpoint.shards:
             raise UserError(f"{checkpoint.folder} lacks the word embeddings: are files missing?")
         self.config = settings.applied(_config_of(checkpoint, settings))
+        if self.config.model.architecture != "gpt":
+            raise UserError(
+                f"{checkpoint.folder}: of Megatron's checkpoints only those of a gpt can be converted, not a "
+                f"{self.config.model.architecture}'s: convert it to transformers' form with Megatron's tools"
+            )
         self._specs = parameters_of(self.config.model)
         self._check_names()
         samples = (checkpoint.arguments or {}).get("consumed_train_samples", 0)

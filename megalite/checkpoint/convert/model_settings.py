@@ -20,7 +20,8 @@ from megalite.config.model import ParamsDtype
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import AXES, WORLD, Axis, Topology
 from megalite.errors import ConfigError, UserError
-from megalite.model.gpt_stage import DTYPES, GPTStage
+from megalite.model.architectures import STAGES
+from megalite.model.transformer_stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 
@@ -34,7 +35,7 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
         UserError: the vocabulary's size is unknown.
     """
     context = LayerContext(_alone(), DTYPES[config.params_dtype], has_weights=False)
-    stage = GPTStage(config, context, range(config.num_layers))
+    stage = STAGES[config.architecture](config, context, range(config.num_layers))
     return {name: spec_of(parameter) for name, parameter in stage.named_parameters()}
 
 

@@ -24,6 +24,7 @@ from megalite.checkpoint.convert.tokenizer_files import (
     copy_files,
     end_of_document,
     moved_to,
+    settings_of,
     usable_files,
 )
 from megalite.checkpoint.folder import LATEST, name_of
@@ -37,7 +38,7 @@ from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.topology import AXES
 from megalite.errors import UserError
 from megalite.log import log
-from megalite.model.gpt_stage import DTYPES
+from megalite.model.transformer_stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 Parameters = Iterator[tuple[str, Tensor]]
@@ -88,9 +89,13 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
                 writer.write(theirs, part)
     if len(writer.files) > 1:
         _write_json(folder / f"{WEIGHT_FILES[0]}.index.json", _index(writer, plan.num_bytes))
-    copy_files(usable_files(data), folder)
-    config = hf_config_of(model, end_of_document(data, model.vocab_size), plan.hugging_face)
-    _write_json(folder / CONFIG_FILE, config)
+    if tokenizer := usable_files(data):
+        copy_files(tokenizer, folder)
+        for name, settings in settings_of(data).items():
+            if name not in tokenizer:
+                _write_json(folder / name, settings)
+    eod = end_of_document(data, model.vocab_size) if model.is_causal else None
+    _write_json(folder / CONFIG_FILE, hf_config_of(model, eod, plan.hugging_face))
 
 
 def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import DataConfig
-from megalite.config.data import TOKENIZER_FIELDS
+from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
+from megalite.files import parse_json
 from megalite.log import log
 
 TOKENIZER = "tokenizer"
@@ -19,10 +20,16 @@ TOKENIZER = "tokenizer"
 
 _JSON, _PIECES = "tokenizer.json", "tokenizer.model"
 _GPT2 = ("vocab.json", "merges.txt")
+_WORDS = "vocab.txt"
+_SETTINGS = "tokenizer_config.json"
 _BESIDE = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    _SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_WORD_PIECE: dict[bool, TokenizerType] = {
+    True: "BertWordPieceLowerCase",
+    False: "BertWordPieceCase",
+}  # by whether case is ignored
 _HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
 
 
@@ -33,6 +40,9 @@ def tokenizer_in(folder: Path) -> DataConfig:
     if all((folder / name).is_file() for name in _GPT2):
         vocab, merges = (str(folder / name) for name in _GPT2)
         return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    if (folder / _WORDS).is_file():
+        kind = _WORD_PIECE[_ignores_case(folder / _SETTINGS)]
+        return DataConfig(tokenizer_type=kind, vocab_file=str(folder / _WORDS))
     if (folder / _PIECES).is_file():
         return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(folder / _PIECES))
     return DataConfig()
@@ -48,6 +58,9 @@ def files_of(data: DataConfig) -> dict[str, Path]:
         paths = (data.vocab_file, data.merge_file)
         files = {name: Path(path) for name, path in zip(_GPT2, paths, strict=True) if path}
         return files | _beside(Path(data.vocab_file or "."), (_JSON, *_BESIDE))
+    if kind in _WORD_PIECE.values() and data.vocab_file:
+        words = Path(data.vocab_file)
+        return {_WORDS: words} | _beside(words, _BESIDE)
     if kind in _SENTENCEPIECE and data.tokenizer_model:
         model = Path(data.tokenizer_model)
         return {_PIECES: model} | _beside(model, _BESIDE)
@@ -75,9 +88,28 @@ def moved_to(data: DataConfig, folder: Path) -> DataConfig:
     if kind == "GPT2BPETokenizer":
         vocab, merges = (str(folder / name) for name in _GPT2)
         return replace(moved, vocab_file=vocab, merge_file=merges)
+    if kind in _WORD_PIECE.values():
+        return replace(moved, vocab_file=str(folder / _WORDS))
     if kind in _SENTENCEPIECE:
         return replace(moved, tokenizer_model=str(folder / _PIECES))
     return replace(moved, tokenizer_name_or_path=str(folder))
+
+
+def settings_of(data: DataConfig) -> dict[str, dict[str, object]]:
+    """Return the files, by name, that transformers needs to read BERT's vocab.txt alike."""
+    kind = data.resolved_tokenizer_type
+    if kind not in _WORD_PIECE.values():
+        return {}
+    return {_SETTINGS: {"tokenizer_class": "BertTokenizer", "do_lower_case": kind == _WORD_PIECE[True]}}
+
+
+def _ignores_case(settings: Path) -> bool:
+    """Return whether the settings beside a vocab.txt say so; it is transformers' default."""
+    try:
+        found = parse_json(settings.read_bytes())
+    except (OSError, ValueError):
+        return True
+    return not isinstance(found, dict) or bool(found.get("do_lower_case", True))
 
 
 def usable_files(data: DataConfig) -> dict[str, Path]:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
+from megalite.config.data import WORD_PIECE_TOKENIZERS
 from megalite.config.flags import flag_of
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.errors import Problem
+
+MIN_BERT_LENGTH = 8
+"""Tokens of a sample: two short segments and the special tokens."""
+MIN_BERT_VOCABULARY = 8
+"""Tokens of random samples: the special ones, and some that are not."""
 
 
 def _divisors_near(number: int, wanted: int) -> str:
@@ -44,6 +50,58 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("num_attention_heads", "num_query_groups"),
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
             f"pass --num-query-groups {_divisors_near(heads, groups)}",
+        )
+
+
+def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a BERT has no option of generating models, and what its samples need."""
+    model, data = config.model, config.data
+    if model.architecture != "bert":
+        return
+    wrong = {
+        "fim_rate": data.fim_rate > 0,
+        **dict.fromkeys(data.document_options, True),
+    }
+    for name in (name for name, is_set in wrong.items() if is_set):
+        yield Problem(
+            (name, "architecture"),
+            f"{flag_of(name)} is an option of GPT, and the model is a bert: remove it",
+        )
+    if model.position_embedding_type == "alibi":
+        yield Problem(
+            ("position_embedding_type", "architecture"),
+            "--position-embedding-type alibi with a bert, which attends to both sides: pass "
+            "learned_absolute, rope or none",
+        )
+    if model.seq_length < MIN_BERT_LENGTH:
+        yield Problem(
+            ("seq_length", "architecture"),
+            f"--seq-length {model.seq_length} is too short for a bert, whose samples have two segments and "
+            f"3 special tokens: pass at least {MIN_BERT_LENGTH}",
+        )
+    kind = data.resolved_tokenizer_type
+    if not data.mock_data and kind not in WORD_PIECE_TOKENIZERS:
+        current = f"--tokenizer-type {kind}" if kind else "no tokenizer"
+        yield Problem(
+            ("tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path", "architecture"),
+            f"{current} with a bert: pass the WordPiece tokenizer of the corpus, --tokenizer-type "
+            "BertWordPieceLowerCase (or BertWordPieceCase) and --vocab-file vocab.txt",
+        )
+    if data.mock_data and kind is None and (model.vocab_size or MIN_BERT_VOCABULARY) < MIN_BERT_VOCABULARY:
+        yield Problem(
+            ("vocab_size", "architecture"),
+            f"--vocab-size {model.vocab_size} is too small for a bert: pass at least {MIN_BERT_VOCABULARY}",
+        )
+
+
+def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that norms after the residual connections are not recomputed: their outputs are needed anyway."""
+    modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
+    if config.model.norm_position == "post" and modules:
+        yield Problem(
+            ("norm_position", "recompute_modules"),
+            f"--recompute-modules {' '.join(modules)} with --norm-position post, whose norms' outputs are "
+            "kept for the residual connections: pass core_attn or mlp_act, or --recompute-granularity full",
         )
 
 

@@ -1,4 +1,4 @@
-"""Load tokenizers of the `tokenizers` library: a tokenizer.json, or GPT-2's vocabulary and merges."""
+"""Load tokenizers of the `tokenizers` library: a tokenizer.json, or GPT-2's or BERT's vocabulary."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ _EOD_NAMES = (
     "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eot_id|>", "[EOS]",
 )  # fmt: skip
 """Names of end-of-document tokens, for vocabularies that do not say which it is."""
+
+_UNKNOWN = "[UNK]"
+"""WordPiece's token for words that its vocabulary cannot spell."""
 
 
 class HuggingFaceTokenizer:
@@ -111,6 +114,11 @@ class HuggingFaceTokenizer:
         found: int | None = self._library.token_to_id(name)
         return found
 
+    def token_name(self, number: int) -> str | None:
+        """Return the name of the token with this id in the vocabulary; None if there is none."""
+        found: str | None = self._library.id_to_token(number)
+        return found
+
 
 def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> HuggingFaceTokenizer:
     """Load GPT-2's byte-level BPE; the text "<|endoftext|>" in a document is text, never the token.
@@ -131,11 +139,37 @@ def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> HuggingFaceTokenizer
     return HuggingFaceTokenizer(library, source)
 
 
+def word_piece_tokenizer(vocab_file: str, *, lowercase: bool) -> HuggingFaceTokenizer:
+    """Load BERT's WordPiece vocabulary; the text "[SEP]" in a document is text, never the token.
+
+    Args:
+        vocab_file: vocab.txt, a token on each line.
+        lowercase: also removes accents.
+
+    Raises:
+        UserError: the file cannot be read, or lacks the token for unknown words.
+    """
+    tokenizers = _import_tokenizers()
+    _require_file(Path(vocab_file))
+    try:
+        model = tokenizers.models.WordPiece.from_file(vocab_file, unk_token=_UNKNOWN)
+        library = tokenizers.Tokenizer(model)
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"cannot read the tokenizer {vocab_file}: {first_line(error)}") from None
+    if library.token_to_id(_UNKNOWN) is None:
+        raise UserError(f"{vocab_file} has no token {_UNKNOWN}: pass BERT's vocab.txt, a token on each line")
+    library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.decoder = tokenizers.decoders.WordPiece()
+    return HuggingFaceTokenizer(library, vocab_file)
+
+
 def _import_tokenizers() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders
         import tokenizers.models
+        import tokenizers.normalizers
         import tokenizers.pre_tokenizers
     except ImportError:
         raise UserError(

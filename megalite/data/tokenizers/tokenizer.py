@@ -11,7 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from megalite.config import DataConfig
-from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, gpt2_bpe_tokenizer
+from megalite.data.tokenizers.hf_tokenizer import (
+    HuggingFaceTokenizer,
+    gpt2_bpe_tokenizer,
+    word_piece_tokenizer,
+)
 from megalite.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megalite.data.tokenizers.token_ids import IdArray, id_arrays
 from megalite.errors import UserError
@@ -142,7 +146,7 @@ def build_tokenizer(
     Args:
         tokenizer_type: one of TOKENIZER_TYPES; None for the kind that the files are for.
         tokenizer_model: a tokenizer.json or the folder of one, or a SentencePiece model.
-        vocab_file: GPT-2's vocab.json.
+        vocab_file: GPT-2's vocab.json, or BERT's vocab.txt.
         merge_file: GPT-2's merges.txt.
         name_or_path: the folder of a tokenizer.json, or the name of one in Hugging Face's local cache.
         vocab_size: of a NullTokenizer.
@@ -206,6 +210,11 @@ def _gpt2_bpe(kind: str, files: TokenizerFiles) -> Tokenizer:
     return gpt2_bpe_tokenizer(vocab_file, _needed(kind, "--merge-file merges.txt", files.merge_file))
 
 
+def _bert_word_piece(kind: str, files: TokenizerFiles) -> Tokenizer:
+    vocab_file = _needed(kind, "--vocab-file vocab.txt", files.vocab_file)
+    return word_piece_tokenizer(vocab_file, lowercase=kind.endswith("LowerCase"))
+
+
 def _hugging_face(kind: str, files: TokenizerFiles) -> Tokenizer:
     flags = "--tokenizer-model tokenizer.json or --tokenizer-name-or-path FOLDER"
     return HuggingFaceTokenizer.load(_needed(kind, flags, files.name_or_path or files.tokenizer_model))
@@ -229,6 +238,8 @@ def _null(kind: str, files: TokenizerFiles) -> Tokenizer:
 _BUILDERS: dict[str, Callable[[str, TokenizerFiles], Tokenizer]] = {
     "byte": _byte,
     "GPT2BPETokenizer": _gpt2_bpe,
+    "BertWordPieceLowerCase": _bert_word_piece,
+    "BertWordPieceCase": _bert_word_piece,
     "HuggingFaceTokenizer": _hugging_face,
     "PretrainedFromHF": _hugging_face,
     "SentencePieceTokenizer": _sentencepiece,
@@ -238,8 +249,6 @@ _BUILDERS: dict[str, Callable[[str, TokenizerFiles], Tokenizer]] = {
 }
 
 _UNSUPPORTED = {
-    "BertWordPieceLowerCase": "it is BERT's, and megalite trains GPT-like models",
-    "BertWordPieceCase": "it is BERT's, and megalite trains GPT-like models",
     "TikTokenizer": "pass the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
     "MultimodalTokenizer": "pass its text tokenizer, as HuggingFaceTokenizer",
     "NullMultimodalTokenizer": "use NullTokenizer",

@@ -12,10 +12,10 @@ import torch
 
 import megalite
 from megalite.commands import command_name
-from megalite.config.command_line import parse
+from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.errors import UserError
-from megalite.plan.autotune.trial import DONE, PROGRAM, Length, Results, Trial, run_trial
+from megalite.plan.autotune.trial import DONE, Length, Results, Trial, run_trial
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import fastest, search
@@ -27,7 +27,9 @@ _MAX_RANKS_PER_CORE = 8
 """A rank uses a third of a gigabyte without a model."""
 
 
-def autotune(arguments: Sequence[str], description: str, program: Sequence[str] = PROGRAM) -> Iterator[str]:
+def autotune(
+    arguments: Sequence[str], description: str, program: Sequence[str] | None = None
+) -> Iterator[str]:
     """Yield the progress of the trials, then the table and the fastest layout's command.
 
     Raises:
@@ -58,7 +60,8 @@ def autotune(arguments: Sequence[str], description: str, program: Sequence[str] 
             yield f"[{number}/{len(plans)}] {layout}"
             config, _ = parse(training_tokens(request, plan.run.config))
             folder = own.folder / f"trial_{len(results) + 1:03}"
-            trial = run_trial(config, request.cluster.world_size, folder, length, program)
+            started = program or ("-m", "megalite", TRAINED_BY[config.model.architecture])
+            trial = run_trial(config, request.cluster.world_size, folder, length, started)
             results.add(layout, trial)
         else:
             yield f"[{number}/{len(plans)}] {layout}: already in {own.folder}"

@@ -76,7 +76,6 @@ class Results:
         self._trials = found
 
 
-PROGRAM = ("-m", "megalite", "train")
 DONE, OUT_OF_MEMORY, TIMED_OUT, FAILED = "done", "out of memory", "timed out", "failed"
 _MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|bad_alloc|MemoryError", re.IGNORECASE
@@ -118,10 +117,12 @@ class Length:
     timeout: float
 
 
-def run_trial(
-    config: Config, world_size: int, folder: Path, length: Length, program: Sequence[str] = PROGRAM
-) -> Trial:
-    """Train a layout on this machine; config, metrics and logs stay in the folder."""
+def run_trial(config: Config, world_size: int, folder: Path, length: Length, program: Sequence[str]) -> Trial:
+    """Train a layout on this machine; config, metrics and logs stay in the folder.
+
+    Args:
+        program: arguments of Python that run the training program.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalite.commands import command_name
 from megalite.config import Config
-from megalite.config.command_line import parse
+from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
 from megalite.hardware.gpus import find_gpu
@@ -53,6 +53,7 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
             f"Train on {request.cluster.world_size} GPUs: tensor-parallel {run.tp} x pipeline-parallel "
             f"{run.pp} x data-parallel {run.dp}."
         ),
+        command=TRAINED_BY[config.model.architecture],
         file=str(output),
         save=config.checkpoint.save,
         has_load=config.checkpoint.load is not None,
@@ -82,9 +83,8 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
         )
     config, _ = parse(request.training_tokens)
     if config.dry_run.dry_run:
-        raise UserError(
-            f"--dry-run is one process, not a job: remove it, or run {command_name('train')} instead"
-        )
+        program = command_name(TRAINED_BY[config.model.architecture])
+        raise UserError(f"--dry-run is one process, not a job: remove it, or run {program} instead")
     if config.checkpoint.save is None:
         # The script sets a folder with the job's number; the plan only needs to know that there is one.
         request = read_request([*tokens, "--save", f"runs/{own.job_name}"])

@@ -260,6 +260,7 @@ def batch_script(
     *,
     title: str,
     file: str,
+    command: str,
     save: str | None,
     has_load: bool,
     warn_seconds: int,
@@ -271,6 +272,7 @@ def batch_script(
         tokens: flags of training; --save is replaced by `save`.
         title: the first comment.
         file: name of the script.
+        command: of megalite that trains.
         save: folder of checkpoints; None for a folder of the job.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
         warn_seconds: how long before the time limit Slurm signals the job.
@@ -281,6 +283,7 @@ def batch_script(
         "launch": command_name("launch"),
         "python": shlex.quote(_python()),
         "file": file,
+        "command": command,
         "options": "\n".join(_options(slurm, warn_seconds)),
         "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
         "save": shlex.quote(save) if save else f"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}",

@@ -32,13 +32,15 @@ class Evaluation(Callback):
         for name, dataset in trainer.datasets.evaluated(split):
             try:
                 with trainer.timers("eval-time"):
-                    loss = trainer.evaluate(dataset, first_sample, loop.stop_conditions.raise_if_urgent)
+                    losses = trainer.evaluate(dataset, first_sample, loop.stop_conditions.raise_if_urgent)
             except Stopped as stopped:
                 log.warning(
                     "the evaluation at iteration %d was interrupted: it has no result", progress.iteration
                 )
                 loop.stop = stopped.stop
                 return
-            metrics = ValidationMetrics(progress.iteration, progress.consumed_samples, split, loss, name)
+            metrics = ValidationMetrics(
+                progress.iteration, progress.consumed_samples, split, name=name, **losses
+            )
             for callback in loop.callbacks:
                 callback.on_evaluation(loop, metrics)

@@ -37,6 +37,8 @@ def main_scalars(config: LoggingConfig, metrics: IterationMetrics) -> dict[str, 
     }
     if config.log_batch_size_to_tensorboard:
         scalars["batch-size"] = metrics.global_batch_size
+    if metrics.sop_loss is not None:
+        scalars["sop loss"] = metrics.sop_loss
     if metrics.params_norm is not None:
         scalars["params-norm"] = metrics.params_norm
     if metrics.num_zeros is not None:
@@ -69,6 +71,8 @@ def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dic
     scalars = {tag: metrics.lm_loss}
     if config.log_validation_ppl_to_tensorboard:
         scalars[f"{tag} ppl"] = metrics.ppl
+    if metrics.sop_loss is not None:
+        scalars[tag.replace("lm loss", "sop loss")] = metrics.sop_loss
     return scalars
 
 

@@ -115,6 +115,7 @@ class IterationMetrics:
         consumed_samples: samples of the run so far, also before it was resumed.
         lm_loss: mean over the interval's iterations; NaN or infinite if one of them was, NaN if all were
             excluded.
+        sop_loss: BERT's loss of the order of segments, likewise; None for a model without it.
         grad_norm: of the last iteration, before clipping.
         skipped: the last iteration's update was skipped.
         iteration_time_ms: wall time, mean over the interval, without evaluating and saving.
@@ -158,6 +159,7 @@ class IterationMetrics:
     total_nan: int = 0
     params_norm: float | None = None
     num_zeros: int | None = None
+    sop_loss: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -169,6 +171,7 @@ class ValidationMetrics:
         split: "valid" or "test".
         lm_loss: mean over the evaluation's tokens.
         name: of the dataset, if the split has several; else empty.
+        sop_loss: mean over the evaluation's samples; None for a model without it.
     """
 
     iteration: int
@@ -176,6 +179,7 @@ class ValidationMetrics:
     split: str
     lm_loss: float
     name: str = ""
+    sop_loss: float | None = None
 
     @property
     def ppl(self) -> float:
@@ -248,6 +252,8 @@ class IntervalMeter:
         last = results[-1].plan
         trained = [each for each in results if not each.plan.is_excluded]
         num_samples = sum(each.plan.num_samples for each in trained)
+        names = trained[0].losses if trained else ()
+        means = {name: sum(each.losses[name] for each in trained) / len(trained) for name in names}
         tokens_per_second = num_samples * self._seq_length / (now - start)
         tflops = tokens_per_second * self._tflop_per_token_and_rank
         memory = measure_memory(self._device)
@@ -255,7 +261,8 @@ class IntervalMeter:
             iteration=last.iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_samples * self._seq_length,
-            lm_loss=sum(each.loss for each in trained) / len(trained) if trained else math.nan,
+            lm_loss=means.get("lm_loss", math.nan),
+            sop_loss=means.get("sop_loss"),
             grad_norm=results[-1].grad_norm,
             learning_rate=last.learning_rate,
             global_batch_size=last.num_samples,

@@ -58,6 +58,10 @@ def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
         f"learning rate: {metrics.learning_rate:.3E}",
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {metrics.lm_loss:.6E}",
+    ]
+    if metrics.sop_loss is not None:
+        fields.append(f"sop loss: {metrics.sop_loss:.6E}")
+    fields += [
         f"loss scale: {metrics.loss_scale:.1f}",
         f"grad norm: {metrics.grad_norm:.3f}",
     ]
@@ -86,6 +90,8 @@ def validation_block(metrics: ValidationMetrics) -> str:
         f"validation loss at iteration {metrics.iteration}{test_set}{name} | "
         f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.ppl:.6E} |"
     )
+    if metrics.sop_loss is not None:
+        line += f" sop loss value: {metrics.sop_loss:.6E} |"
     dashes = "-" * len(line)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -138,7 +144,7 @@ class MetricsFile:
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         record = dataclasses.asdict(metrics)
         del record["warnings"]  # text for the log; here num_nan and num_skipped show it
-        for name in ("params_norm", "num_zeros"):
+        for name in ("params_norm", "num_zeros", "sop_loss"):
             if record[name] is None:  # not requested, or there is none
                 del record[name]
         self._write(record | (self._load.rates() if self._load is not None else {}))
@@ -147,6 +153,8 @@ class MetricsFile:
         record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
         if not metrics.name:
             del record["name"]
+        if metrics.sop_loss is None:
+            del record["sop_loss"]
         self._write({"validation": record})
 
     def close(self, *, has_failed: bool = False) -> None:

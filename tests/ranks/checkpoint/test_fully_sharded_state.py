@@ -50,12 +50,12 @@ def evaluate_and_load(topology, config) -> tuple[float, float, float]:
     """Validation losses of what is saved, of the weights an iteration later, and of what is loaded."""
     trainer = shared.trainer_of(topology, config)
     trainer.step()
-    saved = trainer.evaluate(trainer.datasets.valid, 0)
+    saved = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
     trainer.save()
     trainer.step()
-    later = trainer.evaluate(trainer.datasets.valid, 0)
+    later = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
     assert trainer.load()
-    return saved, later, trainer.evaluate(trainer.datasets.valid, 0)
+    return saved, later, trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
 
 
 def test_weights_that_an_evaluation_left_whole_are_not_used_again(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForPreTraining,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -32,6 +34,11 @@ def build(kind, *, tied=None, dtype=torch.float32, layers=3):
         )
     elif kind == "bloom":
         model = BloomForCausalLM(BloomConfig(n_layer=layers, hidden_size=32, n_head=4, **size))
+    elif kind == "bert":
+        small = {"num_hidden_layers": layers, "hidden_size": 24, "num_attention_heads": 4}
+        model = BertForPreTraining(
+            BertConfig(intermediate_size=48, max_position_embeddings=40, vocab_size=VOCABULARY, **small)
+        )
     else:
         config = LlamaConfig(
             num_hidden_layers=layers,

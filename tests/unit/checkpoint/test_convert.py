@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import BertForMaskedLM, BertForPreTraining
 
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
@@ -20,6 +21,7 @@ from megalite.config import Config, DataConfig
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
+from megalite.tensor_parallel.parameter_spec import spec_of
 from tests.stages import build_stage
 from tests.unit.checkpoint.foreign_models import VOCABULARY, build, logits_of, same_bits, save, tensors_of
 
@@ -54,7 +56,7 @@ def save_stage(stage, folder, data=None, progress=None):
 
 
 @pytest.mark.parametrize(("form", "shards"), [("safetensors", 1), ("safetensors", 3), ("bin", 1), ("bin", 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "bert"])
 def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
     dtype = torch.float32 if form == "bin" else torch.bfloat16
     original = save(build(kind, dtype=dtype), tmp_path / "hf", form, shards)
@@ -78,6 +80,52 @@ def test_transformers_computes_the_same(kind, tmp_path, one_rank):
     theirs = logits_of(folder, ids)
     ours = ours[..., :VOCABULARY]
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_transformers_computes_the_same_bert(has_order, tmp_path, one_rank):
+    config = dataclasses.replace(
+        PRESETS["bert-tiny"], num_layers=2, vocab_size=VOCABULARY, bert_binary_head=has_order
+    )
+    stage = build_stage(config, one_rank, range(2), seed=3, has_documents=True).eval()
+    for parameter in stage.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.1)
+    folder = convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")
+    theirs = (BertForPreTraining if has_order else BertForMaskedLM).from_pretrained(folder).eval()
+    ids, types = torch.randint(VOCABULARY, (2, 17)), torch.randint(2, (2, 17))
+    batch = Microbatch(ids, ids, torch.arange(2), document_ids=torch.zeros_like(ids), token_types=types)
+    with torch.no_grad():
+        result = theirs(input_ids=ids, token_type_ids=types)
+        normed = stage.final_norm(stage.hidden_states(batch, None))
+        ours = stage.logits_of(normed).transpose(0, 1)[..., :VOCABULARY]
+        logits = result.prediction_logits if has_order else result.logits
+        assert (ours - logits).abs().max() <= 1e-5 * logits.abs().max()
+        if has_order:
+            scores = result.seq_relationship_logits
+            assert (stage.order_scores(normed) - scores).abs().max() <= 1e-5 * scores.abs().max()
+    again = FullReader(read_manifest(convert(folder, tmp_path / "back") / "iter_0000000"))
+    for name, parameter in stage.named_parameters():
+        assert torch.equal(again.tensor(f"model.{name}"), parameter[: spec_of(parameter).used_shape[0]])
+
+
+def test_the_published_bert_has_old_names(tmp_path):
+    """gamma and beta, a second name of the word embedding, a config that does not name the second head."""
+    folder = save(build("bert"), tmp_path / "hf")
+    expected = tensors_of(folder)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in expected.items()
+    }
+    assert len(old.keys() - expected.keys()) == 2 * (2 * 3 + 2)
+    word = expected["bert.embeddings.word_embeddings.weight"]
+    save_file({**old, "cls.predictions.decoder.weight": word.clone()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    returned = tensors_of(convert(convert(folder, tmp_path / "ours"), tmp_path / "back"))
+    assert returned.keys() == expected.keys()
+    assert all(same_bits(returned[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -108,6 +108,13 @@ def test_drifted_norms_are_averaged(tmp_path, caplog):
     assert "layers.2.attention_norm.weight differs by up to 5.0e-01 between" in caplog.text
 
 
+def test_a_bert_is_refused(tmp_path):
+    with torch.no_grad():
+        megatron.save_old(tmp_path / "megatron", weights_of(build("gpt2")), 4, 1, 1)
+    with pytest.raises(UserError, match="only those of a gpt can be converted, not a bert's"):
+        to_hf(tmp_path / "megatron", tmp_path / "hf", *VOCAB, "--architecture", "bert")
+
+
 def test_a_run_of_megatron_goes_on_from_its_samples(tmp_path):
     with torch.no_grad():
         megatron.save_old(tmp_path / "megatron", weights_of(build("gpt2")), 4, 2, 1)

@@ -20,6 +20,7 @@ from megalite.config.presets import PRESETS
 from megalite.errors import ConfigError, UserError
 
 ENOUGH = ["--train-iters", "1", "--data-path", "p", "--tokenizer-type", "byte"]
+ENOUGH_FOR_BERT = [*ENOUGH[:-1], "BertWordPieceLowerCase", "--vocab-file", "vocab.txt"]
 
 
 def value(name: str, *argv: str) -> object:
@@ -184,7 +185,8 @@ def test_flags_go_over_the_preset() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_sound(name: str) -> None:
-    config, notices = parse(["--preset", name, *ENOUGH])
+    enough = {"gpt": ENOUGH, "bert": ENOUGH_FOR_BERT}[PRESETS[name].architecture]
+    config, notices = parse(["--preset", name, *enough])
     check_config(config, world_size=1)
     assert notices == []
 

@@ -14,10 +14,12 @@ from megalite.config import ParallelConfig
 from megalite.data.batch_loader import NUM_AHEAD, BatchLoader, Prefetcher, reads_data
 from megalite.data.build_datasets import DatasetSplits, NamedDataset
 from megalite.data.document_ends import DocumentEnds
+from megalite.data.samples import GPTSamples
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.run_datasets import UnreadDataset, datasets_on_every_stage
 
+PLAIN = GPTSamples(8, seed=1)
 CPU = torch.device("cpu")
 
 
@@ -43,7 +45,7 @@ class Recorder:
 def test_what_is_read_ahead_is_what_is_asked_for() -> None:
     with Topology.fake(ParallelConfig(), 3, 1, device="cpu") as topology:
         dataset = Recorder(48)
-        load = BatchLoader(dataset, 2, topology)
+        load = BatchLoader(dataset, 2, topology, PLAIN)
         for consumed in (0, 12, 24, 36):
             for index in range(2):
                 first = consumed + (index * 3 + 1) * 2
@@ -55,7 +57,7 @@ def test_what_is_read_ahead_is_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [5, 0, 5, 0, 11]])
 def test_any_order_gives_the_same(order: list[int]) -> None:
-    prefetcher = Prefetcher(Recorder(24), 2, CPU)
+    prefetcher = Prefetcher(Recorder(24), 2, CPU, PLAIN)
     for index in order:
         samples = np.arange(2 * index, 2 * index + 2)
         batch = prefetcher.take(samples)
@@ -65,7 +67,7 @@ def test_any_order_gives_the_same(order: list[int]) -> None:
 
 def test_a_damaged_sample_is_an_error_when_it_is_asked_for() -> None:
     with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
-        load = BatchLoader(Recorder(8, bad=3), 1, topology)
+        load = BatchLoader(Recorder(8, bad=3), 1, topology, PLAIN)
         for index in range(3):
             load(0, index)
         with pytest.raises(UserError, match="sample 3 is damaged") as caught:
@@ -81,7 +83,7 @@ def _readers() -> set[threading.Thread]:
 def test_a_closed_loader_leaves_no_thread() -> None:
     others = _readers()
     with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
-        with BatchLoader(Recorder(24), 2, topology) as load:
+        with BatchLoader(Recorder(24), 2, topology, PLAIN) as load:
             load(0, 0)
             assert len(_readers() - others) == 1
         assert _readers() <= others
@@ -95,7 +97,7 @@ def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
     def fail() -> None:
         with (
             Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology,
-            BatchLoader(Recorder(24), 2, topology) as load,
+            BatchLoader(Recorder(24), 2, topology, PLAIN) as load,
         ):
             load(0, 0)
             readers.update(_readers() - others)
@@ -111,7 +113,7 @@ def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
 def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
     others = _readers()
     with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
-        load = BatchLoader(Recorder(24), 2, topology)
+        load = BatchLoader(Recorder(24), 2, topology, PLAIN)
         load(0, 0)
         (reader,) = _readers() - others
         del load
@@ -123,7 +125,7 @@ def test_middle_stages_read_nothing() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
     with Topology.fake(parallel, 3, 1, device="cpu") as topology:
         dataset: Any = UnreadDataset(8)
-        batch = BatchLoader(dataset, 2, topology)(4, 1)
+        batch = BatchLoader(dataset, 2, topology, PLAIN)(4, 1)
         assert batch.tokens.numel() == batch.labels.numel() == 0
         assert batch.sample_numbers.tolist() == [6, 7]
 
@@ -131,10 +133,11 @@ def test_middle_stages_read_nothing() -> None:
 @pytest.mark.parametrize("on_every_stage", [False, True])
 def test_middle_stages_read_documents_where_layers_need_them(on_every_stage: bool) -> None:
     ends = DocumentEnds(5, True, True, True, on_every_stage)
+    samples = GPTSamples(8, seed=1, ends=ends)
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
     with Topology.fake(parallel, 3, 1, device="cpu") as topology:
-        assert reads_data(topology, ends) == on_every_stage
-        batch = BatchLoader(Recorder(8), 2, topology, ends)(4, 0)
+        assert reads_data(topology, samples) == on_every_stage
+        batch = BatchLoader(Recorder(8), 2, topology, samples)(4, 0)
     assert batch.sample_numbers.tolist() == [4, 5]
     if on_every_stage:
         assert batch.document_ids is not None and batch.position_ids is not None
@@ -164,7 +167,7 @@ def test_what_a_gpu_takes_is_pinned_and_not_waited_for(rank: int, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     with Topology.fake(ParallelConfig(pipeline_model_parallel_size=3), 3, rank, device="cpu") as topology:
         on_gpu = dataclasses.replace(topology, device=torch.device("cuda"))
-        BatchLoader(Recorder(8), 2, on_gpu)(0, 0)
+        BatchLoader(Recorder(8), 2, on_gpu, PLAIN)(0, 0)
     assert sent == [(True, True)] * 3  # tokens, labels, sample numbers
 
 

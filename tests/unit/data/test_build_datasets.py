@@ -14,6 +14,7 @@ from megalite.data.build_datasets import BuildOptions, num_samples_per_split
 from megalite.data.corpus_sources import find_sources, parse_split
 from megalite.data.coverage import Coverage
 from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.samples import GPTSamples
 from megalite.errors import UserError
 from tests.corpora import build_datasets, build_from_sources, split_ranges
 
@@ -104,7 +105,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-OPTIONS = BuildOptions(seq_length=8, seed=3)
+OPTIONS = BuildOptions(GPTSamples(seq_length=8, seed=3))
 
 
 def test_each_split_reads_its_own_corpora_whole(write_dataset: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megalite.data.build_datasets import build_mock_datasets
 from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.samples import GPTSamples
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 
@@ -72,8 +73,8 @@ def test_a_corpus_without_ends_is_refused(write_dataset: Any) -> None:
 
 
 def test_random_documents_end() -> None:
-    plain = build_mock_datasets(64, (400, 0, 0), seed=1, vocab_size=1000).train
-    packed = build_mock_datasets(64, (400, 0, 0), seed=1, vocab_size=1000, ends=ALL).train
+    plain = build_mock_datasets(GPTSamples(64, 1, 1000), (400, 0, 0)).train
+    packed = build_mock_datasets(GPTSamples(64, 1, 1000, ALL), (400, 0, 0)).train
     assert plain is not None and packed is not None
     is_end = np.stack([packed[i] == EOD for i in range(400)])
     assert 3.5 < is_end.sum(1).mean() < 4.5

@@ -117,6 +117,26 @@ def test_missing_eod_is_named_when_it_is_needed(tmp_path: Path) -> None:
         _ = tokenizer.eod
 
 
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_word_pieces_agree_with_transformers(tmp_path: Path, kind: str) -> None:
+    """And a special token in a text is text, as in the original BERT."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    model = tokenizers.BertWordPieceTokenizer(lowercase=False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    model.train_from_iterator(CORPUS, vocab_size=120, special_tokens=special, show_progress=False)
+    model.save_model(str(tmp_path))
+    ours = build_tokenizer(kind, vocab_file=str(tmp_path / "vocab.txt"))
+    theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=kind.endswith("LowerCase"))
+    agree(ours, [theirs(text, add_special_tokens=False)["input_ids"] for text in TEXTS])
+    ids = ours.encode("The Word was [MASK] [SEP]")
+    assert not {2, 3, 4} & set(ids)
+    assert (ours.encode("THE WORD") == ours.encode("the word")) == kind.endswith("LowerCase")
+    assert ours.decode(ours.encode("the word was")) == "the word was"
+    (tmp_path / "vocab.txt").write_text("one\ntwo\n")
+    with pytest.raises(UserError, match=r"has no token \[UNK\]: pass BERT's vocab.txt"):
+        build_tokenizer(kind, vocab_file=str(tmp_path / "vocab.txt"))
+
+
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", None])
 def test_sentencepiece_agrees_with_its_library(tmp_path: Path, kind: str | None) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -166,7 +186,8 @@ def test_the_configs_types_are_those_that_can_be_built() -> None:
     ("kind", "files", "message"),
     [
         ("TikTokenizer", {}, "--tokenizer-type TikTokenizer is not in this version: pass the tokenizer.json"),
-        ("BertWordPieceCase", {}, "it is BERT's"),
+        ("BertWordPieceCase", {}, "needs --vocab-file vocab.txt"),
+        ("BertWordPieceCase", {"vocab_file": "no/such.txt"}, "cannot read the tokenizer no/such.txt"),
         ("Llama2Tokenizer", {}, "needs --tokenizer-model"),
         ("GPT2BPETokeniser", {}, "did you mean GPT2BPETokenizer"),
         ("gpt2bpetokenizer", {}, "did you mean GPT2BPETokenizer"),

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax, Drop, dropout, flash_attention, site_key
 from megalite.kernels.flash_attention import padded
 from megalite.model.blockwise_attention import Blocking, attend
-from megalite.model.positions import document_starts
+from megalite.model.positions import seen_keys
 from tests.unit.kernels.test_softmax import expected_weights
 
 KEY = site_key(1, "attention.weights")
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     g: int = 2
     alibi: bool = False
     documents: bool = False
+    both_sides: bool = False
     p: float = 0.0
 
 
@@ -51,6 +53,8 @@ CASES = {
     "one group": Case(33, n=3, g=1, alibi=True),
     "alibi": Case(37, alibi=True),
     "documents": Case(50, documents=True),
+    "both sides": Case(50, documents=True, both_sides=True),
+    "both sides, everything": Case(45, d=40, n=4, alibi=True, documents=True, both_sides=True, p=0.3),
     "one query, dropout": Case(1, p=0.5),
     "dropout": Case(37, p=0.3),
     "dropout, rows of four": Case(40, p=0.3),
@@ -68,7 +72,9 @@ def softmax_of(case: Case, device: str = "cpu") -> CausalSoftmax:
     if case.documents:
         ends = torch.tensor([[0.1, 0.13, 0.6, 0.9], [0.5, 0.55, 0.57, 2.0]]) * case.s
         ids = (torch.arange(case.s)[:, None] >= ends[:, None]).sum(-1)
-        softmax = softmax._replace(starts=document_starts(ids).to(device))
+        seen = seen_keys(ids, ModelConfig(architecture="bert" if case.both_sides else "gpt"))
+        starts, ends = (None if x is None else x.to(device) for x in seen)
+        softmax = softmax._replace(starts=starts, ends=ends)
     if case.p:
         drop = Drop(case.p, KEY, NUMBERS.to(device), base=8 * case.s**2)
         softmax = softmax._replace(drop=drop)
@@ -160,13 +166,14 @@ def test_nothing_gives_nothing() -> None:
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is no part of a graph")
 def test_opcheck_and_compile() -> None:
-    for name in ("gqa", "everything"):
+    for name in ("gqa", "everything", "both sides"):
         case = CASES[name]
         q, k, v, grad = inputs(case, torch.float32)
         softmax = softmax_of(case)
         key = None if softmax.drop is None else torch.tensor(7)
         samples, base = (None, 0) if softmax.drop is None else (NUMBERS, softmax.drop.base)
-        rest = softmax.slopes, softmax.starts, samples, key, softmax.scale, case.p, base
+        seen = softmax.slopes, softmax.starts, softmax.ends
+        rest = *seen, samples, key, softmax.scale, case.p, base
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         torch.library.opcheck(torch.ops.megalite.flash_attention.default, (*leaves, *rest))
         saved = torch.ops.megalite.flash_attention(q, k, v, *rest)

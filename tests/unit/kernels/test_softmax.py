@@ -1,4 +1,4 @@
-"""Causal softmax: the compiled kernel, its backward, and what a query sees, against the formula in fp64."""
+"""Softmax of attention: the compiled kernel, its backward, what a query sees, against the formula in fp64."""
 
 import pytest
 import torch
@@ -17,17 +17,20 @@ SHAPES = [
 ]
 """b, n, rows, keys, first and s."""
 ROUNDING = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-OPTIONS = ["plain", "alibi", "documents", "dropout", "all"]
+OPTIONS = ["plain", "alibi", "documents", "dropout", "all", "both sides", "all, both sides"]
 
 
 def softmax_of(option: str, b: int, n: int, s: int) -> CausalSoftmax:
     made = CausalSoftmax(s, 0.37)
-    if option in ("alibi", "all"):
+    if option in ("alibi", "all", "all, both sides"):
         made = made._replace(slopes=torch.rand(n, dtype=torch.float64))
-    if option in ("documents", "all"):
+    if option not in ("plain", "alibi", "dropout"):
         starts = torch.arange(s).expand(b, s) - torch.arange(b)[:, None]
         made = made._replace(starts=(starts // 3 * 3).clamp_min(0).contiguous())
-    if option in ("dropout", "all"):
+    if "both sides" in option:
+        assert made.starts is not None
+        made = made._replace(ends=(made.starts + 4).clamp_min(torch.arange(1, s + 1)))
+    if option in ("dropout", "all", "all, both sides"):
         made = made._replace(drop=Drop(0.3, KEY, torch.arange(b) + 2**33, base=4 * s * s))
     return made
 
@@ -40,7 +43,8 @@ def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int) -> Tens
     x = scores.double() * softmax.scale
     if softmax.slopes is not None:
         x = x + softmax.slopes[:, None, None] * (places - queries)
-    seen = (places <= queries).expand(b, 1, rows, keys)
+    after = queries + 1 if softmax.ends is None else softmax.ends[:, None, first : first + rows, None]
+    seen = (places < after).expand(b, 1, rows, keys)
     if softmax.starts is not None:
         seen = seen & (places >= softmax.starts[:, None, first : first + rows, None])
     weights = torch.softmax(x.masked_fill(~seen, -torch.inf), dim=-1)
@@ -51,10 +55,12 @@ def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int) -> Tens
     return weights
 
 
-def scores_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def scores_of(shape: tuple[int, ...], dtype: torch.dtype, softmax: CausalSoftmax) -> Tensor:
     b, n, rows, keys, first, _ = shape
     scores = (3 * torch.randn(b, n, rows, keys, dtype=torch.float64)).to(dtype)
     after = torch.arange(keys) > torch.arange(first, first + rows)[:, None]
+    if softmax.ends is not None:
+        after = torch.arange(keys) >= softmax.ends[:, None, first : first + rows, None]
     return scores.masked_fill_(after, torch.nan)  # nothing may read them
 
 
@@ -66,7 +72,7 @@ def test_weights_and_gradients_are_those_of_the_formula(
 ) -> None:
     b, n, rows, keys, first, s = shape
     softmax = softmax_of(option, b, n, s)
-    given = scores_of(shape, dtype)
+    given = scores_of(shape, dtype, softmax)
     leaf = given.nan_to_num().double().requires_grad_()
     expected = expected_weights(leaf, softmax, first)
     gradient = torch.randn(b, n, rows, keys, dtype=torch.float64).to(dtype)

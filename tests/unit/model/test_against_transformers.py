@@ -24,7 +24,7 @@ from transformers import (
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_tensors import from_hf, to_hf
 from megalite.microbatch import Microbatch
-from megalite.model.gpt_stage import DTYPES
+from megalite.model.transformer_stage import DTYPES
 from tests.stages import build_stage
 
 NUM_POSITIONS = 40
@@ -120,7 +120,8 @@ def build_theirs(kind, hf_config, seed):
 
 def build_ours(hf_model, topology, **changes):
     config = dataclasses.replace(config_of(hf_model.config.to_dict()), **changes)
-    stage = build_stage(config, topology, range(config.num_layers), seed=0)
+    has_documents = not config.is_causal  # BERT's padding
+    stage = build_stage(config, topology, range(config.num_layers), seed=0, has_documents=has_documents)
     weights = from_hf(hf_model.state_dict(), config)
     assert set(weights) == {name for name, _ in stage.named_parameters()}
     stage.load_state_dict(weights)

@@ -47,7 +47,7 @@ def _add(
     anomaly: Anomaly | None = None,
 ) -> None:
     plan = IterationPlan(iteration, 8 * (iteration - 1), num_samples, 1, 1e-3, 0.0, is_excluded)
-    meter.add(StepResult(plan, loss, grad_norm, skipped, anomaly))
+    meter.add(StepResult(plan, loss, grad_norm, skipped, anomaly, {"lm_loss": loss}))
 
 
 def _take(meter: IntervalMeter, iteration: int) -> IterationMetrics:

@@ -1,0 +1,183 @@
+"""Read BERT samples from an indexed dataset of sentences, as megatron-core 0.16's BERT dataset does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data import _index_builder
+from megalite.data.bert_masking import BertSample, WordPieces, make_sample
+from megalite.data.build_progress import reported_progress
+from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.storage import FilesInUse
+from megalite.errors import UserError
+
+NUM_SPECIAL = 3
+"""Tokens of a sample besides its segments: one before the first, one after each."""
+_FORMAT = 1
+"""Part of the digest under which an order is cached: raise it when the same values give another order."""
+
+
+@dataclass(frozen=True)
+class BertOptions:
+    """Hold the options of BERT samples.
+
+    Attributes:
+        seq_length: tokens of a sample, padding included.
+        seed: of the order of samples and of what is drawn in each.
+        mask_prob: share of the tokens to predict.
+        short_seq_prob: share of the samples that are shorter than others on purpose.
+        has_two_segments: samples have two segments, in a drawn order; else one.
+    """
+
+    seq_length: int
+    seed: int
+    pieces: WordPieces
+    mask_prob: float
+    short_seq_prob: float
+    has_two_segments: bool
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the largest number of tokens of both segments."""
+        return self.seq_length - NUM_SPECIAL
+
+    @property
+    def max_predictions(self) -> int:
+        """Return the largest number of tokens of a sample that are predicted."""
+        return max(1, int(self.mask_prob * self.max_tokens))
+
+    @property
+    def min_sentences(self) -> int:
+        """Return the smallest number of sentences of a sample."""
+        return 2 if self.has_two_segments else 1
+
+    def row(
+        self, sentences: list[npt.NDArray[np.int64]], max_tokens: int, seed: int
+    ) -> npt.NDArray[np.int64]:
+        """Return one sample as a dataset returns it; see `packed_row`.
+
+        Args:
+            sentences: of one document.
+            max_tokens: of both segments of this sample.
+            seed: of what is drawn for it.
+        """
+        random = np.random.RandomState(seed % 2**32)
+        sample = make_sample(
+            sentences, max_tokens, self.pieces, self.mask_prob, self.has_two_segments, random
+        )
+        return packed_row(sample, self.seq_length, self.pieces.pad)
+
+
+def packed_row(sample: BertSample, seq_length: int, pad: int) -> npt.NDArray[np.int64]:
+    """Return a sample as int64 [3 S + 2]: tokens, types and labels with padding, the length, the order."""
+    row = np.empty(3 * seq_length + 2, np.int64)
+    for part, (values, padding) in zip(
+        row[:-2].reshape(3, seq_length),
+        ((sample.tokens, pad), (sample.token_types, 0), (sample.labels, -1)),
+        strict=True,
+    ):
+        part[: len(values)] = values
+        part[len(values) :] = padding
+    row[-2:] = len(sample.tokens), sample.is_swapped
+    return row
+
+
+class BertDataset:
+    """Read the samples of one split of one dataset of sentences.
+
+    Attributes:
+        indexed: the corpus, with a sequence for each sentence.
+        sample_index: int64 [n, 3], first sentence, sentence after the last, and tokens at most.
+
+    Raises:
+        UserError: no document has enough sentences.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        options: BertOptions,
+        split_name: str = "train",
+        cache: IndexCache | None = None,
+    ) -> None:
+        """Order the samples.
+
+        Args:
+            sequences: the split's sentences, of whole documents.
+            num_samples: build at least so many; None for those of one epoch.
+            cache: maps and keeps the order; None to build it in memory.
+        """
+        self.indexed = indexed
+        self.options = options
+        cached = self._ordered(sequences, num_samples, split_name, cache)
+        self.sample_index = cached.arrays["sample_index"]
+        self._files = FilesInUse((*indexed.files, *cached.files))
+        if len(self.sample_index) == 0:
+            raise UserError(
+                f"the {split_name} split of {indexed.prefix} has no document of "
+                f"{options.min_sentences} or more sentences of at most 512 tokens: preprocess it with "
+                "--split-sentences, or give the split a larger share in --split"
+            )
+
+    def _ordered(
+        self, sequences: range, num_samples: int | None, split_name: str, cache: IndexCache | None
+    ) -> CachedArrays:
+        options, lengths = self.options, self.indexed.sequence_lengths
+        all_bounds = np.asarray(self.indexed.document_index)
+        bounds = all_bounds[(all_bounds >= sequences.start) & (all_bounds <= sequences.stop)]
+        name = f"the order of the {split_name} split of {self.indexed.prefix}"
+        arguments: dict[str, Any] = {
+            "num_samples": -1 if num_samples is None else num_samples,
+            "max_tokens": options.max_tokens,
+            "short_prob": options.short_seq_prob,
+            "min_sentences": options.min_sentences,
+            "seed": options.seed,
+        }
+
+        def build() -> Arrays:
+            with reported_progress(name, "documents", max(0, len(bounds) - 1)) as progress:
+                rows = _index_builder.build_sentence_samples(bounds, lengths, **arguments, progress=progress)
+            return {"sample_index": rows}
+
+        if cache is None:
+            return CachedArrays(build())
+        values = {
+            **arguments,
+            "document_bounds_sha256": digest_of(bounds),
+            "sequence_lengths_sha256": digest_of(lengths[sequences.start : sequences.stop]),
+            "format": _FORMAT,
+        }
+        num_entries = 3 * max(len(sequences), num_samples or 0)
+        key = CacheKey("BertDataset", split_name, values, num_entries, self.indexed.prefix)
+        return cache.get(key, ("sample_index",), build)
+
+    def __len__(self) -> int:
+        return len(self.sample_index)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Return a sample, int64 [3 S + 2]; see `packed_row`.
+
+        Raises:
+            UserError: a token id is outside the vocabulary.
+            IndexError: there is no such sample.
+        """
+        first, last, max_tokens = self.sample_index[index].tolist()
+        sentences = [np.asarray(self.indexed[i], np.int64) for i in range(first, last)]
+        self._files.check()
+        vocab_size = self.options.pieces.vocab_size
+        for number, sentence in enumerate(sentences, first):
+            wrong = sentence[(sentence < 0) | (sentence >= vocab_size)]
+            if len(wrong):
+                raise UserError(
+                    f"document {self.indexed.document_of(number)} of {self.indexed.prefix} has token id "
+                    f"{wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the tokenizer "
+                    "of this model"
+                )
+        return self.options.row(sentences, max_tokens, self.options.seed + index)

@@ -1,0 +1,122 @@
+"""Samples of a run: how they are cut from a corpus, and how they become microbatches.
+
+Shapes: b samples of a microbatch, s tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megalite.data.document_ends import DocumentEnds, check_ends
+from megalite.data.gpt_dataset import Dataset, GPTDataset
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.mock_dataset import MockDataset
+from megalite.microbatch import Microbatch
+
+
+class Samples(Protocol):
+    """Describe the samples of a kind of model.
+
+    Attributes:
+        seq_length: tokens of a sample.
+        on_every_stage: every pipeline stage needs the samples; else the stages between the first and the
+            last read none.
+        are_masked: losses are means over predictions whose number only the whole global batch tells.
+        are_of_documents: corpora are split into training and evaluation by whole documents; else by
+            sequences.
+    """
+
+    @property
+    def seq_length(self) -> int: ...
+
+    @property
+    def on_every_stage(self) -> bool: ...
+
+    @property
+    def are_masked(self) -> bool: ...
+
+    @property
+    def are_of_documents(self) -> bool: ...
+
+    def check(self, corpus: IndexedDataset) -> None:
+        """Refuse a corpus that cannot be read as such samples.
+
+        Raises:
+            UserError: what it lacks, and how to make it.
+        """
+
+    def dataset(
+        self,
+        corpus: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        split_name: str,
+        cache: IndexCache | None,
+    ) -> Dataset:
+        """Order at least so many samples of some sequences of a corpus; None for those of one epoch."""
+        ...
+
+    def mock(self, num_samples: int, split: int) -> Dataset:
+        """Return samples of random tokens, which differ between splits."""
+        ...
+
+    def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
+        """Return the microbatch of a dataset's samples, int64 ``[b, width]``, on the host."""
+        ...
+
+    def marked(self, microbatch: Microbatch) -> Microbatch:
+        """Return the microbatch with what is computed on its device."""
+        ...
+
+
+@dataclass(frozen=True)
+class GPTSamples:
+    """Cut samples of s + 1 consecutive tokens, whatever documents they are in.
+
+    Attributes:
+        seed: of the order, the same for all datasets and splits.
+        vocab_size: a token id beyond it is refused when its sample is read.
+        ends: what happens at the ends of documents; then corpora that do not mark them are refused.
+    """
+
+    seq_length: int
+    seed: int
+    vocab_size: int | None = None
+    ends: DocumentEnds | None = None
+
+    are_masked = False  # --eod-mask-loss counts tokens while the batch runs
+    are_of_documents = False
+
+    @property
+    def on_every_stage(self) -> bool:
+        return self.ends is not None and self.ends.on_every_stage
+
+    def check(self, corpus: IndexedDataset) -> None:
+        if self.ends is not None:
+            check_ends(corpus, self.ends.eod)
+
+    def dataset(
+        self,
+        corpus: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        split_name: str,
+        cache: IndexCache | None,
+    ) -> GPTDataset:
+        seq_length, seed, vocab_size = self.seq_length, self.seed, self.vocab_size
+        return GPTDataset(corpus, sequences, num_samples, seq_length, seed, vocab_size, split_name, cache)
+
+    def mock(self, num_samples: int, split: int) -> MockDataset:
+        assert self.vocab_size is not None
+        eod = None if self.ends is None else self.ends.eod
+        return MockDataset(num_samples, self.seq_length, self.vocab_size, self.seed, split, eod)
+
+    def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
+        return Microbatch.of(text, sample_numbers)
+
+    def marked(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch if self.ends is None else self.ends.marked(microbatch)

@@ -1,0 +1,12 @@
+"""The models by the config's `architecture`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megalite.model.bert_stage import BertStage
+from megalite.model.gpt_stage import GPTStage
+from megalite.model.transformer_stage import TransformerStage
+
+STAGES: Mapping[str, type[TransformerStage]] = {"gpt": GPTStage, "bert": BertStage}
+"""Class of a pipeline stage."""

@@ -1,0 +1,170 @@
+"""The part of a BERT model that one pipeline stage holds.
+
+Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, tp = tp.size. With sequence parallelism
+every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.distributed.collectives import all_gather_from, reduce_from
+from megalite.microbatch import Microbatch
+from megalite.model.mlp import ACTIVATION_FUNCTIONS
+from megalite.model.norm import build_norm
+from megalite.model.transformer_stage import TransformerStage
+from megalite.tensor_parallel.linear import column_linear
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+
+
+class ReplicatedLinear(nn.Module):
+    """Compute y = x A^T + b with all of A and b on every rank: heads are too small to be cut."""
+
+    def __init__(
+        self, in_features: int, out_features: int, context: LayerContext, *, bias: bool, std: float
+    ) -> None:
+        super().__init__()
+        self.weight = new_parameter(ParameterSpec((out_features, in_features), std=std), context)
+        spec = ParameterSpec((out_features,), decay=False)
+        self.bias = new_parameter(spec, context) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]``."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class MaskedTokenHead(nn.Module):
+    """Compute norm(activation(dense(x))), and hold the bias of the logits (Devlin et al. 2019)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        h, tp = config.hidden_size, context.tp.size
+        self.activation = ACTIVATION_FUNCTIONS["gelu" if config.is_gated else config.activation]
+        self.dense = ReplicatedLinear(h, h, context, bias=config.add_bias_linear, std=config.init_method_std)
+        self.norm = build_norm(config, context)
+        spec = ParameterSpec(
+            (config.padded_vocab_size(tp),),
+            Shard("tp", 0),
+            decay=False,
+            num_padding=config.num_padding_rows(tp),
+        )
+        self.output_bias = new_parameter(spec, context)  # [v/tp]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, h]``."""
+        function, adds_bias = self.activation
+        if adds_bias:
+            y = function(F.linear(x, self.dense.weight), self.dense.bias)
+        else:
+            y = function(self.dense(x))
+        normed: Tensor = self.norm(y)
+        return normed
+
+
+class OrderHead(nn.Module):
+    """Predict from the first token of a sample whether its two segments are swapped (Lan et al. 2020).
+
+    The published BERT predicts in the same way whether the second segment follows the first.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
+        self.pooler = ReplicatedLinear(h, h, context, bias=bias, std=std)
+        self.classifier = ReplicatedLinear(h, 2, context, bias=bias, std=std)
+
+    def forward(self, first: Tensor) -> Tensor:
+        """Map the first tokens' hidden states ``[b, h]`` to scores ``[b, 2]``."""
+        scores: Tensor = self.classifier(torch.tanh(self.pooler(first)))
+        return scores
+
+
+class BertStage(TransformerStage):
+    """Predict masked tokens from both sides, and whether the segments of a sample are in order."""
+
+    def build_head(self) -> None:
+        """Build the heads of both predictions."""
+        self.token_head = MaskedTokenHead(self.config, self.context)
+        self.order_head = OrderHead(self.config, self.context) if self.config.bert_binary_head else None
+
+    def head_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters of both heads."""
+        heads = (self.token_head, self.order_head)
+        return (parameter for head in heads if head is not None for parameter in head.parameters())
+
+    def losses(self, normed: Tensor, microbatch: Microbatch) -> Tensor:
+        """Return the sum of the masked tokens' losses, and that of the samples' order losses, ``[2]``.
+
+        Without the binary head it is ``[1]``.
+        """
+        selected, predicted = self._select(normed, microbatch)
+        losses = [self.masked_sum(self.losses_of(selected, predicted.labels.t()), predicted)]
+        if self.order_head is not None:
+            losses.append(self._order_loss(normed, microbatch))
+        return torch.stack(losses)
+
+    def _select(self, normed: Tensor, microbatch: Microbatch) -> tuple[Tensor, Microbatch]:
+        """Select the tokens to predict: the others, most of them, need no logits.
+
+        Returns:
+            ``[k, b, h]``, or ``[k/tp, b, h]`` if sequence parallel, and the microbatch with a k that tp
+            divides.
+        """
+        if microbatch.label_positions is None:
+            return normed, microbatch
+        assert microbatch.loss_mask is not None
+        tp = self.context.tp
+        padding = (0, -microbatch.labels.shape[1] % tp.size)
+        positions = F.pad(microbatch.label_positions, padding)  # [b, k]
+        labels, loss_mask = (F.pad(x, padding) for x in (microbatch.labels, microbatch.loss_mask))
+        predicted = replace(microbatch, labels=labels, loss_mask=loss_mask)
+        x = normed.permute(1, 2, 0)  # [b, h, s]
+        if self.context.sequence_parallel:
+            # The selected tokens become a shorter sequence, which is cut over tp again.
+            x, positions = all_gather_from(x, tp), positions.chunk(tp.size, dim=1)[tp.rank]
+        x = x.gather(2, positions[:, None].expand(-1, x.shape[1], -1))
+        return x.permute(2, 0, 1).contiguous(), predicted
+
+    def losses_of(self, normed: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each token, ``[s, b]``; see `TransformerStage`."""
+        losses = vocab_parallel_cross_entropy(
+            self._flat_logits(normed), targets.flatten(), self.vocab_size, self.context.tp
+        )
+        return losses.view(targets.shape)
+
+    def logits_of(self, normed: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` after the final norm to this rank's logits, ``[s, b, v/tp]``."""
+        return self._flat_logits(normed).unflatten(0, (-1, normed.shape[1]))
+
+    def _flat_logits(self, normed: Tensor) -> Tensor:
+        """Return the logits ``[s b, v/tp]``: a GEMM with a bias returns a view of them for more dims.
+
+        The cross-entropy overwrites them with their gradient, which autograd refuses for a view.
+        """
+        head = self.token_head
+        x = head(normed).flatten(0, 1)
+        return column_linear(x, self.output_weight, head.output_bias, self.output_context)
+
+    def order_scores(self, normed: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` after the final norm to the scores of the segments' order, ``[b, 2]``."""
+        assert self.order_head is not None
+        scores: Tensor = self.order_head(normed[0])
+        return scores
+
+    def _order_loss(self, normed: Tensor, microbatch: Microbatch) -> Tensor:
+        assert microbatch.order_labels is not None
+        scores = self.order_scores(normed)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        loss = F.cross_entropy(wide, microbatch.order_labels, reduction="sum")
+        if not self.context.sequence_parallel:
+            return loss
+        # The first token is on rank 0. The other ranks' parameters get gradients of zero, and the optimizer
+        # sums the gradients of all ranks.
+        return reduce_from(loss if self.context.tp.rank == 0 else loss * 0.0, self.context.tp)
