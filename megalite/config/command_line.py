@@ -72,7 +72,8 @@ def parse(
     if config.model.architecture != (architecture or config.model.architecture):
         program = command_name(TRAINED_BY[config.model.architecture])
         diagnostics.add_problem(
-            f"the model is a {config.model.architecture}, which {program} trains: run it, or choose a {architecture}'s --preset or --config"
+            f"the model is a {config.model.architecture}, which {program} trains: run it, or choose a "
+            f"{architecture}'s --preset or --config"
         )
     _check_megatron_flags(flags, config, diagnostics)
     if diagnostics.problems:
