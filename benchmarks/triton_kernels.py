@@ -83,14 +83,15 @@ def compile_attention(
     """Compile the kernels of attention; return what each of `NAMES` takes.
 
     Args:
-        options: of dropout, documents and alibi, those that the kernels support, as text.
+        options: of dropout, documents, both sides and alibi, those that the kernels support, as text.
     """
     heads = (num_heads, num_groups, num_groups, num_heads)
     q, k, v, grad = (torch.empty(seq_length, 2, n, head_dim, dtype=dtype).permute(1, 2, 0, 3) for n in heads)
     slopes = torch.zeros(num_heads, dtype=torch.float64) if "alibi" in options else None
     starts = torch.zeros(2, seq_length, dtype=torch.int64) if "documents" in options else None
     site = (torch.arange(2), key_tensor(1 << 63)) if "dropout" in options else (None, None)
-    rest = slopes, starts, *site, head_dim**-0.5, 0.1 if "dropout" in options else 0.0, 0
+    ends = torch.full_like(starts, seq_length) if starts is not None and "both sides" in options else None
+    rest = slopes, starts, ends, *site, head_dim**-0.5, 0.1 if "dropout" in options else 0.0, 0
     with only_compiled(capability) as kernels:
         out, log_sums = launch(q, k, v, *rest)
         launch_backward(grad, q, k, v, out, log_sums, *rest)

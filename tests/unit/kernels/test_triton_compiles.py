@@ -18,9 +18,10 @@ SMALL_MEMORY = 99 << 10
 MAX_SPILLED = 64
 """bytes of a thread: 16 of its 255 registers"""
 ALL = "dropout, documents, alibi"
+BERT = "dropout, documents, both sides"
 
 
-@pytest.mark.parametrize("options", ["", "dropout", ALL])
+@pytest.mark.parametrize("options", ["", "dropout", ALL, BERT])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hopper_keeps_sums_in_registers(head_dim: int, options: str) -> None:
     found = compile_attention(head_dim, torch.bfloat16, options)
@@ -36,7 +37,8 @@ def test_hopper_keeps_sums_in_registers(head_dim: int, options: str) -> None:
 def test_odd_shapes_compile(seq_length: int, num_heads: int, num_groups: int, head_dim: int) -> None:
     """Triton compiles an integer of 1 as a constant."""
     shape = {"seq_length": seq_length, "num_heads": num_heads, "num_groups": num_groups}
-    assert len(compile_attention(head_dim, torch.float16, ALL, **shape)) == len(NAMES)
+    for options in (ALL, BERT):
+        assert len(compile_attention(head_dim, torch.float16, options, **shape)) == len(NAMES)
 
 
 @pytest.mark.slow
