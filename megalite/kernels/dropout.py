@@ -102,14 +102,14 @@ def launch_kernel(
     stride: int,
     *,
     has_sums: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel of residual + dropout(x + bias); without bias it can also sum what is dropped.
+) -> tuple[Tensor, Tensor | None]:
+    """Run the Triton kernel of residual + dropout(x + bias), which without bias can also sum dropout(x).
 
     Args:
-        has_sums: sum dropout(x) over all dims but those after the sample's.
+        has_sums: sum over the first two dims.
 
     Returns:
-        The result, as `x`, and the sums, ``[*rest]`` flattened, in at least fp32, which are empty by default.
+        The result, as `x`, and the sums in at least fp32, with one dim, or None.
     """
     from megalite.kernels import triton_dropout as kernels  # imports Triton, which a CPU does not need
 
@@ -118,11 +118,11 @@ def launch_kernel(
     out, b, width = torch.empty_like(x), x.shape[1], math.prod(x.shape[2:])
     num_rows, wide = x.shape[0] * b, torch.promote_types(x.dtype, torch.float32)
     m = min(_MAX_ROWS, 1 << max(0, num_rows - 1).bit_length())
-    sums = x.new_zeros(-(-num_rows // m) if has_sums else 0, width, dtype=wide)
+    sums = x.new_empty(-(-num_rows // m), width, dtype=wide) if has_sums else None
     if x.numel():
         with torch.cuda.device_of(x):
             kernels.dropout_kernel[(-(-num_rows // m) * -(-width // _COLUMNS),)](
-                *(x, bias, residual, out, sums if has_sums else None, sample_numbers if p else None),
+                *(x, bias, residual, out, sums, sample_numbers if p else None),
                 *(b, num_rows, width, key, base, stride, keep_threshold(p), 1.0 / (1.0 - p)),
                 WIDE=kernels.wide_type(x.dtype),
                 ALIGNED=base % 4 == 0 and stride % 4 == 0,
@@ -130,7 +130,7 @@ def launch_kernel(
                 N=_COLUMNS,
                 enable_fp_fusion=False,  # a product and a sum are rounded apart, as on a CPU
             )
-    return out, sums.sum(0)
+    return out, None if sums is None else sums.sum(0)
 
 
 register(_OP, reference, triton=launch)

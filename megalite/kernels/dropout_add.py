@@ -131,6 +131,7 @@ def launch_backward(
     x_grad, sums = launch_kernel(
         grad, None, None, sample_numbers, p, key, base, grad.shape[-1], has_sums=True
     )
+    assert sums is not None
     return x_grad, sums.to(grad.dtype)
 
 
