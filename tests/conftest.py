@@ -18,7 +18,7 @@ hypothesis.settings.load_profile("megalite")
 
 
 ROOT = Path(__file__).parents[1]
-FOLDERS_OF_RANKS = {"ranks", "parity"}  # their tests run 2 to 8 processes each
+FOLDERS_OF_RANKS = {"end_to_end", "parity", "ranks", "slurm", "soak"}  # their tests run several processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Rows are ordered by the digest of the seed and their name: another commit runs another sample, and
     the same seed runs the same one again.
-    Two rank tests at once on two cores take three times as long as one after the other, so all of them are
-    one group of `--dist loadgroup`; the other worker has the unit tests and the end-to-end runs.
+    Two tests of several ranks at once on two cores take three times as long as one after the other, so all of
+    them are one group of `--dist loadgroup`; the other worker has the unit tests.
     """
     seed, size = config.option.layout_seed, config.option.layout_sample
     slow = [each for each in items if "tests/parity/" in each.nodeid and each.get_closest_marker("slow")]
