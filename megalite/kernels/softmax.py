@@ -210,26 +210,16 @@ def reference_backward(
     scores.copy_(weights * keep)
 
 
-def launch(
-    scores: Tensor, slopes: Tensor | None, starts: Tensor | None, samples: Tensor | None, *numbers: Any
-) -> Tensor:
-    """Run the Triton kernel of the forward; `numbers` from `scale` on, as in `reference`."""
+def launch(scores: Tensor, *arguments: Any) -> Tensor:
+    """Run the Triton kernel of the forward; `arguments` from `slopes` on, as in `reference`."""
     log_sums = _fake(scores)
-    _launch("forward_kernel", (scores, log_sums), slopes, starts, samples, *numbers)
+    _launch("forward_kernel", (scores, log_sums), *arguments)
     return log_sums
 
 
-def launch_backward(
-    scores: Tensor,
-    grad: Tensor,
-    log_sums: Tensor,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    samples: Tensor | None,
-    *numbers: Any,
-) -> None:
-    """Run the Triton kernel of the backward; `numbers` from `scale` on, as in `reference_backward`."""
-    _launch("backward_kernel", (scores, grad, log_sums), slopes, starts, samples, *numbers)
+def launch_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *arguments: Any) -> None:
+    """Run the Triton kernel of the backward; `arguments` from `slopes` on, as in `reference_backward`."""
+    _launch("backward_kernel", (scores, grad, log_sums), *arguments)
 
 
 def _launch(
@@ -237,6 +227,7 @@ def _launch(
     tensors: tuple[Tensor, ...],
     slopes: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     samples: Tensor | None,
     scale: float,
     p: float,
@@ -252,10 +243,11 @@ def _launch(
     b, n, rows, keys = scores.shape
     if scores.numel() == 0:
         return
+    documents = (None if each is None else each.contiguous() for each in (starts, ends))
     with torch.cuda.device_of(scores):
         getattr(kernels, name)[rows, n, b](
             *tensors,
-            *(slopes, None if starts is None else starts.contiguous(), samples if p else None),
+            *(slopes, *documents, samples if p else None),
             *(n, rows, keys, first, seq_length, scale, key, base, keep_threshold(p), 1.0 / (1.0 - p)),
             WIDE=wide_type(scores.dtype),
             ALIGNED=seq_length % 4 == 0 and base % 4 == 0,

@@ -1,7 +1,8 @@
-"""Kernels of the causal softmax in Triton, in place, for a block of queries: a program has one query's row.
+"""Kernels of the softmax of attention in Triton, in place, for a block of queries: a program has one row.
 
-Query i of head h sees the keys from the first of its document to i. Arguments and constants are those of
-`triton_dropout`. Scores of keys that a query does not see have no effect, also if they are not numbers.
+Query i of head h sees the keys from the first of its document to i, or with `ends` to the last. Arguments and
+constants are those of `triton_dropout`. Scores of keys that a query does not see have no effect, also if they
+are not numbers.
 """
 
 # mypy: ignore-errors
@@ -13,21 +14,23 @@ from megalite.kernels.triton_dropout import kept_elements
 
 
 @triton.jit
-def _row(n, num_rows, num_keys, first, starts, s):
-    """Return the program's row ``[b, n, rows]``, where its keys begin in memory, its query and first key."""
+def _row(n, num_rows, num_keys, first, starts, ends, s):
+    """Return the program's row ``[b, n, rows]``, where its keys are in memory, its query and keys' range."""
     row, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = first + row
-    begin = 0
+    begin, end = 0, query + 1
     if starts is not None:
         begin = tl.load(starts + sample.to(tl.int64) * s + query).to(tl.int32)
+    if ends is not None:
+        end = tl.minimum(tl.load(ends + sample.to(tl.int64) * s + query).to(tl.int32), num_keys)
     row = (sample.to(tl.int64) * n + head) * num_rows + row
-    return row, row * num_keys, query, begin
+    return row, row * num_keys, query, begin, end
 
 
 @triton.jit
-def _scores(row, keys, num_keys, query, begin, slopes, scale, WIDE: tl.constexpr):
+def _scores(row, keys, num_keys, query, begin, end, slopes, scale, WIDE: tl.constexpr):
     """Return a row's scaled scores with ALiBi, and which keys the query sees; -inf for the others."""
-    seen = (keys >= begin) & (keys <= query)
+    seen = (keys >= begin) & (keys < end)
     x = tl.load(row + keys, mask=keys < num_keys, other=0.0).to(WIDE) * tl.full([], scale, WIDE)
     if slopes is not None:
         x += tl.load(slopes + tl.program_id(1)).to(WIDE) * (keys - query).to(WIDE)
@@ -49,16 +52,16 @@ def _factors(
 
 @triton.jit(do_not_specialize=["first", "key", "base", "threshold"])
 def forward_kernel(
-    scores, log_sums, slopes, starts, samples, n, num_rows, num_keys, first, s,
+    scores, log_sums, slopes, starts, ends, samples, n, num_rows, num_keys, first, s,
     scale: tl.float64, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor: tl.float64,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Turn a row of scores ``[b, n, rows, keys]`` into weights; grid (rows, n, b)."""
-    row, place, query, begin = _row(n, num_rows, num_keys, first, starts, s)
+    row, place, query, begin, end = _row(n, num_rows, num_keys, first, starts, ends, s)
     largest, total = tl.full([], float("-inf"), WIDE), tl.full([], 0.0, WIDE)
-    for first_key in range(begin // N * N, query + 1, N):
+    for first_key in range(begin // N * N, end, N):
         keys = first_key + tl.arange(0, N)
-        x, _ = _scores(scores + place, keys, num_keys, query, begin, slopes, scale, WIDE)
+        x, _ = _scores(scores + place, keys, num_keys, query, begin, end, slopes, scale, WIDE)
         new_largest = tl.maximum(largest, tl.max(x, 0))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # scores may be -inf
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
@@ -66,7 +69,7 @@ def forward_kernel(
     tl.store(log_sums + row, largest + tl.log(total))
     for first_key in range(0, num_keys, N):
         keys = first_key + tl.arange(0, N)
-        x, seen = _scores(scores + place, keys, num_keys, query, begin, slopes, scale, WIDE)
+        x, seen = _scores(scores + place, keys, num_keys, query, begin, end, slopes, scale, WIDE)
         weights = tl.where(seen, tl.exp(x - largest) / total, 0.0)
         if samples is not None:
             weights *= _factors(query, first_key, s, samples, key, base, threshold, factor, WIDE, ALIGNED, N)
@@ -75,7 +78,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["first", "key", "base", "threshold"])
 def backward_kernel(
-    scores, grad, log_sums, slopes, starts, samples, n, num_rows, num_keys, first, s,
+    scores, grad, log_sums, slopes, starts, ends, samples, n, num_rows, num_keys, first, s,
     scale: tl.float64, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor: tl.float64,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -84,12 +87,12 @@ def backward_kernel(
     Grid (rows, n, b). With weights P, dropout's factors D and the gradient g of P D, the scores' gradient is
     scale P (g D - sum(P g D)).
     """
-    row, place, query, begin = _row(n, num_rows, num_keys, first, starts, s)
+    row, place, query, begin, end = _row(n, num_rows, num_keys, first, starts, ends, s)
     log_sum, mean = tl.load(log_sums + row), tl.full([], 0.0, WIDE)
     for stores in tl.static_range(2):  # all weights are read for the sum before the first is overwritten
-        for first_key in range(0 if stores else begin // N * N, num_keys if stores else query + 1, N):
+        for first_key in range(0 if stores else begin // N * N, num_keys if stores else end, N):
             keys = first_key + tl.arange(0, N)
-            x, seen = _scores(scores + place, keys, num_keys, query, begin, slopes, scale, WIDE)
+            x, seen = _scores(scores + place, keys, num_keys, query, begin, end, slopes, scale, WIDE)
             weights = tl.where(seen, tl.exp(x - log_sum), 0.0)
             g = tl.where(seen, tl.load(grad + place + keys, mask=keys < num_keys, other=0.0).to(WIDE), 0.0)
             dropped = weights

@@ -224,7 +224,7 @@ def test_help_is_short_and_its_example_is_a_command_line(capsys: pytest.CaptureF
     names = {word for word in text.replace(",", " ").split() if word.startswith("--")}
     fields = {fields_by_flag()[name].name for name in names & fields_by_flag().keys()}
     assert 20 <= len(fields) <= 26
-    (example,) = re.findall(r"\.py (--preset(?:.*\\\n)*.*)", text)
+    (example,) = re.findall(r"(--preset gpt2(?:.*\\\n)*.*)", text)
     config, notices = parse(example.replace("\\\n", " ").split())
     assert config.training.train_iters == 10000
     assert notices == []

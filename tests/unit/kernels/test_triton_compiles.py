@@ -63,7 +63,9 @@ def _run_dropout_backward(dtype: torch.dtype, key: int, base: int) -> None:
 
 def _run_softmax(dtype: torch.dtype, key: int, base: int) -> None:
     drop = Drop(0.1, key % 2**64, torch.arange(2), base)
-    softmax = CausalSoftmax(2048, 0.1, torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2048).long(), drop)
+    softmax = CausalSoftmax(
+        2048, 0.1, torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2048).long(), drop=drop
+    )
     scores = torch.empty(2, 4, 128, 2048, dtype=dtype)
     log_sums = launch(scores, *softmax.arguments(1920))
     launch_backward(scores, scores, log_sums, *softmax.arguments(1920))

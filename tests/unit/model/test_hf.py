@@ -123,7 +123,7 @@ def test_a_converted_config_is_of_its_family(config):
 @pytest.mark.parametrize(
     ("hf_config", "cause"),
     [
-        ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama can"),
+        ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama, bert can"),
         ({**LLAMA, "rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3'"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type 'linear'"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
