@@ -158,6 +158,8 @@ class DataConfig:
         """Return the tokenizer as set, or the one that its files are for; None without either."""
         if self.tokenizer_type is not None:
             return self.tokenizer_type
+        if self.vocab_file is not None and self.vocab_file.endswith(".txt") and self.merge_file is None:
+            return "BertWordPieceLowerCase"  # GPT-2's vocabulary is a .json file
         if self.vocab_file is not None or self.merge_file is not None:
             return "GPT2BPETokenizer"
         if self.tokenizer_name_or_path is not None:

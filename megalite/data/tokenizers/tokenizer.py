@@ -183,6 +183,8 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def _type_for(files: TokenizerFiles) -> str:
+    if files.vocab_file and files.vocab_file.endswith(".txt") and not files.merge_file:
+        return "BertWordPieceLowerCase"  # GPT-2's vocabulary is a .json file
     if files.vocab_file or files.merge_file:
         return "GPT2BPETokenizer"
     if files.name_or_path:

@@ -50,3 +50,10 @@ GPT3_175B = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --se
   --pipeline-model-parallel-size 16 --data-path D --vocab-file V --merge-file M --split 949,50,1
   --log-interval 100 --save-interval 10000 --eval-interval 1000 --save C --load C --eval-iters 10
   --tensorboard-dir T"""
+
+BERT_340M = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+  --max-position-embeddings 512 --attention-backend auto --micro-batch-size 4 --global-batch-size 32
+  --train-iters 1000000 --weight-decay 1e-2 --clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000
+  --lr-decay-style linear --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0
+  --tensor-model-parallel-size 8 --data-path D --vocab-file vocab.txt --split 949,50,1 --log-interval 100
+  --save-interval 10000 --eval-interval 1000 --save C --load C --eval-iters 10 --tensorboard-dir T"""

@@ -12,7 +12,7 @@ from megalite.config import check_config
 from megalite.config.command_line import parse
 from megalite.config.data import split_weights
 from megalite.errors import ConfigError
-from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE, GPT3_175B
+from tests.unit.config.lines import BERT_340M, BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE, GPT3_175B
 
 
 @pytest.fixture
@@ -85,6 +85,14 @@ def test_megatrons_example_of_gpt3_is_accepted_whole() -> None:
     assert (config.parallel.tp, config.parallel.pp, config.training.global_batch_size) == (8, 16, 1536)
     assert config.training.step_batch_size_schedule == ("0:16", "2.4B:320", "12B:1536")
     assert config.batch_size(1)(0) == 16
+    assert notices == []
+
+
+def test_megatrons_example_of_bert_is_accepted() -> None:
+    """The flags of examples/bert/train_bert_340m_distributed.sh, but for its 16 stages of 24 layers."""
+    config, notices = parse(shlex.split(BERT_340M), architecture="bert")
+    check_config(config, world_size=8)
+    assert config.data.resolved_tokenizer_type == "BertWordPieceLowerCase"
     assert notices == []
 
 
