@@ -60,7 +60,9 @@ _LIBRARY_OPS = (
 def describe(device_type: str = "cpu") -> str:
     """Return one line for the log that names what each operator runs on."""
     names: dict[str, list[str]] = {}
-    of_library = (op for op in _LIBRARY_OPS if is_compiled(op, device_type))
-    for op in (*_OPS, *(_CUDA_OPS if device_type == "cuda" else ()), *of_library):
+    ops = list(_OPS)
+    if device_type == "cuda":
+        ops += [*_CUDA_OPS, *(op for op in _LIBRARY_OPS if is_compiled(op, "cuda"))]
+    for op in ops:
         names.setdefault(implementation(op, device_type), []).append(op)
     return "; ".join(f"{', '.join(ops)}: {serving}" for serving, ops in names.items())
