@@ -92,7 +92,7 @@ class TrainStep:
 
         mean_losses, norm = self.compute_gradients(plan)
         mean_loss = mean_losses.sum()
-        scalars = AsyncScalars(mean_loss, norm, *mean_losses)
+        scalars = AsyncScalars(norm, *mean_losses)
 
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
         self.before_update()  # an asynchronous save must have copied the weights
@@ -100,7 +100,8 @@ class TrainStep:
             self.optimizer.step(plan.learning_rate, plan.weight_decay, norm, is_allowed)
 
         with self.topology.events.during(DEVICE):
-            loss, grad_norm, *each_loss = scalars.read()
+            grad_norm, *each_loss = scalars.read()
+        loss = sum(each_loss)
         losses = dict(zip(self.loss_names, each_loss, strict=True))
         scaler = self.optimizer.scaler
         anomaly = self.check.find(loss, grad_norm, progress.recent_losses, scaler.can_go_down)
