@@ -156,18 +156,9 @@ class DataConfig:
     @property
     def resolved_tokenizer_type(self) -> TokenizerType | None:
         """Return the tokenizer as set, or the one that its files are for; None without either."""
-        if self.tokenizer_type is not None:
-            return self.tokenizer_type
-        if self.vocab_file is not None and self.vocab_file.endswith(".txt") and self.merge_file is None:
-            return "BertWordPieceLowerCase"  # GPT-2's vocabulary is a .json file
-        if self.vocab_file is not None or self.merge_file is not None:
-            return "GPT2BPETokenizer"
-        if self.tokenizer_name_or_path is not None:
-            return "HuggingFaceTokenizer"
-        if self.tokenizer_model is not None:
-            is_json = self.tokenizer_model.endswith(".json")
-            return "HuggingFaceTokenizer" if is_json else "SentencePieceTokenizer"
-        return None
+        return self.tokenizer_type or tokenizer_type_for(
+            self.tokenizer_model, self.vocab_file, self.merge_file, self.tokenizer_name_or_path
+        )
 
     def files_missing_for(self, kind: TokenizerType) -> list[str]:
         """Return the flags of the files that this tokenizer lacks, each with its alternatives."""
@@ -176,6 +167,21 @@ class DataConfig:
             for names in _NEEDED_FILES[kind]
             if all(getattr(self, name) is None for name in names)
         ]
+
+
+def tokenizer_type_for(
+    model: str | None, vocab_file: str | None, merge_file: str | None, name_or_path: str | None
+) -> TokenizerType | None:
+    """Return the kind of tokenizer that has these files; None if there are none."""
+    if vocab_file is not None and vocab_file.endswith(".txt") and merge_file is None:
+        return "BertWordPieceLowerCase"  # GPT-2's vocabulary is a .json file
+    if vocab_file is not None or merge_file is not None:
+        return "GPT2BPETokenizer"
+    if name_or_path is not None:
+        return "HuggingFaceTokenizer"
+    if model is not None:
+        return "HuggingFaceTokenizer" if model.endswith(".json") else "SentencePieceTokenizer"
+    return None
 
 
 def split_weights(text: str) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megalite.config import DataConfig
+from megalite.config.data import tokenizer_type_for
 from megalite.data.tokenizers.hf_tokenizer import (
     HuggingFaceTokenizer,
     gpt2_bpe_tokenizer,
@@ -183,18 +184,20 @@ def configured_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def _type_for(files: TokenizerFiles) -> str:
-    if files.vocab_file and files.vocab_file.endswith(".txt") and not files.merge_file:
-        return "BertWordPieceLowerCase"  # GPT-2's vocabulary is a .json file
-    if files.vocab_file or files.merge_file:
-        return "GPT2BPETokenizer"
-    if files.name_or_path:
-        return "HuggingFaceTokenizer"
-    if files.tokenizer_model:
-        is_json = files.tokenizer_model.endswith(".json") or Path(files.tokenizer_model).is_dir()
-        return "HuggingFaceTokenizer" if is_json else "SentencePieceTokenizer"
-    raise UserError(
-        f"there is no tokenizer: pass --tokenizer-type, one of {', '.join(_BUILDERS)}, or a tokenizer's files"
+    kind = tokenizer_type_for(
+        files.tokenizer_model or None,
+        files.vocab_file or None,
+        files.merge_file or None,
+        files.name_or_path or None,
     )
+    if kind is None:
+        raise UserError(
+            f"there is no tokenizer: pass --tokenizer-type, one of {', '.join(_BUILDERS)}, or a tokenizer's "
+            "files"
+        )
+    if kind == "SentencePieceTokenizer" and Path(files.tokenizer_model or "").is_dir():
+        return "HuggingFaceTokenizer"
+    return kind
 
 
 def _needed(kind: str, flag: str, value: str | None) -> str:
