@@ -3,18 +3,8 @@
 torchrun --nproc-per-node 4 -m megalite train --preset gpt2-124m --tp 2 --pp 2 --data-path PREFIX …
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from functools import partial
 
 from megalite.pretraining import pretrain
-from megalite.train.loop import Callback
 
-
-def main(arguments: Sequence[str], callbacks: Sequence[Callback] = ()) -> None:
-    """Run one rank from its command line to the end of training.
-
-    Args:
-        callbacks: your own, called before the run's.
-    """
-    pretrain("gpt", arguments, callbacks)
+main = partial(pretrain, "gpt")

@@ -65,7 +65,7 @@ def parse(
     if any(flag.flag == _HELP_ALL for flag in flags):
         _print_and_exit(full_help(Path(sys.argv[0]).name))
     if any(flag.flag in _HELP for flag in flags):
-        _print_and_exit(short_help(Path(sys.argv[0]).name))
+        _print_and_exit(short_help(Path(sys.argv[0]).name, architecture or "gpt"))
     for token in [*stray, *after_override]:
         diagnostics.add_problem(f"{token!r} does not follow a flag: put its flag in front of it")
     config = _config(flags, architecture or "gpt", diagnostics)

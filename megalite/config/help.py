@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
 from megalite.config.flags import flag_of, format_value
 from megalite.config.megatron_compatibility import accepted_flags, refused_flags
+from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
 
 _WIDTH = 110
@@ -24,9 +25,19 @@ _EVERYDAY = {
 """The fields that most runs set, under the titles of the short help."""
 
 
-def short_help(program: str) -> str:
+_EXAMPLES: Mapping[Architecture, tuple[str, str]] = {
+    "gpt": (
+        "124M parameters",
+        "--preset gpt2-124m --data-path my_text_document --tokenizer-model tokenizer.json",
+    ),
+    "bert": ("110M parameters", "--preset bert-base --data-path my_text_sentence --vocab-file vocab.txt"),
+}
+"""Size, and model and data, of the short help's example."""
+
+
+def short_help(program: str, architecture: Architecture) -> str:
     """Return the text of --help: an example, and the flags that most runs need."""
-    return "\n".join(_short_lines(program)) + "\n"
+    return "\n".join(_short_lines(program, architecture)) + "\n"
 
 
 def full_help(program: str) -> str:
@@ -34,12 +45,14 @@ def full_help(program: str) -> str:
     return "\n".join(_all_lines(program)) + "\n"
 
 
-def _short_lines(program: str) -> Iterator[str]:
+def _short_lines(program: str, architecture: Architecture) -> Iterator[str]:
     yield from _usage(program)
-    yield "example, a model of 124M parameters on 4 GPUs or on 4 processes of a laptop:"
+    size, flags = _EXAMPLES[architecture]
+    yield f"example, a model of {size} on 4 GPUs or on 4 processes of a laptop:"
     yield ""
-    yield f"  torchrun --nproc-per-node 4 {program} --preset gpt2-124m --tp 2 --bf16 \\"
-    yield "    --data-path my_text_document --tokenizer-model tokenizer.json \\"
+    module = "-m " if program.startswith("megalite ") else ""
+    yield f"  torchrun --nproc-per-node 4 {module}{program} --tp 2 --bf16 \\"
+    yield f"    {flags} \\"
     yield "    --train-iters 10000 --micro-batch-size 4 --global-batch-size 64 --lr 6e-4 --save checkpoints"
     for title, names in _EVERYDAY.items():
         yield from ("", f"{title}:")

@@ -16,6 +16,7 @@ from megalite.config.command_line import parse
 from megalite.config.entry_point import run_main
 from megalite.config.fields import SYNONYMS, config_fields, field_docs, fields_by_flag
 from megalite.config.megatron_compatibility import megatron_rules
+from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
 from megalite.errors import ConfigError, UserError
 
@@ -216,16 +217,20 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     assert (model.num_layers * layer + rows * h, model.head_dim) == pytest.approx(PUBLISHED[name], rel=0.013)
 
 
-def test_help_is_short_and_its_example_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_help_is_short_and_its_example_is_a_command_line(
+    architecture: Architecture, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse(["--help", "--nonsense"])
+        parse(["--help", "--nonsense"], architecture=architecture)
     assert caught.value.code == 0
     text = capsys.readouterr().out
     names = {word for word in text.replace(",", " ").split() if word.startswith("--")}
     fields = {fields_by_flag()[name].name for name in names & fields_by_flag().keys()}
     assert 20 <= len(fields) <= 26
-    (example,) = re.findall(r"(--preset gpt2(?:.*\\\n)*.*)", text)
-    config, notices = parse(example.replace("\\\n", " ").split())
+    (example,) = re.findall(r"(--tp 2 (?:.*\\\n)*.*)", text)
+    config, notices = parse(example.replace("\\\n", " ").split(), architecture=architecture)
+    assert config.model.architecture == architecture
     assert config.training.train_iters == 10000
     assert notices == []
 
