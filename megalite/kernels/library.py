@@ -55,7 +55,7 @@ CUDA_LOAD_ERROR = "torch has no CUDA" if torch.version.cuda is None else _load(_
 
 
 _AT_RUN_TIME: dict[str, str] = {}
-"""What compiles the kernels of an operator for CUDA at run time, by the operator's name."""
+"""Compiler of an operator's CUDA kernels at run time, "torch.compile" or "Triton", by the operator's name."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -122,7 +122,7 @@ class Entry:
 
 
 OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""What the files of the published BERT call a norm's parameters."""
+"""Names of a norm's parameters in the files of the published BERT, and today's names."""
 
 
 @dataclass(frozen=True)

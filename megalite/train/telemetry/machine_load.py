@@ -1,4 +1,4 @@
-"""How busy the machine of the reporting rank is: GPU, CPU, disk, network and InfiniBand."""
+"""Measure how busy the machine of the reporting rank is: GPU, CPU, disk, network and InfiniBand."""
 
 from __future__ import annotations
 
