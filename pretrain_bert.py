@@ -1,10 +1,7 @@
 #!/usr/bin/env python
-"""Run `megalite train-bert` from a checkout: train a BERT model; under torchrun, on many ranks."""
+"""Train a BERT model; under torchrun, on many ranks. `megalite train-bert` is the same."""
 
-import sys
-
-from megalite.cli.train_bert import main
-from megalite.config.entry_point import run_rank
+from megalite import BERT, pretrain
 
 if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])
+    pretrain(BERT, architecture="bert")

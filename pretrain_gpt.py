@@ -1,10 +1,7 @@
 #!/usr/bin/env python
-"""Run `megalite train` from a checkout: train a model; under torchrun, on many ranks."""
+"""Train a GPT, BLOOM or Llama-like model; under torchrun, on many ranks. `megalite train` is the same."""
 
-import sys
-
-from megalite.cli.train import main
-from megalite.config.entry_point import run_rank
+from megalite import GPT, pretrain
 
 if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])
+    pretrain(GPT)

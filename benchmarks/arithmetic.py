@@ -9,7 +9,7 @@ from turns import Work
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 
 SIZES = {"cpu": (2048, 1), "cuda": (8192, 20)}
 """Rows and columns of the matrices, and how many products make a turn."""

@@ -28,7 +28,7 @@ from megalite.hardware import cpu
 from megalite.kernels import Drop
 from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
 from megalite.model.positions import attention_bias
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 SHAPES = (

@@ -22,7 +22,7 @@ from turns import LeftOutError, Work
 from megalite.checkpoint.convert.megatron_tensors import our_name
 from megalite.config import Config, ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 
 _ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
 

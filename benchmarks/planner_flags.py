@@ -4,7 +4,8 @@
 PYTHONPATH=. python benchmarks/planner_flags.py [--cases FILE.csv]
 
 benchmarks/planner.py knows besides which program each run was of, and on which network. Here every line is
-what somebody types: model, layout, batch, precision, recomputation and ZeRO stage, of this program's own run.
+what somebody types: model, layout, batch, precision, recomputation, ZeRO stage and, before FlashAttention,
+the attention backend, of this program's own run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from benchmarks.planner import CASES, Comparison, lines
 from megalite.plan.estimate import RunPlan
 from megalite.plan.plan_request import read_request
-from megalite.plan.published_runs import read_published
+from megalite.plan.published_runs import program_of, read_published
 
 SIZES = {
     "n_gpus": "world-size",
@@ -71,6 +72,8 @@ def flags_of(row: Mapping[str, str]) -> Iterator[str]:
         yield from ("--position-embedding-type", "alibi", "--embed-layernorm")
     yield from MODELS[row["arch"]].split()
     yield from RECOMPUTATIONS[row["recompute"]].split()
+    if not program_of(row).fused_attention:
+        yield from ("--attention-backend", "unfused")
 
 
 def compare(cases: Path) -> list[Comparison]:

@@ -128,13 +128,10 @@ def _memory_bound(model: ModelConfig, tokens: int, hidden: float) -> Iterator[tu
     yield "bias + residual + norm forward", layers, 4 * hidden
     yield "norm backward, adds the residual's gradient", 2 * layers + 1, 4 * hidden
     yield "bias + residual forward", layers, 3 * hidden
-    yield "bias + GELU forward", layers, 2 * ffn * hidden
-    yield "GELU backward", layers, 3 * ffn * hidden
-    yield (
-        "gradients of biases",
-        layers,
-        (3 + ffn + 1) * hidden,
-    )  # the projection's is summed in a norm's backward
+    yield "GELU's input, written by the up GEMM", layers, ffn * hidden
+    yield "GELU's input, read by the down GEMM's dgrad", layers, ffn * hidden
+    # Of qkv and down: a norm's backward sums that of the projection, and the down GEMM's dgrad that of up.
+    yield "gradients of biases", layers, (3 + 1) * hidden
     yield "gradients of q, k, v into one tensor", layers, 6 * hidden
     yield "embedding forward and backward", 1, 11 * hidden
     yield "cross-entropy forward", 1, 2.0 * tokens * model.padded_vocab_size(1)

@@ -148,6 +148,13 @@ void fill_normal_(
     int64_t run_length,
     int64_t run_stride);
 
+// Not on the CPU: two operators are as fast.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> gelu_linear_backward(
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& weight,
+    const torch::stable::Tensor& before,
+    bool has_bias);
+
 torch::stable::Tensor layer_norm(
     const torch::stable::Tensor& x,
     const torch::stable::Tensor& weight,
@@ -160,6 +167,11 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> layer_norm_backward(
     const torch::stable::Tensor& weight,
     double epsilon,
     const std::optional<torch::stable::Tensor>& residual_grad);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> linear_gelu(
+    const torch::stable::Tensor& x,
+    const torch::stable::Tensor& weight,
+    const std::optional<torch::stable::Tensor>& bias);  // not on the CPU, as above
 
 torch::stable::Tensor rms_norm(
     const torch::stable::Tensor& x,

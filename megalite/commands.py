@@ -34,7 +34,7 @@ COMMANDS = {
     "inspect": Command("tools/inspect_checkpoint.py", "show, check or compare checkpoints"),
     "verify": Command("tools/verify_layout.py", "verify that a config trains the same run in any layout"),
     "report": Command("tools/report.py", "write an HTML page about runs"),
-    "launch": Command("tools/make_sbatch.py", "write a Slurm script for a planned run"),
+    "launch": Command("tools/make_sbatch.py", "write a Slurm script or a Kubernetes job for a planned run"),
     "autotune": Command("tools/autotune.py", "measure the planner's best layouts on this machine"),
     "train-tokenizer": Command("tools/train_tokenizer.py", "train a BPE or SentencePiece tokenizer"),
     "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -44,6 +45,15 @@ class ConfigError(UserError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
         """Pickle the list of problems, not the joined message: ranks send errors to each other."""
         return type(self), (self.problems,)
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """End the block at a `UserError`, and append its lines: the blocks after it can report theirs too."""
+    try:
+        yield
+    except UserError as error:
+        problems += str(error).splitlines()
 
 
 class Problem(NamedTuple):

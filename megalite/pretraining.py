@@ -2,56 +2,132 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from megalite.checkpoint.lease import hold_folder
 from megalite.config import Config
-from megalite.config.command_line import parse
+from megalite.config.command_line import NEEDED_TO_TRAIN, parse
+from megalite.config.entry_point import run_rank
 from megalite.config.model import Architecture
+from megalite.data.samples import Samples
 from megalite.distributed.topology import Launch, Topology, refusal_reported
 from megalite.dry_run.dry_run import dry_run
+from megalite.errors import UserError
+from megalite.log import configure_logging, log
+from megalite.model.stage import StageProvider
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, train
 from megalite.train.out_of_memory import explain_out_of_memory
 from megalite.train.resume import resume
-from megalite.train.run_context import resolve_run
+from megalite.train.run_context import DatasetProvider, Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, listen, open_writers, prepare_process, settings_of
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.trainer import Trainer
+from megalite.verify.compare_runs import verify_layouts
+from megalite.verify.layouts import layouts_named
 
 
 def pretrain(
-    architecture: Architecture, arguments: Sequence[str], callbacks: Sequence[Callback] = ()
+    model_provider: StageProvider | None = None,
+    dataset_provider: DatasetProvider | None = None,
+    *,
+    samples: Samples | None = None,
+    callbacks: Sequence[Callback] = (),
+    architecture: Architecture = "gpt",
+    arguments: Sequence[str] | None = None,
 ) -> None:
-    """Run one rank from its command line to the end of training.
+    """Run one rank of a program from its command line to the end of training, and exit.
+
+    The program takes all flags of ``megalite train``. Start it with torchrun, or with python for one rank.
 
     Args:
-        architecture: of the model, which the command line describes.
+        model_provider: builds the pipeline stages of a model of your own: a subclass of `GPT` or of
+            `SequentialStage`, or a function with the same arguments. By default the architecture's.
+        dataset_provider: takes the `RunContext` and returns `DatasetSplits` of your own. By default
+            --data-path or --mock-data.
+        samples: how microbatches are read from your datasets, such as `FieldSamples`; by default each sample
+            is int64 ``[s + 1]`` tokens.
         callbacks: your own, called before the run's.
+        architecture: of the model that the flags describe.
+        arguments: the command line; by default the process's own, and errors end the process.
 
     Raises:
         SystemExit: with the exit status.
-        UserError: the command line, a file or the cluster is at fault.
+        UserError: if `arguments` are passed: they, a file or the cluster are at fault.
     """
+    providers = Providers(model_provider, dataset_provider, samples)
+    main = partial(_pretrain, architecture, providers, callbacks)
+    if arguments is None:
+        run_rank(main, sys.argv[1:])
+    main(arguments)
+
+
+def _pretrain(
+    architecture: Architecture,
+    providers: Providers,
+    callbacks: Sequence[Callback],
+    arguments: Sequence[str],
+) -> None:
     with refusal_reported():
-        config, notices = parse(arguments, architecture=architecture)
+        config, notices = _parse(architecture, providers, arguments)
         if config.dry_run.dry_run:
-            return dry_run(config, notices)
+            _refuse_several_ranks("--dry-run", "; pass --world-size and --rank")
+            return dry_run(config, notices, providers.model)
+        if config.dry_run.verify_layouts is not None:
+            _refuse_several_ranks("--verify-layouts")
+            configure_logging(rank=0)
+            for notice in notices:
+                log.warning(notice)
+            is_same = verify_layouts(
+                config, layouts_named(config.dry_run.verify_layouts), providers=providers
+            )
+            raise SystemExit(0 if is_same else 1)
         launch = Launch.from_environment()
         prepare_process(config, notices, launch)
 
     with listen(config, launch) as signals:
         # Inside the block, so that later signals do not change the exit status.
-        raise SystemExit(train_rank(config, launch, signals, callbacks))
+        raise SystemExit(train_rank(config, launch, signals, callbacks, providers))
 
 
-def train_rank(config: Config, launch: Launch, signals: StopSignals, callbacks: Sequence[Callback]) -> int:
+def _parse(
+    architecture: Architecture, providers: Providers, arguments: Sequence[str]
+) -> tuple[Config, list[str]]:
+    """Return the config of the command line, which need not name a corpus if the program has datasets."""
+    if providers.datasets is None:
+        return parse(arguments, architecture=architecture)
+    unneeded = [name for name in NEEDED_TO_TRAIN if name != "train_iters"]
+    config, notices = parse(arguments, unneeded, architecture)
+    if config.data.corpus_options():
+        return config, notices
+    return replace(config, data=replace(config.data, mock_data=True)), notices
+
+
+def _refuse_several_ranks(flag: str, more: str = "") -> None:
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(
+            f"{flag} is one process, but the launcher has started {started} (WORLD_SIZE): start it with "
+            f"python{more}"
+        )
+
+
+def train_rank(
+    config: Config,
+    launch: Launch,
+    signals: StopSignals,
+    callbacks: Sequence[Callback],
+    providers: Providers,
+) -> int:
     """Join the other ranks, train, and return the exit status."""
     with Topology.start(config.parallel, launch, must_agree=settings_of(config)) as topology:
         exit_if_switched_off(config.training, topology)
         with hold_folder(config.checkpoint.save, topology) as lease:
-            run = resolve_run(config, topology, lease=lease)
+            run = resolve_run(config, topology, lease=lease, providers=providers)
             datasets = build_data(run)
             with (
                 open_writers(run) as writers,

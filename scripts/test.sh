@@ -9,4 +9,4 @@ cd "$(dirname "$0")/.."
 scripts/install.sh test
 .venv/bin/python -m pip install --quiet --no-deps --requirement tests/requirements-nodeps.txt
 printf '\n== Running the tests\n'
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n 2 "$@"

@@ -5,6 +5,7 @@ import logging
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -18,7 +19,7 @@ hypothesis.settings.load_profile("megalite")
 
 
 ROOT = Path(__file__).parents[1]
-FOLDERS_OF_RANKS = {"end_to_end", "parity", "ranks", "slurm", "soak"}  # their tests run several processes
+FOLDERS_OF_RANKS = {"parity", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,21 +48,32 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Remove the mark `slow` from the rows of the sample, and let one pytest-xdist worker run all ranks.
+    """Remove the mark `slow` from the rows of the sample.
 
     Rows are ordered by the digest of the seed and their name: another commit runs another sample, and
     the same seed runs the same one again.
-    Two tests of several ranks at once on two cores take three times as long as one after the other, so all of
-    them are one group of `--dist loadgroup`; the other worker has the unit tests.
     """
     seed, size = config.option.layout_seed, config.option.layout_sample
     slow = [each for each in items if "tests/parity/" in each.nodeid and each.get_closest_marker("slow")]
     slow.sort(key=lambda each: hashlib.sha256(f"{seed} {each.nodeid}".encode()).digest())
     for item in slow[:size]:
         item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
-    for item in items:
-        if item.path.relative_to(ROOT / "tests").parts[0] in FOLDERS_OF_RANKS:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run the tests of several ranks, and the other workers run the rest.
+
+    Two tests of several ranks at once on two cores take three times as long as one after the other.
+    `--dist loadgroup` does the same for marked tests, but has no effect with pytest 9.2: it renames tests.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksOnOneWorker(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if FOLDERS_OF_RANKS.intersection(nodeid.split("/")) else nodeid
+
+    return RanksOnOneWorker(config, log)
 
 
 @pytest.fixture(autouse=True)

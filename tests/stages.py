@@ -11,7 +11,7 @@ from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
 from megalite.model.recompute import apply_recompute
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 

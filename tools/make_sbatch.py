@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run `megalite launch` from a checkout: write a Slurm script for a planned run."""
+"""Run `megalite launch` from a checkout: write a Slurm script or a Kubernetes job."""
 
 import sys
 

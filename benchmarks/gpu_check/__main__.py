@@ -2,10 +2,12 @@
 
 scripts/check_gpu.sh --out FOLDER
 scripts/check_gpu.sh --stage 3
+scripts/check_gpu.sh --links
 
 Each stage writes stage_N.json and stage_N.log to the folder and goes on after a failure. A table of measured
 and expected values ends the run. The exit status is 1 if a check failed; being slower than expected is no
-failure. docs/gpu_check.md describes the checks.
+failure. --links only reports which links NCCL uses, also over several nodes. docs/gpu_check.md describes the
+checks.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu_check.links import check_links
 from benchmarks.gpu_check.results import Result, has_failed, table
 from benchmarks.gpu_check.runner import ROOT, run_stage
 from benchmarks.gpu_check.stages import STAGES
@@ -41,10 +44,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--rehearse", action="store_true", help="try the checks themselves, on the CPU at tiny sizes"
     )
+    parser.add_argument(
+        "--links",
+        nargs=argparse.REMAINDER,
+        metavar="TORCHRUN-FLAG",
+        help="report which links NCCL uses within and between nodes; what follows goes to torchrun",
+    )
     args = parser.parse_args(arguments)
     if not args.rehearse and (problem := gpu_problem()):
         print(problem, file=sys.stderr)
         return 1
+    if args.links is not None:
+        return check_links(args.links, "cpu" if args.rehearse else "cuda")
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     for stage in STAGES:

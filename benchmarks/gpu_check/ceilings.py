@@ -20,6 +20,7 @@ from benchmarks.gpu_check.results import Result, at_most, duration, failed, info
 from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.watch import watched
 from benchmarks.roofline import COPY_SHARE, gemms, gpu_of_device, rows
+from megalite import kernels
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Launch, Topology
@@ -140,6 +141,32 @@ def layer_gemms(context: CheckContext) -> Iterator[Result]:
         limit = expected.get(gemm.name)
         reached = f"{gemm.flops / seconds / 1e12:.0f} TFLOP/s"
         yield duration(gemm.name, seconds * 1e3, limit and limit * 1e3, "ms", 0.9, reached)
+
+
+def gelu_in_gemms(context: CheckContext) -> Iterator[Result]:
+    """Compare GEMMs that compute GELU, forward and backward, with a GEMM and a kernel for each."""
+    model, micro_batch_size = model_of(context)
+    tokens, h, ffn = micro_batch_size * model.seq_length, model.hidden_size, model.ffn_size
+    kind = {"device": context.device, "dtype": torch.bfloat16}
+    x, up, bias = torch.randn(tokens, h, **kind), torch.randn(ffn, h, **kind), torch.randn(ffn, **kind)
+    down, before = torch.randn(h, ffn, **kind), torch.randn(tokens, ffn, **kind)
+    if context.device == "cuda":
+        has_it = kernels.has_linear_gelu(up, True)
+        yield passed("GELU in GEMMs", has_it, str(has_it), "True")
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "forward": (
+            lambda: kernels.linear_gelu(x, up, bias),
+            lambda: kernels.bias_gelu(F.linear(x, up), bias),
+        ),
+        "backward": (
+            lambda: kernels.gelu_linear_backward(x, down, before, True),
+            lambda: torch.ops.megalite.bias_gelu_backward(x @ down, before, bias),
+        ),
+    }
+    for name, (in_gemm, apart) in calls.items():
+        seconds, seconds_apart = (seconds_of(function, context.device) for function in (in_gemm, apart))
+        shown = f"{seconds * 1e3:.3f} instead of {seconds_apart * 1e3:.3f} ms"
+        yield rate(f"GELU {name}: times as fast in a GEMM", seconds_apart / seconds, 1.0, "", 1.0, shown)
 
 
 def heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

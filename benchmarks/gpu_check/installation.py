@@ -92,7 +92,7 @@ def _triton_attention() -> Result:
 
 def operator_tests(context: CheckContext) -> Iterator[Result]:
     """Run the tests of compiled operators, of copies to the GPU and of NCCL."""
-    others = ("tests/gpu/test_host_copy.py", "tests/gpu/test_communication.py")
+    others = (f"tests/gpu/test_{name}.py" for name in ("host_copy", "communication", "gelu_in_gemms"))
     return _tests("operator tests", "tests/gpu/test_kernels.py", *others, "-k", "not at_run_time")
 
 
@@ -103,7 +103,8 @@ def run_time_tests(context: CheckContext) -> Iterator[Result]:
 
 def triton_tests(context: CheckContext) -> Iterator[Result]:
     """Run the tests of Triton's attention in bf16, and of its masks; each case compiles its kernels."""
-    return _tests("Triton tests", "tests/gpu/test_flash_attention.py", "-k", "bfloat16 or drops")
+    files = (f"tests/gpu/test_{name}.py" for name in ("flash_attention", "layouts"))
+    return _tests("Triton tests", *files, "-k", "bfloat16 or drops or same_run")
 
 
 def compiled_layer_tests(context: CheckContext) -> Iterator[Result]:

@@ -239,3 +239,17 @@ def auto_attention(context: CheckContext) -> Iterator[Result]:
             print(trainer.chunks[0].core.choice)
     worst = max(abs(a - b) / b for a, b in zip(losses["auto"], losses["unfused"], strict=True))
     yield at_most("bf16 losses, auto against unfused attention", worst, 1e-2)
+
+
+def gelu_in_gemms(context: CheckContext) -> Iterator[Result]:
+    """Train in bf16 with GELU in GEMMs and in kernels of its own: losses differ by rounding alone."""
+    losses = []
+    for in_gemms in (True, False):
+        config = _config("gpt-tiny")
+        model = replace(config.model, params_dtype="bf16", hidden_dropout=0.0, attention_dropout=0.0)
+        with one_rank(context) as topology, start_trainer(replace(config, model=model), topology) as trainer:
+            for layer in trainer.chunks[0].layers.values():
+                layer.mlp.up.fuses_gelu = in_gemms
+            losses.append([trainer.step().loss for _ in range(NUM_ITERATIONS)])
+    worst = max(abs(a - b) / b for a, b in zip(*losses, strict=True))
+    yield at_most("bf16 losses, GELU in GEMMs against its own kernels", worst, 1e-2)

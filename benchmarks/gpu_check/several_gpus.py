@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu_check.ceilings import data_sheet
 from benchmarks.gpu_check.commands import run_python
 from benchmarks.gpu_check.faults import MODEL, SMALL_MODEL, losses_of
+from benchmarks.gpu_check.links import LOG_SETTINGS, parse_log
 from benchmarks.gpu_check.results import Result, at_most, failed, info, passed, rate, skipped
 from benchmarks.gpu_check.runner import CheckContext
 from megalite.verify.layouts import TABLE, Layout
@@ -29,7 +30,7 @@ def _too_few(context: CheckContext, name: str) -> Iterator[Result]:
 
 
 def all_reduce(context: CheckContext) -> Iterator[Result]:
-    """Measure the bus bandwidth of all-reduce: 2 (n - 1) / n bytes per byte and second."""
+    """Report NCCL's links and the bus bandwidth of all-reduce: 2 (n - 1) / n bytes per byte and second."""
     if num_ranks(context) < 2:
         yield from _too_few(context, "all-reduce")
         return
@@ -38,7 +39,11 @@ def all_reduce(context: CheckContext) -> Iterator[Result]:
     done = run_python(
         *("-m", "torch.distributed.run", "--nproc-per-node", ranks, "-m", "benchmarks.gpu_check.all_reduce"),
         *(context.device, *options),
+        env=LOG_SETTINGS,
     )
+    if context.device == "cuda":
+        links = parse_log(done.text)
+        yield info("links", links.summary, detail="; ".join(links.advice))
     gpu = data_sheet(context)
     measured = [json.loads(line) for line in re.findall(r"^\{.*\}$", done.text, flags=re.MULTILINE)]
     for each in measured:

@@ -18,6 +18,7 @@ STAGES = (
             Check("copy", "ceilings.copy", 30.0),
             Check("large GEMM", "ceilings.large_gemm", 50.0),
             Check("layer GEMMs", "ceilings.layer_gemms", 60.0),
+            Check("GELU in GEMMs", "ceilings.gelu_in_gemms", 40.0),
             Check("attention", "ceilings.attention", 60.0),
             Check("no synchronization", "ceilings.no_synchronization", 60.0),
             Check("operator tests", "installation.operator_tests", 150.0),
@@ -33,6 +34,7 @@ STAGES = (
             Check("attention in fp64", "same_numbers.attention", 60.0),
             Check("train steps", "same_numbers.train_steps", 240.0),
             Check("bf16 attention", "same_numbers.auto_attention", 60.0),
+            Check("bf16 GELU", "same_numbers.gelu_in_gemms", 60.0),
         ),
     ),
     Stage(

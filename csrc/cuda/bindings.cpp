@@ -25,8 +25,10 @@ STABLE_TORCH_LIBRARY_IMPL(megalite, MEGALITE_DISPATCH_KEY, library) {
   library.impl("cross_entropy_statistics", TORCH_BOX(&megalite::cuda::ops::cross_entropy_statistics));
   library.impl("dropout", TORCH_BOX(&megalite::cuda::ops::dropout));
   library.impl("fill_normal_", TORCH_BOX(&megalite::cuda::ops::fill_normal_));
+  library.impl("gelu_linear_backward", TORCH_BOX(&megalite::cuda::ops::gelu_linear_backward));
   library.impl("layer_norm", TORCH_BOX(&megalite::cuda::ops::layer_norm));
   library.impl("layer_norm_backward", TORCH_BOX(&megalite::cuda::ops::layer_norm_backward));
+  library.impl("linear_gelu", TORCH_BOX(&megalite::cuda::ops::linear_gelu));
   library.impl("rms_norm", TORCH_BOX(&megalite::cuda::ops::rms_norm));
   library.impl("rms_norm_backward", TORCH_BOX(&megalite::cuda::ops::rms_norm_backward));
   library.impl("rotate", TORCH_BOX(&megalite::cuda::ops::rotate));

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.cli import train, train_bert
 from megalite.config.entry_point import run_main
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,13 @@ def run(example: Example) -> str:
     return printed.getvalue()
 
 
+_TRAINING = {"pretrain_gpt.py": train.main, "pretrain_bert.py": train_bert.main}
+"""The programs that call `pretrain` directly, with the commands that are the same."""
+
+
 def _main_of(path: Path) -> Callable[[Sequence[str]], Any]:
+    if path.name in _TRAINING:
+        return _TRAINING[path.name]
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,6 @@ from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS, UN
 BEGIN, END = "<!-- made by python -m docs.make -->", "<!-- end -->"
 CHECKED = {
     "parallel": {
-        "--deepspeed-config": "its settings are compared with the flags; a conflict is an error",
         "--local-rank": "must equal the environment variable LOCAL_RANK",
     },
     "model": {"--group-query-attention": "`--num-query-groups` enables it, and is required with it"},

@@ -228,8 +228,10 @@ def _compare_schedules(
     if saved.keys() & {"lr_warmup_iters"} != here.keys() & {"lr_warmup_iters"}:
         advice = "one is counted in iterations, the other in samples: pass --override-opt-param-scheduler"
     elif config.checkpoint.use_checkpoint_opt_param_scheduler:
-        kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
-        return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
+        if "decoupled_lr" not in saved.keys() - here.keys():
+            kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
+            return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
+        advice = f"pass --decoupled-lr {saved['decoupled_lr']} too: the optimizer groups its weights by it"
     else:
         advice = (
             "pass --override-opt-param-scheduler to continue with the new one, or "

@@ -1,7 +1,8 @@
-"""Write a batch script for Slurm that trains in a planned layout and is requeued until the run is done.
+"""Write a job for Slurm or Kubernetes that trains in a planned layout and restarts until the run is done.
 
 megalite launch --nodes 16 --gpu a100-80 --time 20:00:00 --preset gpt3-175b --tp 8 --pp 16 ...
 megalite launch --nodes 4 --gpu h100 --time 1-00:00:00 --config run.yaml --search
+megalite launch --nodes 4 --gpu h100 --kubernetes REGISTRY/megalite --volume runs:/runs --save /runs/a ...
 
 It takes all flags of megalite train, and those of megalite plan that describe the cluster (--gpu-set,
 --node-gbps, --network-gbps, --train-tokens, --price-per-gpu-hour, --padded-vocab-size, --search). It prints
@@ -16,6 +17,6 @@ from megalite.plan.slurm.sbatch_request import write_job
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the script and print the plan."""
+    """Write the job and print the plan."""
     assert __doc__
     print("\n".join(write_job(arguments, __doc__)))

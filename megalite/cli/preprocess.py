@@ -12,13 +12,27 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from megalite.config.tool_parser import ToolParser, positive_int
+from megalite.config.flags import flag_with_value
+from megalite.config.tool_parser import ToolParser, positive_int, whole_number
 from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
-from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, num_cores, preprocess
+from megalite.data.preprocessing.preprocess import (
+    PreprocessingProgress,
+    PreprocessJob,
+    num_cores,
+    preprocess,
+    problems_of,
+)
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
-from megalite.errors import UserError
+from megalite.errors import ConfigError, UserError
+from megalite.log import log
 
 _SECONDS_BETWEEN_LINES = 2.0
+_NOT_NEEDED = {
+    "partitions": "the workers share all files, and write one dataset in the order of the input",
+    "keep_sequential_samples": "documents always keep the order of the input",
+    "vocab_extra_ids": "no text contains extra tokens, and Megatron-LM's script ignores the flag too",
+}
+"""Megatron-LM's flags that change nothing, by their name in the namespace, and why."""
 
 
 def _partition(text: str) -> tuple[int, int]:
@@ -26,6 +40,13 @@ def _partition(text: str) -> tuple[int, int]:
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"{text} is not I/N with I from 0 to N - 1")
     return int(index), int(count)
+
+
+def _language(text: str) -> str:
+    """Check a language's code: the library takes another word, such as "german", for English."""
+    if not re.fullmatch(r"[a-z]{2,3}([-_][A-Za-z]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an ISO 639 code, such as en or de")
+    return text
 
 
 def _key(text: str) -> str:
@@ -38,7 +59,7 @@ def _key(text: str) -> str:
 _Add = Callable[..., Any]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> ToolParser:
     """Build the parser; flags have Megatron-LM's names where it has them."""
     parser = ToolParser(description=__doc__)
     _add_input(parser.add_argument)
@@ -76,7 +97,17 @@ def _add_input(add: _Add) -> None:
         action="store_true",
         help="make each sentence a sequence; writes PREFIX_{json_key}_sentence",
     )
-    add("--lang", default="en", metavar="CODE", help="language of the sentences, by its ISO 639 code (en)")
+    add(
+        "--lang",
+        type=_language,
+        metavar="CODE",
+        help="with --split-sentences: their language, by its ISO 639 code (en)",
+    )
+    add(
+        "--keep-newlines",
+        action="store_true",
+        help="with --split-sentences: end each sentence with the newlines and spaces that follow it",
+    )
     add(
         "--text-documents",
         choices=TEXT_DOCUMENTS,
@@ -113,6 +144,13 @@ def _add_work(add: _Add) -> None:
         metavar="N",
         help="number of processes, which does not change the output (one per core)",
     )
+    add(
+        "--log-interval",
+        type=positive_int,
+        metavar="N",
+        help="print progress after every N documents, or after more where a part of the input is done later "
+        "(every 2 seconds)",
+    )
     add("--on-error", choices=("fail", "skip"), default="fail", help="action for a bad document (fail)")
     add("--overwrite", action="store_true", help="replace existing output")
     add("--resume", action="store_true", help="continue a killed run of the same job")
@@ -130,31 +168,43 @@ def _add_work(add: _Add) -> None:
         default="mmap",
         help="the only format; accepted for scripts that pass it",
     )
+    add("--partitions", type=positive_int, metavar="N", help=f"not needed: {_NOT_NEEDED['partitions']}")
+    add(
+        "--keep-sequential-samples",
+        action="store_true",
+        help=f"not needed: {_NOT_NEEDED['keep_sequential_samples']}",
+    )
+    add(
+        "--vocab-extra-ids",
+        type=whole_number,
+        metavar="N",
+        help=f"not needed: {_NOT_NEEDED['vocab_extra_ids']}",
+    )
 
 
-def parse_job(arguments: list[str]) -> PreprocessJob:
-    """Parse a command line to a job.
+def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
+    """Parse a command line to a job and the documents between two lines of progress; log what has no effect.
 
     Raises:
-        UserError: the command line is wrong.
+        ConfigError: with all mistakes of the command line and of the job.
     """
-    parser = build_parser()
-    args = parser.parse_args(arguments)
+    args, problems = build_parser().find_problems(arguments)
     if args.resume and args.overwrite:
-        parser.error("--resume and --overwrite contradict each other: continue a run, or replace it")
+        problems.append("--resume and --overwrite contradict each other: continue a run, or replace it")
     if len(set(args.json_keys)) < len(args.json_keys):
-        parser.error("--json-keys names a key twice")
+        problems.append("--json-keys names a key twice")
     files = TokenizerFiles(
         args.tokenizer_model, args.vocab_file, args.merge_file, args.tokenizer_name_or_path, args.vocab_size
     )
-    return PreprocessJob(
-        inputs=tuple(args.input),
-        output_prefix=args.output_prefix,
+    job = PreprocessJob(
+        inputs=tuple(args.input or ()),
+        output_prefix=args.output_prefix or "",
         tokenizer_type=args.tokenizer_type,
         tokenizer_files=files,
         json_keys=tuple(args.json_keys),
         append_eod=args.append_eod,
-        sentence_language=args.lang if args.split_sentences else None,
+        sentence_language=(args.lang or "en") if args.split_sentences else None,
+        keep_newlines=args.keep_newlines and args.split_sentences,
         workers=args.workers,
         text_documents=args.text_documents,
         max_document_bytes=args.max_document_bytes,
@@ -163,6 +213,28 @@ def parse_job(arguments: list[str]) -> PreprocessJob:
         resume=args.resume,
         partition=args.partition,
     )
+    if problems:
+        raise ConfigError([*problems, *problems_of(job)])
+    for notice in _notices(args):
+        log.warning("%s", notice)
+    return job, args.log_interval
+
+
+def _notices(args: argparse.Namespace) -> list[str]:
+    """Return a line for each flag that has no effect."""
+    passed = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    notices = [
+        f"{flag_with_value(name, passed[name])} is not needed: {why}"
+        for name, why in _NOT_NEEDED.items()
+        if name in passed
+    ]
+    if not args.split_sentences:
+        notices += [
+            f"{flag_with_value(name, passed[name])} has no effect without --split-sentences"
+            for name in ("lang", "keep_newlines")
+            if name in passed
+        ]
+    return notices
 
 
 def _describe(progress: PreprocessingProgress) -> str:
@@ -174,16 +246,30 @@ def _describe(progress: PreprocessingProgress) -> str:
 
 
 class _ProgressBar:
-    """Progress on stderr: one line that changes on a terminal, else a line every few seconds."""
+    """Progress on stderr: one line that changes on a terminal, else a line every few seconds.
 
-    def __init__(self) -> None:
+    Args:
+        log_interval: documents between two lines, instead of seconds.
+    """
+
+    def __init__(self, log_interval: int | None) -> None:
         self._last = time.monotonic()
-        self._terminal = sys.stderr.isatty()
+        self._log_interval = log_interval
+        self._num_logged = 0
+        self._terminal = sys.stderr.isatty() and log_interval is None
+
+    def _is_due(self, num_documents: int) -> bool:
+        if self._log_interval is not None:
+            before, self._num_logged = self._num_logged, num_documents // self._log_interval
+            return self._num_logged > before
+        if time.monotonic() - self._last < (0.2 if self._terminal else _SECONDS_BETWEEN_LINES):
+            return False
+        self._last = time.monotonic()
+        return True
 
     def __call__(self, progress: PreprocessingProgress) -> None:
-        if time.monotonic() - self._last < (0.2 if self._terminal else _SECONDS_BETWEEN_LINES):
+        if not self._is_due(progress.num_documents):
             return
-        self._last = time.monotonic()
         share, left = progress.share, progress.seconds_left
         line = _describe(progress)
         if share is not None and left is not None:
@@ -195,7 +281,11 @@ class _ProgressBar:
         )
         sys.stderr.flush()
 
-    def end(self) -> None:
+    def __enter__(self) -> _ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Clear the line."""
         if self._terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
@@ -227,22 +317,19 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(_run(list(arguments)))
     except _Ended as ended:
         name = "interrupted" if ended.number == signal.SIGINT else signal.Signals(ended.number).name
-        newline = "\n" if sys.stderr.isatty() else ""  # the progress bar has none
-        sys.stderr.write(f"{newline}{name}: run the same command with --resume to continue\n")
+        sys.stderr.write(f"{name}: run the same command with --resume to continue\n")
         raise SystemExit(128 + ended.number) from None
 
 
 def _run(arguments: list[str]) -> int:
     """Preprocess, and return the exit status."""
-    bar = _ProgressBar()
     try:
-        job = parse_job(arguments)
-        summary = preprocess(job, bar)
+        job, log_interval = parse_job(arguments)
+        with _ProgressBar(log_interval) as bar:
+            summary = preprocess(job, bar)
     except UserError as error:
-        bar.end()
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())
         return 1
-    bar.end()
     outputs = ", ".join(f"{job.prefix(key)}.bin and .idx" for key in job.json_keys)
     if summary.was_complete:
         print(f"{outputs}: complete already")

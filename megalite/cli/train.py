@@ -3,8 +3,11 @@
 torchrun --nproc-per-node 4 -m megalite train --preset gpt2-124m --tp 2 --pp 2 --data-path PREFIX …
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 from megalite.pretraining import pretrain
 
-main = partial(pretrain, "gpt")
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one rank of the training that the arguments describe."""
+    pretrain(arguments=arguments)

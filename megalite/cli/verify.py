@@ -18,7 +18,7 @@ from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.log import configure_logging, log
 from megalite.verify.compare_runs import verify_layouts
-from megalite.verify.layouts import TABLE, Layout
+from megalite.verify.layouts import layouts_named
 
 _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after
 pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' for every technique"""
@@ -42,5 +42,5 @@ def main(arguments: Sequence[str]) -> None:
         config = replace(config, training=replace(config.training, train_iters=num_iterations))
     if not config.data.data_path:
         config = replace(config, data=replace(config.data, mock_data=True))
-    layouts = [Layout.parse(name) for name in (TABLE if own.layouts == "all" else own.layouts.split(","))]
-    sys.exit(0 if verify_layouts(config, layouts, own.iterations, own.worst) else 1)
+    is_same = verify_layouts(config, layouts_named(own.layouts), own.iterations, own.worst)
+    sys.exit(0 if is_same else 1)

@@ -13,6 +13,7 @@ from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
 from megalite.config.batch_size import batch_size_steps
 from megalite.config.config import Config
+from megalite.config.deepspeed import DeepSpeedFile
 from megalite.config.entry_point import is_first_rank
 from megalite.config.fields import fields_by_flag, nearest, nearest_hint
 from megalite.config.help import full_help, short_help
@@ -32,8 +33,10 @@ from megalite.config.yaml_writer import to_yaml
 from megalite.errors import ConfigError, one_line
 
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
-_OVERRIDE = "--override-flags"
-_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, *_HELP, _HELP_ALL)
+_OVERRIDE, _DEEPSPEED = "--override-flags", "--deepspeed-config"
+_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, _DEEPSPEED, *_HELP, _HELP_ALL)
+_ALSO_SETS = {"--activations-checkpoint-method": ("--recompute-granularity", "full")}
+"""Flags of earlier versions of Megatron-LM that set a second option."""
 TRAINED_BY: Mapping[Architecture, str] = {"gpt": "train", "bert": "train-bert"}
 """The command that trains each architecture."""
 NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
@@ -119,15 +122,28 @@ def _config(flags: Sequence[FlagTokens], architecture: Architecture, diagnostics
     base = _preset(_program_value("--preset", flags, diagnostics), architecture, diagnostics)
     path = _program_value("--config", flags, diagnostics)
     from_file = {} if path is None else read_yaml(path, diagnostics)
-    from_flags = diagnostics.by_field(_settings(flags, diagnostics))
-    settings = {**from_file, **from_flags}
+    from_flags = list(_settings(flags, diagnostics))
+    deepspeed = _deepspeed_file(flags, diagnostics)
+    if deepspeed is not None:
+        from_deepspeed = deepspeed.settings(diagnostics)
+        diagnostics.by_field([*from_file.values(), *from_deepspeed])  # reports what contradicts the YAML file
+        from_flags = [*from_deepspeed, *from_flags]
+        soft = {each.field.name: each for each in deepspeed.soft_settings(diagnostics)}
+        from_file = {**soft, **from_file}
+    settings = {**from_file, **diagnostics.by_field(from_flags)}
     config = _with_full_batch(_with(base, settings))
     if config.checkpoint.use_checkpoint_args:
         model = read_checkpoint_model(config.checkpoint, diagnostics)
         config = _with_full_batch(_with(base, {**model, **settings}))
         if any(flag.flag == "--preset" for flag in flags):
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
-    return config
+    return config if deepspeed is None else deepspeed.completed(config, _world_size(), diagnostics)
+
+
+def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> DeepSpeedFile | None:
+    """Return the file of --deepspeed_config, or None if there is none or it cannot be read."""
+    path = _program_value(_DEEPSPEED, flags, diagnostics)
+    return None if path is None else DeepSpeedFile.read(path, diagnostics)
 
 
 def _with_full_batch(config: Config) -> Config:
@@ -161,10 +177,13 @@ def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator
                 yield UserSetting(field, parse_value(field, flag.values), flag.name)
             except ValueError as error:
                 diagnostics.add_problem(f"{flag.name} {error}", field.name)
+        if flag.flag in _ALSO_SETS:
+            other, value = _ALSO_SETS[flag.flag]
+            yield UserSetting(fields_by_flag()[other], value, flag.name)
 
 
 def _program_value(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> str | None:
-    """Return the one value of --config or --preset."""
+    """Return the one value of --config, --preset or --deepspeed_config."""
     values = [value for flag in flags if flag.flag == name for value in flag.values]
     if len(values) == 1:
         return values[0]

@@ -74,6 +74,9 @@ class DataConfig:
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
+    aml_data_download_path: str | None = None
+    """Folder where the relative prefixes of --data-path and of the other flags of corpora begin: an input
+    folder of an Azure ML job."""
     data_args_path: str | None = None
     """File with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = ()

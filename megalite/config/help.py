@@ -77,6 +77,7 @@ def _all_lines(program: str) -> Iterator[str]:
     yield from _entry(
         ["--config FILE.yaml"], "Read settings from a YAML file, as --print-config writes them."
     )
+    yield from _entry(["--deepspeed_config FILE.json"], "Read settings from a DeepSpeed file, and obey them.")
     yield from _entry(
         ["--override-flags"],
         "Let flags after this one replace those before it: for scripts that pass on a user's flags.",

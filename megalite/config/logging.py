@@ -23,7 +23,17 @@ class LoggingConfig:
     """Fields of the log line: those of Megatron-LM, or also Megatron-DeepSpeed's consumed tokens, samples per
     second and TFLOPs."""
     profile_modules: int | None = None
-    """Log the parameters, FLOPs and latency of each module of the forward pass, before this iteration."""
+    """Log the parameters, operations, times and memory of each module, forward and backward, before this
+    iteration."""
+    profile_modules_depth: int | None = None
+    """With --profile-modules: depth of the module tree in the tables; 0 for the whole model alone. By default
+    all of it."""
+    profile_modules_top: int | None = None
+    """With --profile-modules: number of the most expensive submodules to show of each module. By default
+    all."""
+    profile_modules_file: str | None = None
+    """With --profile-modules: also write the tables to this text file. Pipeline ranks after the first add
+    their rank to the name."""
     log_throughput: bool = False
     """Log TFLOP/s per rank, in the log line and in TensorBoard."""
     log_params_norm: bool = False
@@ -82,6 +92,12 @@ class LoggingConfig:
     """Ranks for --profile and --record-memory-history."""
     use_pytorch_profiler: bool = False
     """With --profile: write a PyTorch profiler trace, as --profile-execution does."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Record the shapes of each operator's inputs in the PyTorch profiler's trace."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Record the Python call stack in the PyTorch profiler's trace."""
+    pytorch_profiler_collect_memory: bool = False
+    """Record each allocation in the PyTorch profiler's trace, for TensorBoard's memory view."""
     record_memory_history: bool = False
     """Record GPU memory allocations. They are written at the end of the run, or when memory runs out."""
     memory_snapshot_path: str = "snapshot.pickle"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from megalite.config.arguments import Diagnostics, FlagTokens
 from megalite.config.config import Config
-from megalite.config.deepspeed import check_deepspeed_file
 from megalite.config.megatron_flags import (
     ACCEPTED,
     ACCEPTED_IF_OFF,
@@ -96,7 +95,7 @@ def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
 def _deepspeed(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
     diagnostics.notices.append(
         f"{flag.name} adds Megatron-DeepSpeed's fields to the log line, no more: megalite does not use "
-        "DeepSpeed; --deepspeed_config is read and checked"
+        "DeepSpeed; --deepspeed_config sets what its file says"
     )
 
 
@@ -108,13 +107,6 @@ def _gradients_in_fp32(flag: FlagTokens, line: CommandLine, diagnostics: Diagnos
         )
     else:
         _not_needed("gradient sums and their communication are in fp32")(flag, line, diagnostics)
-
-
-def _deepspeed_config(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    if len(flag.values) != 1:
-        diagnostics.add_problem(f"{flag.name} takes one value, the DeepSpeed JSON file")
-    else:
-        check_deepspeed_file(flag.values[0], line.config, line.world_size, diagnostics)
 
 
 def _group_query_attention(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
@@ -134,7 +126,6 @@ def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
 
 
 _RULES: dict[str, FlagRule] = {
-    "--deepspeed-config": _deepspeed_config,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
     "--accumulate-allreduce-grads-in-fp32": _gradients_in_fp32,

@@ -382,7 +382,7 @@ UNSUPPORTED = (
         "this optimizer option",
         "remove it",
         """
-        sgd-momentum decoupled-lr decoupled-min-lr use-precision-aware-optimizer grad-norm-skip-threshold
+        sgd-momentum use-precision-aware-optimizer grad-norm-skip-threshold
         check-for-large-grads apply-wd-to-qk-layernorm decrease-batch-size-if-needed
         """,
         "muon- soap- lion- adaptive-muon- no-weight-decay-cond-",
@@ -428,7 +428,8 @@ UNSUPPORTED = (
         """
         disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count codecarbon-dir log-energy
         log-progress log-memory-interval log-device-memory-used log-max-attention-logit config-logger-dir
-        use-nsys-profiler nvtx-ranges check-weight-hash-across-dp-replicas-interval wandb-entity
+        use-nsys-profiler nvtx-ranges pytorch-profiler-collect-chakra
+        check-weight-hash-across-dp-replicas-interval wandb-entity
         """,
         "one-logger- otel- save-activations- save-dgrads- save-wgrads- logits-",
     ),

@@ -27,6 +27,10 @@ class OptimizerConfig:
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: float = 0.0
     """Minimum learning rate, at the end of the decay and after it."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the word embedding and the output layer. By default that of the other weights."""
+    decoupled_min_lr: float | None = None
+    """With --decoupled-lr: minimum of that learning rate. By default --min-lr."""
     lr_decay_style: LrDecayStyle = "linear"
     """Decay of the learning rate from peak to minimum. WSD (warm-up, stable, decay) stays at the peak
     first."""

@@ -42,15 +42,16 @@ _FIELDS_OF_RANGE = {
         eval_interval exit_interval
         exit_duration_in_mins recompute_num_layers cross_entropy_chunks
         save_interval non_persistent_save_interval
-        keep_last keep_every world_size profile_modules
+        keep_last keep_every world_size profile_modules profile_modules_top
         log_interval log_straggler_interval log_layer_grad_norms_interval
         tensorboard_log_interval tensorboard_queue_size profile_step_end adam_eps
         loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """
-        norm_epsilon init_method_std lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
+        norm_epsilon init_method_std lr min_lr decoupled_lr decoupled_min_lr
+        lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
         start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration
-        profile_step_start profile_ranks rank""",
+        profile_step_start profile_ranks profile_modules_depth rank""",
     FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
     ABOVE_ONE: "spiky_loss_factor",
     ZERO_STAGE: "zero_stage",

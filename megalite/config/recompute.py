@@ -31,10 +31,12 @@ class RecomputeConfig:
         ),
     )
     """Recompute whole layers (full) or parts of each layer (selective) in backward. By default nothing."""
-    recompute_method: Method = "uniform"
+    recompute_method: Method = field(default="uniform", metadata=flags("--activations-checkpoint-method"))
     """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
     first layers of a stage."""
-    recompute_num_layers: int = field(default=1, metadata=flags("--checkpoint-num-layers"))
+    recompute_num_layers: int = field(
+        default=1, metadata=flags("--checkpoint-num-layers", "--activations-checkpoint-num-layers")
+    )
     """Layers per group (uniform), or layers that a stage recomputes (block)."""
     recompute_modules: tuple[Module, ...] = ("core_attn",)
     """Modules of selective recomputation. core_attn: core attention, mlp: the MLP with its norm, mlp_act: the

@@ -30,7 +30,8 @@ _NAMES: Mapping[OnResume, str] = {
         activation add_bias_linear embed_layernorm untie_embeddings_and_output_weights""",
     OnResume.RUN: "seed global_batch_size rampup_batch_size step_batch_size_schedule",
     OnResume.SCHEDULE: """
-        lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
+        lr min_lr decoupled_lr decoupled_min_lr
+        lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
         lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
         weight_decay weight_decay_incr_style start_weight_decay end_weight_decay weight_decay_incr_iters
         weight_decay_incr_samples""",
@@ -41,7 +42,7 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.DATA: """
         mock_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token
         reset_position_ids reset_attention_mask eod_mask_loss mask_prob short_seq_prob""",
-    OnResume.CORPUS: f"{' '.join(CORPUS_FIELDS)} split blend_by",
+    OnResume.CORPUS: f"{' '.join(CORPUS_FIELDS)} aml_data_download_path split blend_by",
     OnResume.TOKENIZER: " ".join(TOKENIZER_FIELDS),
     OnResume.LOGGED: """
         init_method_std initial_loss_scale train_iters train_samples eval_interval eval_iters
@@ -63,14 +64,16 @@ _NAMES: Mapping[OnResume, str] = {
         non_persistent_ckpt_type non_persistent_local_ckpt_dir exit_on_save_failure keep_last keep_every
         finetune load_optim save_optim use_checkpoint_args override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler allow_data_change allow_settings_change
-        log_interval log_line profile_modules log_throughput log_params_norm log_num_zeros_in_grad
+        log_interval log_line profile_modules profile_modules_depth profile_modules_top
+        profile_modules_file log_throughput log_params_norm log_num_zeros_in_grad
         log_straggler_interval tensorboard_dir tensorboard_log_interval tensorboard_queue_size
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
         log_memory_to_tensorboard log_layer_grad_norms_interval wandb_project wandb_exp_name wandb_save_dir
         metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
         profile_execution profile_name profile profile_step_start profile_step_end profile_ranks
-        use_pytorch_profiler record_memory_history memory_snapshot_path
-        dry_run world_size rank dry_run_json""",
+        use_pytorch_profiler pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
+        pytorch_profiler_collect_memory record_memory_history memory_snapshot_path
+        dry_run world_size rank dry_run_json verify_layouts""",
 }
 RESUME_RULES: Mapping[str, OnResume] = {
     name: rule for rule, names in _NAMES.items() for name in names.split()
@@ -83,7 +86,8 @@ MAY_DIFFER_BETWEEN_RANKS = frozenset(
         "non_persistent_local_ckpt_dir",  # likewise
         "num_threads",  # nodes may have different CPUs
         "keep_freed_memory",
-        *("dry_run", "world_size", "rank", "dry_run_json"),  # no effect in a run of several ranks
+        # These have no effect in a run of several ranks.
+        *("dry_run", "world_size", "rank", "dry_run_json", "verify_layouts"),
     )
 )
 """Config fields that may differ between ranks; all others must be equal."""

@@ -1,4 +1,4 @@
-"""The command line of a tool: argparse, with errors as `UserError`."""
+"""The command line of a tool: argparse, with all errors at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 from megalite.commands import with_command_names
 from megalite.config.command_line import known_flags
 from megalite.config.fields import nearest, normalised
-from megalite.errors import ConfigError, UserError
+from megalite.errors import ConfigError
 from megalite.files import url_problem
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parse arguments, with errors as `UserError`; flags cannot be abbreviated.
+    """Parse arguments, with all errors at once as a `ConfigError`; flags cannot be abbreviated.
 
     Args:
         rest: flags, besides those of training, that the tool passes on to another parser.
@@ -25,6 +25,7 @@ class ToolParser(argparse.ArgumentParser):
     def __init__(self, rest: Collection[str] = (), **settings: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         self._rest = frozenset(rest)
+        self._problems: list[str] = []
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
 
     @property
@@ -34,45 +35,96 @@ class ToolParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse a command line of the tool's own flags."""
-        tokens = sys.argv[1:] if args is None else list(args)
-        self._reject_unknown(tokens, ())
-        return super().parse_args(tokens, namespace)
+        found, problems = self.find_problems(args, namespace)
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def find_problems(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse a command line of the tool's own flags, and return its errors instead of raising them.
+
+        Returns:
+            The values of the flags, the default of one that is wrong or missing; and a line for each error.
+        """
+        found = argparse.Namespace() if namespace is None else namespace
+        try:
+            _, rest = self._parse(args, found, ())
+        except ConfigError as error:
+            return found, list(error.problems)
+        if rest and not self._problems:
+            self._problems.append(f"unrecognized arguments: {' '.join(rest)} (see --help)")
+        return found, self._problems
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse the tool's own flags, and return the rest, which are flags of training."""
+        parsed = self._parse(args, namespace, {*known_flags(), *self._rest})
+        if self._problems:
+            raise ConfigError(self._problems)
+        return parsed
+
+    def _parse(
+        self, args: Iterable[str] | None, namespace: Any, others: Collection[str]
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Collect errors in `self._problems`, and return the values and what is left of the command line."""
         tokens = sys.argv[1:] if args is None else list(args)
-        self._reject_unknown(tokens, {*known_flags(), *self._rest})
-        return super().parse_known_args(tokens, namespace)
+        self._problems = []
+        return super().parse_known_args(self._corrected(tokens, others), namespace)
 
-    def _reject_unknown(self, tokens: list[str], others: Collection[str]) -> None:
-        """Reject unknown flags whose nearest known flag is one of this parser's.
+    def _corrected(self, tokens: list[str], others: Collection[str]) -> list[str]:
+        """Report unknown flags, and replace each by the nearest of this parser's: it is not missing as well.
 
-        Without this, argparse would report a missing required flag instead. An unknown flag that is nearer to
-        one of the others is left to the parser of those, which reports all errors at once.
+        An unknown flag that is nearer to one of the others is left to the parser of those, which reports all
+        errors at once.
         """
-        if "--" in tokens:
-            tokens = tokens[: tokens.index("--")]  # only values follow
-        own, problems = self.flags, []
-        for token in tokens:
-            name = token.partition("=")[0]
+        own, corrected = self._option_string_actions, list(tokens)
+        end = tokens.index("--") if "--" in tokens else len(tokens)  # only values follow
+        for position, token in enumerate(tokens[:end]):
+            name, equals, value = token.partition("=")
             is_value = not token.startswith("--") or " " in token  # as in argparse
-            if is_value or name in own or normalised(name) in others:
+            if is_value or normalised(name) in others:
+                continue
+            if name in own:
+                if equals and own[name].nargs == 0:
+                    self._problems.append(f"{name} takes no value, but got {value!r} (see --help)")
+                    corrected[position] = name
                 continue
             guess = nearest(name, [*own, *others])
             if guess in own:
-                problems.append(f"unknown flag {name}; nearest is {guess} (see --help)")
+                self._problems.append(f"unknown flag {name}; nearest is {guess} (see --help)")
+                corrected[position] = f"{guess}{equals}{value}"
             elif not others:
-                problems.append(f"unknown flag {name} (see --help)")
-        if problems:
-            raise ConfigError(problems)
+                self._problems.append(f"unknown flag {name} (see --help)")
+        if "--help" in corrected and "--help" not in tokens:  # nothing else was meant
+            raise ConfigError(self._problems)
+        return corrected
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """Return the number of values of a flag; report a wrong number, and continue with the next flag."""
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self._problems.append(f"{error} (see --help)")
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the value of a flag; report a wrong one, and continue with the default."""
+        if action.nargs is None and not arg_strings:  # `_match_argument` has reported it
+            return action.default
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._problems.append(f"{error} (see --help)")
+            return action.default
 
     def format_help(self) -> str:
         """Return the text of --help, with commands named as the user types them."""
         return with_command_names(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error that argparse would print before it exits."""
-        raise UserError(f"{message} (see --help)")
+        """Raise the error that argparse would print before it exits, with those before it."""
+        raise ConfigError([*self._problems, f"{message} (see --help)"])
 
 
 def positive_int(text: str) -> int:

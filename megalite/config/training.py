@@ -119,3 +119,6 @@ class DryRunConfig:
     """With --dry-run: the rank to report."""
     dry_run_json: str | None = None
     """With --dry-run: write the report as a JSON object to this file too."""
+    verify_layouts: str | None = None
+    """Compare short runs in these layouts with one on one rank, and exit: tp2,pp2dp2+sp or all. It is for
+    programs with their own model; else use megalite verify."""

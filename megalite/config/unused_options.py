@@ -20,6 +20,12 @@ _FOR_WANDB_TOO = (
     "log_validation_ppl_to_tensorboard",
     "log_memory_to_tensorboard",
 )
+_OF_PYTORCH_PROFILER = (
+    "profile_name",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+    "pytorch_profiler_collect_memory",
+)
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -137,12 +143,16 @@ def _timer_reasons(config: Config) -> Iterator[tuple[str, str]]:
 
 def _profiler_reasons(logging: LoggingConfig) -> Iterator[tuple[str, str]]:
     if not (logging.profile_execution or (logging.profile and logging.use_pytorch_profiler)):
-        yield "profile_name", "--profile-execution is off"
+        for name in _OF_PYTORCH_PROFILER:
+            yield name, "PyTorch's profiler is off: pass --profile --use-pytorch-profiler"
     if not logging.profile:
         for name in ("profile_step_start", "profile_step_end", "use_pytorch_profiler"):
             yield name, "--profile is off"
         if not logging.record_memory_history:
             yield "profile_ranks", "--profile is off"
+    if logging.profile_modules is None:
+        for name in ("profile_modules_depth", "profile_modules_top", "profile_modules_file"):
+            yield name, "--profile-modules is not set"
     if not logging.record_memory_history:
         yield "memory_snapshot_path", "--record-memory-history is off"
 
@@ -152,7 +162,8 @@ def _schedule_reasons(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
         for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
             yield name, f"--lr-decay-style is {optimizer.lr_decay_style}, not WSD"
     if optimizer.lr_decay_style == "constant":
-        yield "min_lr", "--lr-decay-style is constant"
+        for name in ("min_lr", "decoupled_min_lr"):
+            yield name, "--lr-decay-style is constant"
     if optimizer.weight_decay_incr_style != "constant":
         yield "weight_decay", "--start-weight-decay and --end-weight-decay replace it"
     else:
@@ -196,7 +207,8 @@ def _data_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if positions in ("alibi", "none"):
         yield "reset_position_ids", f"--position-embedding-type is {positions}"
     if data.mock_data:
-        for name in (*CORPUS_FIELDS, "split", "blend_by", "data_cache_path", "fim_rate"):
+        others = ("aml_data_download_path", "split", "blend_by", "data_cache_path", "fim_rate")
+        for name in (*CORPUS_FIELDS, *others):
             yield name, "--mock-data does not read a corpus"
     elif any(getattr(data, name) for name in CORPUS_FIELDS if name not in ("data_path", "data_args_path")):
         yield "split", "each split has its own data"

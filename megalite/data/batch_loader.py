@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.gpt_dataset import Dataset
 from megalite.data.samples import Samples
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -175,8 +175,7 @@ def read_microbatch(
     Raises:
         UserError: a sample is damaged.
     """
-    text = torch.from_numpy(gather(dataset, numbers))
-    return _on_host(samples.microbatch(text, torch.from_numpy(numbers)), device)
+    return _on_host(samples.read(dataset, numbers), device)
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.data.bert_dataset import BertDataset, BertOptions
 from megalite.data.bert_masking import WordPieces
+from megalite.data.gpt_dataset import Dataset, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
@@ -79,6 +80,9 @@ class BertSamples:
 
     def mock(self, num_samples: int, split: int) -> MockSentences:
         return MockSentences(num_samples, split, self.options)
+
+    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
 
     def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
         """Return the microbatch of rows of `packed_row`, int64 ``[b, 3 s + 2]``."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +71,29 @@ Sources = Mapping[str, tuple[Blend, ...]]
 def find_sources(data: DataConfig) -> Sources:
     """Return what each split reads, from whichever flags name it; files that the flags name are read here.
 
+    Relative prefixes begin in --aml-data-download-path, if it is set.
+
     Raises:
         UserError: a file cannot be read, or its contents or a flag's are malformed.
     """
+    sources = _named_sources(data)
+    folder = data.aml_data_download_path
+    if folder is None:
+        return sources
+    return {split: tuple(_in_folder(blend, folder) for blend in blends) for split, blends in sources.items()}
+
+
+def _in_folder(blend: Blend, folder: str) -> Blend:
+    """Return the blend with the folder before its relative prefixes; those of object storage are absolute."""
+    corpora = (
+        source if "://" in source.prefix else replace(source, prefix=os.path.join(folder, source.prefix))
+        for source in blend.sources
+    )
+    return replace(blend, sources=tuple(corpora))
+
+
+def _named_sources(data: DataConfig) -> Sources:
+    """Return what each split reads, by the prefixes that the user wrote."""
     if any(getattr(data, name) for name in WEIGHTED_SPLIT_FIELDS):
         return {split: _weighted(data, split) for split in SPLIT_NAMES}
     if data.per_split_data_args_path is not None:

@@ -230,11 +230,14 @@ def _empty(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 class Dataset(Protocol):
-    """Return samples by number, int64 [S + 1]: the inputs lack the last token, the labels the first."""
+    """Return samples by number, int64 [S + 1]: the inputs lack the last token, the labels the first.
+
+    Datasets of other models return what their `Samples` read.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
 @runtime_checkable

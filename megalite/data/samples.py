@@ -8,13 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from megalite.data.document_ends import DocumentEnds, check_ends
-from megalite.data.gpt_dataset import Dataset, GPTDataset
+from megalite.data.gpt_dataset import Dataset, GPTDataset, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
+from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 
 
@@ -64,8 +67,8 @@ class Samples(Protocol):
         """Return samples of random tokens, which differ between splits."""
         ...
 
-    def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
-        """Return the microbatch of a dataset's samples, int64 ``[b, width]``, on the host."""
+    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        """Read samples by their numbers, int64 ``[b]``, into a microbatch on the host."""
         ...
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
@@ -115,8 +118,65 @@ class GPTSamples:
         eod = None if self.ends is None else self.ends.eod
         return MockDataset(num_samples, self.seq_length, self.vocab_size, self.seed, split, eod)
 
-    def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
-        return Microbatch.of(text, sample_numbers)
+    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        return Microbatch.of(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
         return microbatch if self.ends is None else self.ends.marked(microbatch)
+
+
+@dataclass(frozen=True)
+class FieldSamples:
+    """Read samples of a dataset of your own that returns a `Microbatch`'s fields by their names.
+
+    A sample is a mapping of each field to an int64 or bool array ``[s]``. With a loss mask the loss is the
+    mean over the tokens of the whole global batch that have a loss.
+
+    Args:
+        fields: of each sample: tokens and labels, and optionally loss_mask and position_ids.
+
+    Raises:
+        UserError: there are no such fields.
+    """
+
+    fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")
+
+    seq_length = 0  # of samples that are cut from a corpus
+    on_every_stage = True
+    are_of_documents = False
+
+    def __post_init__(self) -> None:
+        needed, allowed = {"tokens", "labels"}, {"tokens", "labels", "loss_mask", "position_ids"}
+        if not needed <= set(self.fields) <= allowed:
+            raise UserError(
+                f"a sample's fields are {', '.join(self.fields)}: it needs tokens and labels, and may have "
+                "loss_mask and position_ids"
+            )
+
+    @property
+    def are_masked(self) -> bool:
+        return "loss_mask" in self.fields
+
+    def check(self, corpus: IndexedDataset) -> None:
+        raise UserError(f"{corpus.prefix} has no fields of samples: pass a dataset provider")
+
+    def dataset(
+        self,
+        corpus: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        split_name: str,
+        cache: IndexCache | None,
+    ) -> Dataset:
+        raise AssertionError("`check` refuses every corpus")
+
+    def mock(self, num_samples: int, split: int) -> Dataset:
+        raise UserError("--mock-data has no fields of samples: pass a dataset provider")
+
+    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        samples = [dataset[i] for i in numbers.tolist()]
+        stacked = {name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in self.fields}
+        return Microbatch(sample_numbers=torch.from_numpy(numbers), **stacked)
+
+    def marked(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch

@@ -23,6 +23,8 @@ from megalite.errors import UserError
 
 _PRELOADED = ("torch.distributed.fsdp", "megalite.distributed.topology", "megalite.train.trainer", "pytest")
 """Modules that ranks import, and that the fork server imports for them if this process uses them."""
+FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
+"""Module that torch imports, with sympy, in a process's first backward: half a second of CPU time."""
 
 
 class RankError(RuntimeError):
@@ -50,7 +52,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     # The fork server imports these once: a rank then starts in hundredths of a second instead of seconds.
     imported = [name for name in _PRELOADED if name in sys.modules]
-    context.set_forkserver_preload([*imported, function.__module__])
+    context.set_forkserver_preload([*imported, FIRST_BACKWARD, function.__module__])
     if parallel.distributed_backend != "nccl":
         parallel = dataclasses.replace(parallel, distributed_backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:

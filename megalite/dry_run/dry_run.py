@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,40 +19,40 @@ from megalite.dry_run.meta_tensors import meta_tensors
 from megalite.dry_run.repetition import Repetition, repetition_of
 from megalite.errors import UserError
 from megalite.log import log
+from megalite.model.stage import StageProvider
 from megalite.plan.model_parameters import total_parameters
 from megalite.train.iteration_plan import IterationPlanner
-from megalite.train.run_context import resolve_run
+from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import prepare_process
 
 
-def dry_run(config: Config, notices: Sequence[str]) -> None:
+def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None = None) -> None:
     """Run the rank that the config names, and write the report to the log and to `dry_run_json`.
 
+    Args:
+        model: builds the stages of a model of your own; by default that of the config's architecture.
+
     Raises:
-        UserError: the launcher started several ranks, or a file cannot be read or written.
+        UserError: a file cannot be read or written.
     """
-    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(
-            f"--dry-run is one process, but the launcher has started {started} (WORLD_SIZE): start it with "
-            "python, and pass --world-size and --rank"
-        )
     parallel = config.parallel
     smallest_world = parallel.tp * parallel.pp * (parallel.data_parallel_size or 1)
     world_size = config.dry_run.world_size or smallest_world
     prepare_process(config, notices, Launch(0, world_size, 0, world_size))
-    found = dry_run_of(config, world_size, config.dry_run.rank)
+    found = dry_run_of(config, world_size, config.dry_run.rank, model)
     for line in report_lines(found):
         log.info("%s", line)
     if config.dry_run.dry_run_json is not None:
         _write(Path(config.dry_run.dry_run_json), json.dumps(as_object(found), indent=1) + "\n")
 
 
-def dry_run_of(config: Config, world_size: int, rank: int) -> DryRun:
+def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider | None = None) -> DryRun:
     """Run one iteration of one rank on meta tensors, and count.
 
     Args:
         config: validated for `world_size` ranks.
+        model: builds the stages of a model of your own.
     """
     start = time.monotonic()
     with Topology.fake(config.parallel, world_size, rank) as topology:
@@ -62,7 +61,7 @@ def dry_run_of(config: Config, world_size: int, rank: int) -> DryRun:
         corpora = corpora_of(config, topology.dp.size)
         config_to_run = _without_files(config)
         with meta_tensors():
-            run = resolve_run(config_to_run, topology)
+            run = resolve_run(config_to_run, topology, providers=Providers(model))
             counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
         axes = (topology.pp, topology.dp, topology.tp)
         return DryRun(
@@ -99,10 +98,14 @@ def _without_files(config: Config) -> Config:
     return replace(config, model=model, data=data, checkpoint=CheckpointConfig(), logging=LoggingConfig())
 
 
-def _learning_rates(config: Config, dp: int) -> tuple[float, float]:
-    planner, last = IterationPlanner(config, dp), config.num_iterations(dp)
-    before_last = TrainingProgress(last - 1, config.batch_size(dp).consumed_before(last))
-    return planner(TrainingProgress()).learning_rate, planner(before_last).learning_rate
+def _learning_rates(config: Config, dp: int) -> dict[str, tuple[float, float]]:
+    planner, number = IterationPlanner(config, dp), config.num_iterations(dp)
+    before_last = TrainingProgress(number - 1, config.batch_size(dp).consumed_before(number))
+    first, last = planner(TrainingProgress()), planner(before_last)
+    rates = {"learning_rate": (first.learning_rate, last.learning_rate)}
+    if first.decoupled_learning_rate is not None and last.decoupled_learning_rate is not None:
+        rates["decoupled_learning_rate"] = first.decoupled_learning_rate, last.decoupled_learning_rate
+    return rates
 
 
 def _write(path: Path, text: str) -> None:

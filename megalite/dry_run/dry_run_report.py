@@ -22,7 +22,7 @@ class DryRun:
         config: with a vocabulary size.
         axes: rank and size of each mesh axis, by name.
         model_parameters: of the whole model, padding of the vocabulary included.
-        learning_rates: of the first and the last iteration.
+        learning_rates: of the first and the last iteration, by name.
         seconds: duration of the dry run.
     """
 
@@ -33,7 +33,7 @@ class DryRun:
     model_parameters: int
     counts: Counts
     corpora: Corpora
-    learning_rates: tuple[float, float]
+    learning_rates: dict[str, tuple[float, float]]
     seconds: float
 
     @property
@@ -138,13 +138,13 @@ def _data_lines(found: DryRun) -> Iterator[str]:
 
 
 def _run_lines(found: DryRun) -> Iterator[str]:
-    first, last = found.learning_rates
     samples = found.config.num_samples(found.dp)
     yield (
         f"the run: {found.config.num_iterations(found.dp):,} iterations, {samples:,} samples, "
         f"{samples * found.config.model.seq_length:,} tokens"
     )
-    yield f"learning rate: {first:.6g} at the first iteration, {last:.6g} at the last"
+    for name, (first, last) in found.learning_rates.items():
+        yield f"{name.replace('_', ' ')}: {first:.6g} at the first iteration, {last:.6g} at the last"
 
 
 def as_object(found: DryRun) -> dict[str, Any]:
@@ -175,6 +175,6 @@ def as_object(found: DryRun) -> dict[str, Any]:
         "iterations": found.config.num_iterations(found.dp),
         "consumed_samples": samples,
         "consumed_tokens": samples * found.config.model.seq_length,
-        "learning_rate": dict(zip(("first", "last"), found.learning_rates, strict=True)),
+        **{name: {"first": first, "last": last} for name, (first, last) in found.learning_rates.items()},
         "seconds": found.seconds,
     }

@@ -28,7 +28,8 @@ from megalite.log import configure_logging, log
 from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
-from megalite.model.transformer_stage import DTYPES, TransformerStage
+from megalite.model.stage import DTYPES
+from megalite.model.transformer_stage import TransformerStage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.tensor_parallel.parameter_spec import LayerContext, new_parameter, spec_of
 

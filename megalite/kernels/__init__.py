@@ -7,6 +7,7 @@ from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
 from megalite.kernels.flash_attention import flash_attention
 from megalite.kernels.gelu import bias_gelu
 from megalite.kernels.library import implementation, is_compiled
+from megalite.kernels.linear_gelu import gelu_linear_backward, has_linear_gelu, linear_gelu
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
 from megalite.kernels.normal import fill_normal_
 from megalite.kernels.philox import site_key
@@ -30,8 +31,11 @@ __all__ = [
     "dropout",
     "fill_normal_",
     "flash_attention",
+    "gelu_linear_backward",
+    "has_linear_gelu",
     "layer_norm",
     "layer_norm_on",
+    "linear_gelu",
     "rms_norm",
     "rms_norm_on",
     "rotate",
@@ -54,6 +58,7 @@ _CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
 _LIBRARY_OPS = (
     "adamw_",
     "bias_dropout_add_norm",
+    "linear_gelu",
 )  # without a compiled kernel PyTorch's own, or two operators
 
 

@@ -272,6 +272,8 @@ def launch_backward(
         return grad_q, grad_k, grad_v
     of_keys, of_queries = kernel_sizes(q)[1:]
     numbers = _numbers(q, k, key, scale, p, base)
+    # In each layer: about 10 us, and the layer's backward takes 1 ms. To compute it once per microbatch, both
+    # operators would need another argument.
     query_ends = ends if ends is not None else _query_ends(starts)
     with torch.cuda.device_of(q):
         kernels.delta_kernel[-(-s // _DELTA_ROWS), n, b](

@@ -59,7 +59,7 @@ class MaskedTokenHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``."""
-        function, adds_bias = self.activation
+        function, adds_bias, _ = self.activation
         if adds_bias:
             y = function(F.linear(x, self.dense.weight), self.dense.bias)
         else:
@@ -168,3 +168,7 @@ class BertStage(TransformerStage):
         # The first token is on rank 0. The other ranks' parameters get gradients of zero, and the optimizer
         # sums the gradients of all ranks.
         return reduce_from(loss if self.context.tp.rank == 0 else loss * 0.0, self.context.tp)
+
+
+BERT = BertStage
+"""The public name."""

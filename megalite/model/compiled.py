@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from megalite.errors import UserError
 from megalite.kernels.library import compile_problem
 from megalite.model.layer import TransformerLayer
+from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -30,7 +32,7 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compile_layers(stage: TransformerStage, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor") -> None:
     """Replace each layer's forward by a compiled one, for training and evaluation; call it once, at the end.
 
     Hooks of a layer stay outside of its graph, for example those that gather its weights (ZeRO stage 3).
@@ -38,15 +40,17 @@ def compile_layers(stage: TransformerStage, backend: str | Callable[..., Any] = 
     Args:
         backend: of torch.compile.
     """
-    stage.core.prepare(stage.config.seq_length)
+    if isinstance(stage, TransformerStage):
+        stage.core.prepare(stage.config.seq_length)
     for layer in stage.layers.values():
-        assert isinstance(layer, TransformerLayer)
+        if isinstance(layer, TransformerLayer):
+            layer.mlp.up.fuses_gelu = False  # a graph has the linear layers' backward from autograd
         if stage.context.tp.size > 1 or stage.context.weight_gradient_store is not None:
             _skip_linear_layers(layer)
-        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 
-def _skip_linear_layers(layer: TransformerLayer) -> None:
+def _skip_linear_layers(layer: nn.Module) -> None:
     """Call the linear layers between graphs, and what `apply_recompute` wraps together with them.
 
     The linear layers' backward overlaps collectives with GEMMs, or stores weight gradients. A graph of
@@ -56,6 +60,8 @@ def _skip_linear_layers(layer: TransformerLayer) -> None:
         is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
         if is_linear or "forward" in vars(module):  # apply_recompute has replaced it
             module.forward = torch.compiler.disable(module.forward)
+    if not isinstance(layer, TransformerLayer):
+        return
     if "activate" in vars(layer.mlp):
         layer.mlp.activate = torch.compiler.disable(layer.mlp.activate)  # type: ignore[method-assign]
     layer.attention.split = torch.compiler.disable(layer.attention.split)

@@ -34,3 +34,7 @@ class GPTStage(TransformerStage):
         Columns from `vocab_size` on are padding.
         """
         return self.logits_of(self.final_norm(hidden))
+
+
+GPT = GPTStage
+"""The public name."""

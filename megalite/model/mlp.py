@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
-from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.tensor_parallel.linear import (
+    Activated,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    depth_scaled_std,
+)
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -23,14 +28,16 @@ class ActivationFunction(NamedTuple):
     Attributes:
         function: maps ``[..., n]``, and the bias ``[n]`` or None if `adds_bias`.
         adds_bias: otherwise the GEMM adds the bias, at no cost.
+        is_gelu: some GPUs compute it, and its gradient, in the GEMMs before and after it.
     """
 
     function: Callable[..., Tensor]
     adds_bias: bool = False
+    is_gelu: bool = False
 
 
 ACTIVATION_FUNCTIONS = {
-    "gelu": ActivationFunction(bias_gelu, adds_bias=True),
+    "gelu": ActivationFunction(bias_gelu, adds_bias=True, is_gelu=True),
     "gelu_exact": ActivationFunction(F.gelu),
     "relu": ActivationFunction(F.relu),
     "swiglu": ActivationFunction(bias_swiglu, adds_bias=True),
@@ -53,8 +60,15 @@ class MLP(nn.Module):
         )
         up_shape = (2, ffn) if config.is_gated else (ffn,)
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
-        adds_bias = self.activation.adds_bias
-        self.up = ColumnParallelLinear(h, up_shape, context, bias=bias, std=std, skip_bias_add=adds_bias)
+        self.up = ColumnParallelLinear(
+            h,
+            up_shape,
+            context,
+            bias=bias,
+            std=std,
+            skip_bias_add=self.activation.adds_bias,
+            fuses_gelu=self.activation.is_gelu,
+        )
         down_std = depth_scaled_std(std, config.num_layers)
         self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, skip_bias_add=True)
 
@@ -62,7 +76,9 @@ class MLP(nn.Module):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         return self.down(self.activate(self.up(x)))
 
-    def activate(self, x: Tensor) -> Tensor:
+    def activate(self, x: Tensor | Activated) -> Tensor | Activated:
         """Map `up`'s ``[s, b, ffn/tp]``, or ``[s, b, 2 ffn/tp]`` if gated, to ``[s, b, ffn/tp]``."""
-        function, adds_bias = self.activation
+        if isinstance(x, Activated):  # by the GEMM of `up`
+            return x
+        function, adds_bias, _ = self.activation
         return function(x, self.up.bias) if adds_bias else function(x)

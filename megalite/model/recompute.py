@@ -33,23 +33,39 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config import RecomputeConfig
 from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.topology import Axis
+from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.model.layer import TransformerLayer
 from megalite.model.positions import PositionInfo
+from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Keeps a tensor for backward: returns a function that returns the tensor."""
 
 
-def apply_recompute(stage: TransformerStage, config: RecomputeConfig) -> None:
-    """Let backward recompute parts of a built stage; call it before `compile_layers`."""
+def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
+    """Let backward recompute parts of a built stage; call it before `compile_layers`.
+
+    Raises:
+        UserError: a model of your own has no such parts.
+    """
     for layer in stage.layers.values():
-        assert isinstance(layer, TransformerLayer)
-        _recompute_parts(layer, config)
+        if isinstance(layer, TransformerLayer):
+            _recompute_parts(layer, config)
+        elif config.modules:
+            raise UserError(
+                "--recompute-granularity selective recomputes parts of a transformer layer, and this "
+                f"model's layers are {type(layer).__name__}: pass --recompute-granularity full"
+            )
     if config.recompute_granularity == "full":
         _recompute_groups(stage, config)
     if config.cross_entropy_chunks > 1 and stage.is_last:
+        if not isinstance(stage, TransformerStage):
+            raise UserError(
+                f"--cross-entropy-chunks {config.cross_entropy_chunks} computes the loss of a transformer, "
+                f"and this model is a {type(stage).__name__}: remove it"
+            )
         _compute_losses_in_chunks(stage, config.cross_entropy_chunks)
 
 
@@ -71,19 +87,18 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
     if "layernorm" in config.modules:
         recompute_output(layer.mlp_norm, "forward", mlp.up)
     if "mlp_act" in config.modules:
+        mlp.up.fuses_gelu = False  # the activation's output is not kept, only its input
         recompute_output(mlp, "activate", mlp.down)
 
 
-def _recompute_groups(stage: TransformerStage, config: RecomputeConfig) -> None:
+def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
     run_layers, groups = stage.run_layers, config.groups(len(stage.layers))
     is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
     keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
 
-    def run_groups(
-        layers: Sequence[nn.Module], x: Tensor, sample_numbers: Tensor, positions: PositionInfo
-    ) -> Tensor:
+    def run_groups(layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
         def run(group: range, x: Tensor) -> Tensor:
-            return run_layers([layers[i] for i in group], x, sample_numbers, positions)
+            return run_layers([layers[i] for i in group], x, *inputs)
 
         for group, is_recomputed in groups:
             x = recompute(partial(run, group), x, keep=keep) if is_recomputed else run(group, x)

@@ -6,11 +6,11 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
@@ -20,13 +20,10 @@ from megalite.model.attention_core import Core
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.layer import LAYERS
 from megalite.model.norm import build_norm
-from megalite.model.positions import PositionInfo
-from megalite.tensor_parallel.counter_random import initialize
+from megalite.model.stage import Stage
 from megalite.tensor_parallel.linear import LinearContext, column_linear
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class OutputWeight(nn.Module):
@@ -39,18 +36,17 @@ class OutputWeight(nn.Module):
             Shard("tp", 0),
             std=config.init_method_std,
             num_padding=config.num_padding_rows(context.tp.size),
+            is_vocabulary=True,
         )
         self.weight = new_parameter(spec, context)  # [v/tp, h]
 
 
-class TransformerStage(nn.Module, ABC):
-    """Hold some layers of the model; the first stage also has the embedding, the last one the loss.
+class TransformerStage(Stage):
+    """Hold some layers of a transformer; the first stage also has the embedding, the last one the loss.
 
-    Parameters have their names in the whole model, on any stage: ``layers.7.mlp.up.weight``. The first and
-    the last stage have a tied word embedding under the same name, with the same values.
+    The first and the last stage have a tied word embedding under the same name, with the same values.
 
     Args:
-        context: shared by all modules; its dtype is the config's.
         layers: numbers of the stage's layers in the whole model.
         is_first: the stage has the embedding.
         is_last: the stage has the final norm, the head and the losses.
@@ -69,28 +65,26 @@ class TransformerStage(nn.Module, ABC):
         word: nn.Module | None = None,
         attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
     ) -> None:
-        super().__init__()
-        assert context.dtype == DTYPES[config.params_dtype], (context.dtype, config.params_dtype)
-        self.config = config
-        self.context = context
-        self.is_first = is_first
-        self.is_last = is_last
+        super().__init__(config, context, is_first=is_first, is_last=is_last)
         self.core = attention(config, context)
         is_tied = not config.untie_embeddings_and_output_weights
         if is_first:
             self.embedding: nn.Module = Embedding(config, context)
         elif is_last and is_tied:
             self.embedding = nn.ModuleDict({"word": word or word_table(config, context)})
-        layer = LAYERS[config.norm_position]
-        self.layers = nn.ModuleDict({str(i): layer(config, context, self.core, i) for i in layers})
+        built = {str(i): self.build(f"layers.{i}", partial(self.build_layer, i)) for i in layers}
+        self.layers = nn.ModuleDict(built)
         if is_last:
             is_pre_norm = config.norm_position == "pre"
             self.final_norm = build_norm(config, context) if is_pre_norm else nn.Identity()
             self.output = None if is_tied else OutputWeight(config, context)
             self.output_context = LinearContext.of(replace(context, fp8_format=None))
             self.build_head()
-        if context.has_weights and context.device.type != "meta":
-            initialize(self, context.seed, context.topology)
+        self.initialize()
+
+    def build_layer(self, number: int) -> nn.Module:
+        """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
+        return LAYERS[self.config.norm_position](self.config, self.context, self.core, number)
 
     def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
         """Run one microbatch through this stage.
@@ -126,19 +120,14 @@ class TransformerStage(nn.Module, ABC):
         positions = self.core.position_info(microbatch)
         return self.run_layers([*self.layers.values()], hidden, microbatch.sample_numbers, positions)
 
-    def run_layers(
-        self, layers: Sequence[nn.Module], x: Tensor, sample_numbers: Tensor, positions: PositionInfo
-    ) -> Tensor:
-        """Run the layers one after the other, ``[s, b, h]`` to ``[s, b, h]``."""
-        for layer in layers:
-            x = layer(x, sample_numbers, positions)
-        return x
+    @property
+    def description(self) -> str:
+        """Return the attention kernel and why it was chosen."""
+        return f"attention: {self.core.choice}"
 
-    def masked_sum(self, losses: Tensor, microbatch: Microbatch) -> Tensor:
-        """Sum the tokens' losses ``[s, b]`` that `loss_mask` selects."""
-        if microbatch.loss_mask is not None:
-            losses = losses.where(microbatch.loss_mask.t(), 0.0)
-        return losses.sum()
+    def shared_modules(self) -> dict[str, nn.Module]:
+        """Return the word embedding."""
+        return {"word": self.get_submodule("embedding.word")}
 
     def losses_of(self, normed: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token, ``[s, b]``.

@@ -22,6 +22,7 @@ class OptimizerState(Protocol):
     Attributes:
         decay: whether weight decay applies.
         is_cut: whether the parameters are sharded over tp; otherwise every tp rank has these elements.
+        is_vocabulary: whether they are weights of the vocabulary (see `ParameterSpec`).
         main: main weights, ``[n]``.
         rounded: the model's weights, to which an update rounds the main weights, ``[n]``; None if the model's
             are the main weights, or rounded elsewhere.
@@ -33,6 +34,9 @@ class OptimizerState(Protocol):
 
     @property
     def is_cut(self) -> bool: ...
+
+    @property
+    def is_vocabulary(self) -> bool: ...
 
     @property
     def main(self) -> Tensor: ...
@@ -76,6 +80,10 @@ class BucketState:
     @property
     def is_cut(self) -> bool:
         return self.bucket.is_cut
+
+    @property
+    def is_vocabulary(self) -> bool:
+        return self.bucket.is_vocabulary
 
     @property
     def rounded(self) -> Tensor | None:
@@ -136,6 +144,7 @@ class AdamW:
         weight_decay: float,
         grad_norm: Tensor,
         is_allowed: Tensor | None = None,
+        decoupled_learning_rate: float | None = None,
     ) -> None:
         """Update main weights, moments and the model's weights from the unscaled and clipped gradients.
 
@@ -146,6 +155,7 @@ class AdamW:
             gradients: one for each of the states.
             grad_norm: global norm of the unscaled gradient, an fp64 scalar on the device.
             is_allowed: a bool scalar on the device; None allows the update.
+            decoupled_learning_rate: of weights of the vocabulary; None for the others' rate.
         """
         with observed(self.observers, "optimizer-clip-main-grad"):
             is_good = grad_norm.isfinite()
@@ -154,11 +164,14 @@ class AdamW:
             divisor = self._divisor(grad_norm)
         with observed(self.observers, "optimizer-inner-step"):
             number = self.num_steps + 1
-            pairs = list(zip(self.states, gradients, strict=True))
-            decayed = [pair for pair in pairs if pair[0].decay]
-            others = [pair for pair in pairs if not pair[0].decay]
-            self._update(decayed, learning_rate, weight_decay, number, divisor, is_good)
-            self._update(others, learning_rate, 0.0, number, divisor, is_good)
+            own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
+            groups: dict[tuple[float, float], list[tuple[OptimizerState, Tensor]]] = {}
+            for state, gradient in zip(self.states, gradients, strict=True):
+                rate = own_rate if state.is_vocabulary else learning_rate
+                decay = weight_decay if state.decay else 0.0
+                groups.setdefault((rate, decay), []).append((state, gradient))
+            for (rate, decay), pairs in groups.items():
+                self._update(pairs, rate, decay, number, divisor, is_good)
             self.num_steps += is_good
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
@@ -178,9 +191,7 @@ class AdamW:
         divisor: Tensor | None,
         is_good: Tensor,
     ) -> None:
-        """Update states that share their weight decay; the last three arguments are scalars on the device."""
-        if not pairs:  # a stage without layers has none
-            return
+        """Update states of equal rate and decay; the last three arguments are scalars on the device."""
         states = [state for state, _ in pairs]
         adamw_(
             [state.main for state in states],

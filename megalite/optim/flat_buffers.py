@@ -65,6 +65,7 @@ class Bucket:
         shard: range of the flat tensors that this data-parallel rank owns where ZeRO shards them.
         decay: whether weight decay applies.
         is_cut: whether the parameters are sharded over tp; otherwise every tp rank has all of them.
+        is_vocabulary: whether all of them are weights of the vocabulary (see `ParameterSpec`).
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], dp: Axis) -> None:
@@ -76,6 +77,7 @@ class Bucket:
             start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         first = self.entries[0].parameter
         self.decay, self.is_cut = _kind(first)
+        self.is_vocabulary = all(entry.spec.is_vocabulary for entry in self.entries)
         shard_size = -(-self.entries[-1].end // (dp.size * ALIGNMENT)) * ALIGNMENT
         self.size = dp.size * shard_size
         self.shard = slice(dp.rank * shard_size, (dp.rank + 1) * shard_size)
@@ -98,22 +100,30 @@ class Bucket:
 
 
 def make_buckets(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis, bucket_size: int | None
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    dp: Axis,
+    bucket_size: int | None,
+    separates_vocabulary: bool = False,
 ) -> list[Bucket]:
     """Put parameters into buckets, in the order in which backward fills the buckets.
 
     Args:
         named_parameters: in the order in which forward uses them.
         bucket_size: a bucket with this many elements or more is full; `usual_bucket_size` by default.
+        separates_vocabulary: put weights of the vocabulary into buckets of their own.
     """
+
+    def kind(parameter: nn.Parameter) -> tuple[bool, ...]:
+        return *_kind(parameter), separates_vocabulary and spec_of(parameter).is_vocabulary
+
     backwards = list(named_parameters)[::-1]
     size = bucket_size or usual_bucket_size(sum(parameter.numel() for _, parameter in backwards))
     arrival = {name: number for number, (name, _) in enumerate(backwards)}
-    kinds = dict.fromkeys(_kind(parameter) for _, parameter in backwards)
+    kinds = dict.fromkeys(kind(parameter) for _, parameter in backwards)
     buckets = [
         Bucket(members, dp)
-        for kind in kinds
-        for members in _split([pair for pair in backwards if _kind(pair[1]) == kind], size)
+        for each in kinds
+        for members in _split([pair for pair in backwards if kind(pair[1]) == each], size)
     ]
     return sorted(buckets, key=lambda bucket: arrival[bucket.entries[-1].name])
 

@@ -56,6 +56,10 @@ class FullyShardedParameter:
         return self.spec.shard is not None
 
     @property
+    def is_vocabulary(self) -> bool:
+        return self.spec.is_vocabulary
+
+    @property
     def main(self) -> Tensor:
         """The main weights, ``[n]``."""
         return _local(self.parameter.data)
@@ -236,6 +240,12 @@ class FullyShardedOptimizer(BaseOptimizer):
                 yield f"{each.name}.main", each.parameter_shard(each.main)
             for moment, tensor in each.moments.items():
                 yield f"{each.name}.{moment}", each.parameter_shard(tensor)
+
+    def _weight_and_gradient_bytes(self) -> Iterator[tuple[str, int, int]]:
+        """Yield no bytes for weights that are rounded copies: they exist only while they are used."""
+        rounds = main_dtype(self.dtype) != self.dtype
+        for each in self.parameters:
+            yield each.name, 0 if rounds else each.main.nbytes, each.main.nbytes
 
     def _finish_reduction(self) -> None:
         """Do nothing: FSDP has summed the gradients in backward."""

@@ -43,6 +43,7 @@ class GradientBuffer:
 
     Attributes:
         owned: range of the bucket whose reduced gradient this rank gets, and which it updates.
+        held: range whose gradient this rank holds from one microbatch to the next.
         num_ready: gradients that have been accumulated in this iteration.
         stale: names of the parameters whose part of the buffer is to be overwritten.
     """
@@ -59,7 +60,7 @@ class GradientBuffer:
         self.dp = dp
         self.dtype = main_dtype(bucket.weight.dtype)
         self.message_dtype = message_dtype or self.dtype
-        self.owned = slice(0, bucket.size)
+        self.owned = self.held = slice(0, bucket.size)
         self.num_ready = 0
         self.stale: set[str] = set()
         self.buffer: Tensor | None = self._zeros()
@@ -162,7 +163,7 @@ class ShardedGradientBuffer(GradientBuffer):
 
     def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
         super().__init__(bucket, dp, message_dtype)
-        self.owned = bucket.shard
+        self.owned = self.held = bucket.shard
         self.buffer = None
         self.stale = self._names()
         shard_size = bucket.shard.stop - bucket.shard.start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,6 +66,14 @@ class CountedShard(NamedTuple):
     num_used: int
 
 
+class ParameterBytes(NamedTuple):
+    """Hold the bytes that this rank holds for a parameter from one iteration to the next."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
 class BaseOptimizer(ABC):
     """Norms, clipping and AdamW on gradients that data-parallel ranks have reduced, whatever the ZeRO stage.
 
@@ -114,6 +123,10 @@ class BaseOptimizer(ABC):
         """Yield main weights, if they are separate, and moments, as ``NAME.main`` or ``NAME.MOMENT``."""
 
     @abstractmethod
+    def _weight_and_gradient_bytes(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each parameter's name, the bytes of its weights, and of its gradient, on this rank."""
+
+    @abstractmethod
     def _finish_reduction(self) -> None:
         """Wait until the gradients are summed over dp."""
 
@@ -160,7 +173,12 @@ class BaseOptimizer(ABC):
             torch._foreach_copy_(gradients, list(total.split([tensor.numel() for tensor in gradients])))
 
     def step(
-        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
+        self,
+        learning_rate: float,
+        weight_decay: float,
+        grad_norm: Tensor,
+        is_allowed: Tensor | None = None,
+        decoupled_learning_rate: float | None = None,
     ) -> None:
         """Clip the gradients to the config's norm and update the weights.
 
@@ -170,8 +188,12 @@ class BaseOptimizer(ABC):
         Args:
             grad_norm: result of `finish_gradients`.
             is_allowed: a bool scalar on the device; None allows the update.
+            decoupled_learning_rate: of the word embedding and the output layer, with --decoupled-lr.
         """
-        self.adamw.step(self._owned_gradients(), learning_rate, weight_decay, grad_norm, is_allowed)
+        gradients = self._owned_gradients()
+        self.adamw.step(
+            gradients, learning_rate, weight_decay, grad_norm, is_allowed, decoupled_learning_rate
+        )
 
     def params_norm(self) -> float:
         """Return the 2-norm of the whole model's weights; every rank must call it.
@@ -202,6 +224,16 @@ class BaseOptimizer(ABC):
     def bad_gradients(self) -> list[str]:
         """Return the names of parameters whose complete gradient is not finite in elements of this rank."""
         return [name for name, gradient in self._named_gradients() if not gradient.isfinite().all()]
+
+    def parameter_bytes(self) -> dict[str, ParameterBytes]:
+        """Return the bytes of each parameter's weights, gradient and optimizer state, without padding."""
+        state = Counter[str]()
+        for name, shard in self._parameter_state():
+            state[name.rpartition(".")[0]] += shard.tensor.nbytes
+        return {
+            name: ParameterBytes(weights, gradients, state[name])
+            for name, weights, gradients in self._weight_and_gradient_bytes()
+        }
 
     def state(self) -> dict[str, Tensor | ParameterShard]:
         """Return everything that a checkpoint holds besides the model's weights, as views.
@@ -287,7 +319,7 @@ class Optimizer(BaseOptimizer):
         dtype: torch.dtype,
         units: Sequence[ForwardUnit] = (),
         fuses_weight_gradients: bool = False,
-        compiled: bool = False,
+        graphs_add: bool = False,
     ) -> None:
         """Move the parameters into buckets and allocate gradients and state.
 
@@ -300,12 +332,15 @@ class Optimizer(BaseOptimizer):
             units: this rank's modules in the order in which forward calls them; each waits for its weights
                 where the all-gather overlaps forward.
             fuses_weight_gradients: linear layers add their weight gradients to the buffers themselves.
-            compiled: torch.compile traces the layers.
+            graphs_add: graphs of torch.compile add weight gradients to the buffers.
         """
         self.tied = tied
         stage = parallel.zero_stage_among(topology.dp.size)
-        self.buffers = self._make_buffers(list(named_parameters), parallel, topology.dp, stage)
-        self.reducer = self._make_reducer(parallel, topology, compiled and fuses_weight_gradients)
+        separates_vocabulary = config.decoupled_lr is not None
+        self.buffers = self._make_buffers(
+            list(named_parameters), parallel, topology.dp, stage, separates_vocabulary
+        )
+        self.reducer = self._make_reducer(parallel, topology, graphs_add and fuses_weight_gradients)
         self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
         self.states = [BucketState(buffer.bucket, buffer.owned) for buffer in self.buffers]
         super().__init__(self.states, config, parallel, topology, dtype)
@@ -319,13 +354,18 @@ class Optimizer(BaseOptimizer):
             self.gatherer = WeightGatherer(buckets, topology.dp, units if overlaps else (), one_ahead)
 
     def _make_buffers(
-        self, pairs: Sequence[tuple[str, nn.Parameter]], parallel: ParallelConfig, dp: Axis, stage: int
+        self,
+        pairs: Sequence[tuple[str, nn.Parameter]],
+        parallel: ParallelConfig,
+        dp: Axis,
+        stage: int,
+        separates_vocabulary: bool,
     ) -> list[GradientBuffer]:
         """Return buffers in the order in which backward fills them; a tied weight's is last."""
         message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
         tied = self.tied.weight if self.tied else None
         others = [pair for pair in pairs if pair[1] is not tied]
-        buckets = make_buckets(others, dp, parallel.ddp_bucket_size)
+        buckets = make_buckets(others, dp, parallel.ddp_bucket_size, separates_vocabulary)
         buffers = [GRADIENT_BUFFERS[stage](bucket, dp, message_dtype) for bucket in buckets]
         if tied is not None:
             bucket = Bucket([pair for pair in pairs if pair[1] is tied], dp)
@@ -364,9 +404,14 @@ class Optimizer(BaseOptimizer):
         return super().finish_gradients(scale)
 
     def step(
-        self, learning_rate: float, weight_decay: float, grad_norm: Tensor, is_allowed: Tensor | None = None
+        self,
+        learning_rate: float,
+        weight_decay: float,
+        grad_norm: Tensor,
+        is_allowed: Tensor | None = None,
+        decoupled_learning_rate: float | None = None,
     ) -> None:
-        super().step(learning_rate, weight_decay, grad_norm, is_allowed)
+        super().step(learning_rate, weight_decay, grad_norm, is_allowed, decoupled_learning_rate)
         if self.gatherer is not None:
             self.gatherer.start()
 
@@ -400,6 +445,12 @@ class Optimizer(BaseOptimizer):
             for entry in state.bucket.entries:
                 for kind, tensor in state.tensors():
                     yield f"{entry.name}.{kind}", state.parameter_shard(tensor, entry)
+
+    def _weight_and_gradient_bytes(self) -> Iterator[tuple[str, int, int]]:
+        for buffer in self.buffers:
+            for entry in buffer.bucket.entries:
+                held = min(entry.end, buffer.held.stop) - max(entry.start, buffer.held.start)
+                yield entry.name, entry.parameter.nbytes, max(0, held) * buffer.dtype.itemsize
 
     def _finish_reduction(self) -> None:
         self.reducer.finish()

@@ -135,6 +135,15 @@ class OptimizerSchedules:
         return LearningRate(self.config, self.run_length, self.unit)
 
     @property
+    def decoupled_learning_rate(self) -> LearningRate | None:
+        """The schedule of the embedding's and the output layer's own learning rate, if there is one."""
+        peak, least = self.config.decoupled_lr, self.config.decoupled_min_lr
+        if peak is None:
+            return None
+        own = replace(self.config, lr=peak, min_lr=self.config.min_lr if least is None else least)
+        return LearningRate(own, self.run_length, self.unit)
+
+    @property
     def weight_decay(self) -> WeightDecay:
         """The weight decay's schedule."""
         given = getattr(self.config, f"weight_decay_incr_{self.unit}")
@@ -156,7 +165,12 @@ class OptimizerSchedules:
         else:
             names += ["start_weight_decay", "end_weight_decay"]
             lengths[f"weight_decay_incr_{unit}"] = self.weight_decay.length
-        return {name: getattr(self.config, name) for name in names} | lengths
+        fields = {name: getattr(self.config, name) for name in names} | lengths
+        if decoupled := self.decoupled_learning_rate:
+            fields["decoupled_lr"] = decoupled.config.lr
+            if self.config.lr_decay_style != "constant":
+                fields["decoupled_min_lr"] = decoupled.config.min_lr
+        return fields
 
     def with_fields(self, fields: Mapping[str, Any]) -> OptimizerSchedules:
         """Return the schedules that recorded `fields`, in the same unit.
@@ -164,8 +178,9 @@ class OptimizerSchedules:
         Raises:
             ValueError: `fields` does not return them for any schedules in that unit.
         """
+        absent = {"lr_warmup_fraction": None, "decoupled_lr": None, "decoupled_min_lr": None}
         try:
-            config = replace(self.config, lr_warmup_fraction=None, **fields)
+            config = replace(self.config, **{**absent, **fields})
             found = OptimizerSchedules(config, self.run_length, self.unit)
             is_sound = _is_sound(fields) and found.fields() == fields
         except TypeError as error:

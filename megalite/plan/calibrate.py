@@ -16,7 +16,7 @@ from megalite.config import Config, ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from megalite.plan.layer_time import dtype_rate
 
 SECONDS = 0.3
@@ -69,7 +69,12 @@ def with_local_defaults(config: Config) -> Config:
     if torch.cuda.is_available():
         return config
     overlap = config.parallel.gathers_under_forward("cpu")
-    return replace(config, parallel=replace(config.parallel, overlap_param_gather=overlap))
+    parallel = replace(config.parallel, overlap_param_gather=overlap)
+    # A CPU has no fused attention with dropout.
+    model = (
+        replace(config.model, attention_backend="unfused") if config.model.attention_dropout else config.model
+    )
+    return replace(config, model=model, parallel=parallel)
 
 
 def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:

@@ -159,6 +159,14 @@ CUDNN_GAIN = 1.6
 positions in forward, 465 over 291 in backward (the same figures)."""
 HOPPER_TFLOPS = 900
 """Rate above which a GPU has the instructions that cuDNN's gain needs."""
+TRITON_BACKWARD = 3.5
+"""Megalite's own attention: GEMMs of its backward over those of its forward. Both kernels compute the scores
+and the gradients of the weights (kernels/triton_attention.py)."""
+DROPOUT_OPERATIONS = 400
+"""Floating-point operations in whose time a GPU computes a weight's random number; backward does so twice.
+An estimate, as no GPU has timed our kernels: 20 instructions, a quarter of a block of ten Philox rounds, take
+0.31 clocks on the 64 integer lanes of an H100's multiprocessor, which has 418 operations in this time in
+FlashAttention-2. The GEMMs are taken to be as fast as FlashAttention-2's."""
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
@@ -174,15 +182,18 @@ def _attention_sizes(run: PlannedRun) -> tuple[int, int, int, int]:
 
 
 def _fused_attention(run: PlannedRun) -> tuple[float, float]:
-    """Count half of the scores. Small heads and short samples do not reach the full rate."""
+    """Count the scores that are computed. Small heads and short samples do not reach the full rate."""
     heads, queries, keys, size = _attention_sizes(run)
     gpu = run.cluster.gpu
-    operations = 4 * heads * queries * keys * size / 2
-    rate = gpu.tflops * 1e12 * gpu.attention_share * min(1.0, (size + 64) / 192)
-    rate *= keys / (keys + SHORT_LENGTH)
+    scores = heads * queries * keys / (2 if run.config.model.is_causal else 1)
+    full_rate = gpu.tflops * 1e12 * gpu.attention_share
+    rate = full_rate * min(1.0, (size + 64) / 192) * keys / (keys + SHORT_LENGTH)
+    if run.program.triton_attention:
+        gemms, dropout = 4 * size * scores / rate, DROPOUT_OPERATIONS * scores / full_rate
+        return gemms + dropout, TRITON_BACKWARD * gemms + 2 * dropout
     if run.program.cudnn_attention and gpu.tflops > HOPPER_TFLOPS:
         rate *= CUDNN_GAIN
-    seconds = operations / rate
+    seconds = 4 * size * scores / rate
     return seconds, FUSED_BACKWARD * seconds
 
 

@@ -241,7 +241,7 @@ def _why_no_dropout(config: Config) -> str | None:
     recompute = config.recompute
     if recompute.recompute_granularity == "full" or "core_attn" in recompute.modules:
         return None  # recomputed attention saves memory with dropout too
-    return "for fused attention"
+    return "for PyTorch's attention kernels"
 
 
 def _cluster(own: argparse.Namespace, config: Config) -> Cluster:

@@ -42,6 +42,7 @@ class Program:
     Attributes:
         fused_attention: attention scores are never in GPU memory.
         cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
+        triton_attention: fused attention is megalite's own, with dropout.
         keeps_scores: the outputs of softmax and of its dropout are saved for backward.
         fused_elementwise: norms, activations and additions of a layer run as few kernels.
         tp_share: share of the tensor-parallel communication that is not hidden under split GEMMs.
@@ -68,6 +69,7 @@ class Program:
 
     fused_attention: bool
     cudnn_attention: bool = False
+    triton_attention: bool = False
     keeps_scores: bool = False
     fused_elementwise: bool = False
     tp_share: float = 1.0
@@ -87,12 +89,21 @@ class Program:
 
 
 def own_program(model: ModelConfig) -> Program:
-    """Return megalite; attention with dropout is timed as unfused, as no GPU has timed the Triton kernels."""
+    """Return megalite, with the attention that a GPU runs."""
+    has_dropout = model.attention_dropout > 0.0
+    is_written_out = model.attention_backend in ("unfused", "local") or (
+        has_dropout and (model.params_dtype == "fp64" or model.head_dim > MAX_TRITON_HEAD)
+    )
     return Program(
-        fused_attention=model.attention_dropout == 0.0, fused_accumulation=True, gathers_under_forward=True
+        fused_attention=not is_written_out,
+        triton_attention=has_dropout,
+        fused_accumulation=True,
+        gathers_under_forward=True,
     )
 
 
+MAX_TRITON_HEAD = 256
+"""Largest head of megalite's Triton attention."""
 OWN = "megalite"
 _MEGATRON = Program(
     fused_attention=False,

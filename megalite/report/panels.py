@@ -41,6 +41,7 @@ PANELS = (
     Panel("Loss of BERT's segment order", (("sop_loss", ""),), is_smoothed=True),
     Panel("Gradient norm", (("grad_norm", ""),), is_smoothed=True),
     Panel("Learning rate", (("learning_rate", ""),), from_zero=True),
+    Panel("Learning rate of embedding and output layer", (("decoupled_learning_rate", ""),), from_zero=True),
     Panel("Throughput", (("tokens_per_second", ""),), "tokens/s", is_smoothed=True, from_zero=True),
     Panel("Rate of a GPU", (("tflops_per_gpu", ""),), "TFLOP/s", is_smoothed=True, from_zero=True),
     Panel("MFU", (("mfu", ""),), "%", 100.0, is_smoothed=True, from_zero=True),

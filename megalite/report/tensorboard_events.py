@@ -15,6 +15,7 @@ _TAGS = {
     "lm loss": ("lm_loss", 1.0),
     "sop loss": ("sop_loss", 1.0),
     "learning-rate": ("learning_rate", 1.0),
+    "decoupled-learning-rate": ("decoupled_learning_rate", 1.0),
     "grad-norm": ("grad_norm", 1.0),
     "loss-scale": ("loss_scale", 1.0),
     "batch-size": ("global_batch_size", 1.0),

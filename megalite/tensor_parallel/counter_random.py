@@ -36,6 +36,9 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
         out: contiguous, in the slice's shape; in bf16 or fp16 the fp32 weights are rounded.
         name: the parameter's global name.
     """
+    if spec.initial is not None:
+        out.copy_(spec.initial)
+        return
     if spec.std == 0.0:
         out.fill_(spec.mean)
         return

@@ -37,7 +37,7 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.topology import Axis
-from megalite.kernels import add_weight_gradient_
+from megalite.kernels import add_weight_gradient_, gelu_linear_backward, has_linear_gelu, linear_gelu
 from megalite.tensor_parallel.fp8 import Fp8Gemm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
@@ -134,11 +134,13 @@ def column_linear(
     return _apply(_ColumnLinear, x, weight, bias, context)
 
 
-def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
+def row_linear(
+    x: Tensor | Activated, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
+) -> Tensor:
     """Compute ``x weight^T + bias`` with a weight that is cut by its input features.
 
     Args:
-        x: ``[s, b, in/tp]``, the rank's features.
+        x: ``[s, b, in/tp]``, the rank's features, or the result of `column_linear_gelu`.
         weight: ``[out, in/tp]``.
         bias: ``[out]``, whole on every rank and added once, to the sum.
 
@@ -146,16 +148,58 @@ def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, conte
         ``[s, b, out]``, the same on every rank; the rank's slice ``[s/tp, b, out]`` if sequence parallel.
     """
     tp = context.tp
-    if torch.compiler.is_compiling():
+    before = before_bias = None
+    if isinstance(x, Activated):
+        x, before, before_bias = x
+    elif torch.compiler.is_compiling():
         return _traced(x, weight, bias, context)
-    if context.needs_only_autograd:
+    elif context.needs_only_autograd:
         return context.gemm.differentiable(x, weight, bias)
+    own_bias = bias if tp.size == 1 else None
+    y: Tensor = _apply(_RowLinear, x, weight, own_bias, context, before, before_bias)
     if tp.size == 1:
-        return _apply(_RowLinear, x, weight, bias, context)
-    y = _apply(_RowLinear, x, weight, None, context)
+        return y
     # The collective is not part of _RowLinear: recomputation stops at the last saved tensor, before it.
     y = reduce_scatter(y, tp) if context.sequence_parallel else reduce_from(y, tp, in_place=True)
     return y if bias is None else y.add_(bias)
+
+
+class Activated(NamedTuple):
+    """Hold the result of GELU that a column layer's GEMM has computed, for the row layer after it.
+
+    The row layer's backward returns the gradient of `before`, and that of the bias, from one GEMM. Autograd
+    therefore takes `value` for a constant.
+
+    Attributes:
+        value: ``[s, b, n]``, GELU of `before`.
+        before: ``[s, b, n]``, with the bias.
+        bias: ``[n]``, of the column layer.
+    """
+
+    value: Tensor
+    before: Tensor
+    bias: nn.Parameter | None
+
+
+def column_linear_gelu(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
+) -> Activated:
+    """Compute `column_linear` and GELU in one GEMM, where `has_linear_gelu`.
+
+    Args:
+        x: as in `column_linear`.
+        weight: ``[n, in]``.
+        bias: ``[n]``.
+    """
+    epilogue = _GeluEpilogue(None if bias is None else bias.detach())
+    value, before = _apply(_ColumnLinear, x, weight, None, context, epilogue)
+    return Activated(value, before, bias)
+
+
+class _GeluEpilogue(NamedTuple):
+    """Let a GEMM add a bias and apply GELU. The bias' gradient is computed elsewhere."""
+
+    bias: Tensor | None
 
 
 class _HiddenFromAutograd(NamedTuple):
@@ -171,15 +215,15 @@ def _apply(
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     context: LinearContext,
-) -> Tensor:
+    *more: Any,
+) -> Any:
     """Apply one of the Functions below with weight ``[out, in]`` and bias ``[out]``."""
     flat_weight, flat_bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if context.store is not None:
         # Backward stores their gradients for later. Autograd must not run the hooks of parameters that have
         # no gradient yet.
         flat_weight, flat_bias = flat_weight.detach(), None if flat_bias is None else flat_bias.detach()
-    y: Tensor = function.apply(x, flat_weight, flat_bias, _HiddenFromAutograd(weight, bias), context)
-    return y
+    return function.apply(x, flat_weight, flat_bias, _HiddenFromAutograd(weight, bias), context, *more)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -193,16 +237,23 @@ class _ColumnLinear(torch.autograd.Function):
         bias: Tensor | None,
         parameters: _HiddenFromAutograd,
         context: LinearContext,
-    ) -> Tensor:
+        epilogue: _GeluEpilogue | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.parameters, ctx.context = parameters, context
         if context.sequence_parallel:
             x = start_all_gather(x, context.tp).wait()  # [s/tp, b, in] -> [s, b, in]
-        return context.gemm.forward(x, weight, bias)
+        if epilogue is None:
+            return context.gemm.forward(x, weight, bias)
+        value, before = linear_gelu(x, weight.detach(), epilogue.bias)
+        ctx.mark_non_differentiable(value)
+        ctx.set_materialize_grads(False)  # else value's gradient would be a tensor of zeros
+        return value, before
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[-1]  # of the GEMM's result, also if GELU follows
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         context: LinearContext = ctx.context
@@ -229,7 +280,7 @@ class _ColumnLinear(torch.autograd.Function):
         bias_grad = _bias_gradient(grad) if needs_bias else None
         if context.store is not None:
             _store_gradients(ctx.parameters, grad, lambda: start_gather_x().wait(), context)
-        return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None
+        return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -243,25 +294,29 @@ class _RowLinear(torch.autograd.Function):
         bias: Tensor | None,
         parameters: _HiddenFromAutograd,
         context: LinearContext,
+        before: Tensor | None,
+        before_bias: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, before)
         ctx.parameters, ctx.context = parameters, context
         return context.gemm.forward(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        x, weight, before = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_, needs_before_bias = ctx.needs_input_grad
         context: LinearContext = ctx.context
-        x_grad = None
-        if needs_x:
+        x_grad = before_grad = before_bias_grad = None
+        if before is not None:  # x is GELU of it
+            before_grad, before_bias_grad = gelu_linear_backward(grad, weight, before, needs_before_bias)
+        elif needs_x:
             x_grad = context.gemm.input_gradient(grad, weight, context.gemm.scales(grad, weight))
         weight_grad = _weight_gradient(ctx.parameters.weight, grad, x, context) if needs_weight else None
         bias_grad = _bias_gradient(grad) if needs_bias else None
         if context.store is not None:
             _store_gradients(ctx.parameters, grad, lambda: x, context)
-        return x_grad, weight_grad, bias_grad, None, None
+        return x_grad, weight_grad, bias_grad, None, None, before_grad, before_bias_grad
 
 
 def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
@@ -338,6 +393,7 @@ class ColumnParallelLinear(nn.Module):
         out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
             same slice of each of SwiGLU's two halves.
         skip_bias_add: leave `bias` to the kernel that follows, which adds it.
+        fuses_gelu: add `bias` and apply GELU, in the tanh form, where the device does so in the GEMM.
         std: of the initial weights.
     """
 
@@ -350,6 +406,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool,
         std: float,
         skip_bias_add: bool = False,
+        fuses_gelu: bool = False,
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
@@ -360,9 +417,12 @@ class ColumnParallelLinear(nn.Module):
             new_parameter(ParameterSpec(out_shape, shard, decay=False), context) if bias else None
         )  # [..., out/tp]
         self.skip_bias_add = skip_bias_add
+        self.fuses_gelu = fuses_gelu and isinstance(self.context.gemm, WideGemm)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | Activated:
         """Map ``[s, b, in]``, or ``[s/tp, b, in]`` if sequence parallel, to ``[s, b, out/tp]``."""
+        if self.fuses_gelu and has_linear_gelu(self.weight, self.bias is not None):
+            return column_linear_gelu(x, self.weight, self.bias, self.context)
         return column_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)
 
 
@@ -393,7 +453,7 @@ class RowParallelLinear(nn.Module):
         )  # [out], replicated on every rank
         self.skip_bias_add = skip_bias_add
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Activated) -> Tensor:
         """Map ``[s, b, in/tp]`` to ``[s, b, out]``, or to ``[s/tp, b, out]`` if sequence parallel."""
         return row_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class ParameterSpec:
         mean, std: of the normal distribution of its initial values (std 0: a constant).
         decay: whether weight decay applies; it does not to biases and norms.
         num_padding: unused indices at the end of dim 0. Their number depends on the layout.
+        is_vocabulary: the rows are tokens: the word embedding's or the output layer's weight, which may have
+            a learning rate of its own.
+        initial: the initial values in place of mean and std, until the optimizer has read them.
     """
 
     full_shape: tuple[int, ...]
@@ -38,6 +41,8 @@ class ParameterSpec:
     std: float = 0.0
     decay: bool = True
     num_padding: int = 0
+    is_vocabulary: bool = False
+    initial: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def used_shape(self) -> tuple[int, ...]:
@@ -101,6 +106,30 @@ def new_parameter(spec: ParameterSpec, context: LayerContext) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=device))
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
+
+
+def replicate_parameters(module: nn.Module, context: LayerContext) -> None:
+    """Make parameters without a spec, of torch's own modules, whole on every rank; they keep their values.
+
+    Weight decay applies to those of two dims and more. Buffers are moved to the device.
+    """
+    specs: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if hasattr(parameter, "spec"):
+                continue
+            if parameter not in specs:
+                values = parameter.detach()
+                spec = ParameterSpec(tuple(values.shape), decay=values.dim() > 1, initial=values)
+                specs[parameter] = new_parameter(spec, context)
+            setattr(owner, name, specs[parameter])
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.to(context.device))
+
+
+def forget_initial_values(parameter: nn.Parameter) -> None:
+    """Free the initial values that `replicate_parameters` kept."""
+    parameter.spec = replace(spec_of(parameter), initial=None)  # type: ignore[attr-defined]
 
 
 def spec_of(parameter: nn.Parameter) -> ParameterSpec:

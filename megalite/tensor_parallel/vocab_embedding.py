@@ -22,7 +22,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.reduce = reduce_scatter if context.sequence_parallel else reduce_from
-        spec = ParameterSpec((num_rows, hidden_size), Shard("tp", 0), std=std, num_padding=num_padding)
+        spec = ParameterSpec(
+            (num_rows, hidden_size), Shard("tp", 0), std=std, num_padding=num_padding, is_vocabulary=True
+        )
         self.weight = new_parameter(spec, context)  # [rows/tp, h]
 
     def forward(self, tokens: Tensor) -> Tensor:

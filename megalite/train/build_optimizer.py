@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.model.transformer_stage import DTYPES, TransformerStage
+from megalite.model.stage import DTYPES, Stage
 from megalite.optim.optimizer import BaseOptimizer, Optimizer
+from megalite.tensor_parallel.parameter_spec import forget_initial_values
 from megalite.tensor_parallel.tied_embedding import TiedWeight
 from megalite.train.model_chunks import named_parameters
 
 
 def build_optimizer(
-    chunks: Sequence[TransformerStage],
+    chunks: Sequence[Stage],
     config: Config,
     topology: Topology,
     *,
@@ -29,7 +30,7 @@ def build_optimizer(
         from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch imports DTensor for seconds
 
         (model,) = chunks  # there is no pipeline
-        return FullyShardedOptimizer(
+        optimizer: BaseOptimizer = FullyShardedOptimizer(
             model,
             model.layers.values(),
             config.optimizer,
@@ -38,22 +39,27 @@ def build_optimizer(
             dtype,
             config.training.seed,
         )
-    optimizer = Optimizer(
-        named_parameters(chunks),
-        _tied_weight(chunks, topology),
-        config.optimizer,
-        config.parallel,
-        topology,
-        dtype,
-        [unit for chunk in chunks for unit in chunk.units()],
-        fuses_weight_gradients,
-        config.training.compile,
-    )
-    optimizer.initialize_main(config.training.seed)
+    else:
+        optimizer = Optimizer(
+            named_parameters(chunks),
+            _tied_weight(chunks, topology),
+            config.optimizer,
+            config.parallel,
+            topology,
+            dtype,
+            [unit for chunk in chunks for unit in chunk.units()],
+            fuses_weight_gradients,
+            # A graph that recomputes a part of itself cannot add to a buffer that other microbatches change:
+            # PyTorch compares the buffer's version with that of forward.
+            graphs_add=config.training.compile and not config.recompute.modules,
+        )
+        optimizer.initialize_main(config.training.seed)
+    for _, parameter in named_parameters(chunks):
+        forget_initial_values(parameter)
     return optimizer
 
 
-def _tied_weight(chunks: Sequence[TransformerStage], topology: Topology) -> TiedWeight | None:
+def _tied_weight(chunks: Sequence[Stage], topology: Topology) -> TiedWeight | None:
     """Return the word embedding if two pipeline stages use it, on one rank or as a copy on each of two."""
     weight = next((chunk.tied_weight for chunk in chunks if chunk.tied_weight is not None), None)
     if weight is None or topology.pp.size == 1:

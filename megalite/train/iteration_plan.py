@@ -19,6 +19,7 @@ class IterationPlan:
         num_samples: size of its global batch.
         num_microbatches: of each data-parallel rank.
         is_excluded: its samples are consumed without training, by --iterations-to-skip.
+        decoupled_learning_rate: of the word embedding and the output layer; None for `learning_rate`.
     """
 
     iteration: int
@@ -28,6 +29,7 @@ class IterationPlan:
     learning_rate: float
     weight_decay: float
     is_excluded: bool
+    decoupled_learning_rate: float | None = None
 
 
 class IterationPlanner:
@@ -44,6 +46,7 @@ class IterationPlanner:
         self._samples_per_microbatch = config.training.micro_batch_size * dp  # over all replicas
         self._batch_size = config.batch_size(dp)
         self._learning_rate = schedules.learning_rate
+        self._decoupled_learning_rate = schedules.decoupled_learning_rate
         self._weight_decay = schedules.weight_decay
 
     def __call__(self, progress: TrainingProgress) -> IterationPlan:
@@ -59,4 +62,5 @@ class IterationPlanner:
             self._learning_rate(position),
             self._weight_decay(position),
             self._training.is_skipped(iteration),
+            self._decoupled_learning_rate(position) if self._decoupled_learning_rate else None,
         )

@@ -12,7 +12,7 @@ from megalite.distributed.topology import Topology
 from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.recompute import apply_recompute
-from megalite.model.transformer_stage import DTYPES, TransformerStage
+from megalite.model.stage import DTYPES, Stage, StageProvider
 from megalite.tensor_parallel.fp8 import check_device
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
@@ -24,7 +24,8 @@ def build_chunks(
     store: WeightGradientStore | None = None,
     *,
     fuses_weight_gradients: bool = False,
-) -> list[TransformerStage]:
+    build_stage: StageProvider | None = None,
+) -> list[Stage]:
     """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
 
     With ZeRO stage 3 they have no weights yet: the optimizer makes them.
@@ -32,6 +33,7 @@ def build_chunks(
     Args:
         store: takes the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
+        build_stage: of a model of your own; by default that of the config's architecture.
     """
     training, has_device = config.training, topology.device.type != "meta"
     if training.fp8_format is not None and has_device:
@@ -50,16 +52,18 @@ def build_chunks(
     )
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
-    chunks: list[TransformerStage] = []
+    if build_stage is None:
+        build_stage = STAGES[config.model.architecture]
+    chunks: list[Stage] = []
     for stage in stages.stages_of(topology.pp.rank):
         holds_first = bool(chunks) and chunks[0].is_first
-        chunk = STAGES[config.model.architecture](
+        chunk = build_stage(
             config.model,
             context,
             layers[stage],
             is_first=stage == 0,
             is_last=stage == stages.num_stages - 1,
-            word=chunks[0].get_submodule("embedding.word") if holds_first else None,
+            **(chunks[0].shared_modules() if holds_first else {}),
         )
         apply_recompute(chunk, config.recompute)
         chunks.append(chunk)
@@ -71,7 +75,7 @@ def build_chunks(
     return chunks
 
 
-def named_parameters(chunks: Sequence[TransformerStage]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(chunks: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a rank's chunks by their global names, each once."""
     seen: set[nn.Parameter] = set()
     for chunk in chunks:

@@ -11,6 +11,7 @@ from megalite.config import Config, check_config
 from megalite.data.bert_dataset import BertOptions
 from megalite.data.bert_masking import WordPieces
 from megalite.data.bert_samples import BertSamples, word_pieces
+from megalite.data.build_datasets import DatasetSplits
 from megalite.data.corpus_sources import Sources, find_sources
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.samples import GPTSamples, Samples
@@ -18,7 +19,26 @@ from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.model.stage import StageProvider
 from megalite.train.telemetry.timers import Timers
+
+DatasetProvider = Callable[["RunContext"], DatasetSplits]
+"""Builds the datasets of a run, on every rank."""
+
+
+@dataclass(frozen=True)
+class Providers:
+    """Hold what a program provides itself; None for each part that its config names.
+
+    Attributes:
+        model: builds the stages of a model of your own.
+        datasets: builds datasets of your own. Then the config may name no corpus.
+        samples: how microbatches are read from these datasets.
+    """
+
+    model: StageProvider | None = None
+    datasets: DatasetProvider | None = None
+    samples: Samples | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,7 @@ class RunContext:
         sources: the corpora that each split reads; empty for mock data.
         samples: what the model reads of them.
         lease: on the checkpoint folder; None if nothing is saved, or no other run can write there.
+        providers: of a model and datasets of the program's own.
     """
 
     config: Config
@@ -40,10 +61,15 @@ class RunContext:
     tokenizer: Tokenizer | None = None
     sources: Sources = field(default_factory=dict)
     lease: FolderLease | None = None
+    providers: Providers = Providers()
 
 
 def resolve_run(
-    config: Config, topology: Topology, timers: Timers | None = None, lease: FolderLease | None = None
+    config: Config,
+    topology: Topology,
+    timers: Timers | None = None,
+    lease: FolderLease | None = None,
+    providers: Providers | None = None,
 ) -> RunContext:
     """Read the tokenizer and the list of corpora, and fill in what the config leaves to them; a collective.
 
@@ -63,13 +89,14 @@ def resolve_run(
             if topology.rank == 0:
                 check_tokenizer(_prefixes(sources), tokenizer)
             config = _with_vocab_size(config, tokenizer)
-        samples = SAMPLES[config.model.architecture](config, tokenizer)
+        providers = providers or Providers()
+        samples = providers.samples or SAMPLES[config.model.architecture](config, tokenizer)
     if tokenizer is not None:
         record = {"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}
         topology.check_agreement(record, "tokenizer")
         check_config(config, topology.world_size)
     timers = timers or Timers(topology.device, config.logging.timers_level)
-    return RunContext(config, topology, timers, samples, tokenizer, sources, lease)
+    return RunContext(config, topology, timers, samples, tokenizer, sources, lease, providers)
 
 
 def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.distributed as dist
 
 from megalite.config import Config
@@ -27,8 +28,9 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
 from megalite.log import log
-from megalite.train.run_context import RunContext
+from megalite.train.run_context import DatasetProvider, RunContext
 
 
 def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> DatasetSplits:
@@ -43,6 +45,8 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
         for split, number in zip(SPLIT_NAMES, num_samples_of(config, topology.dp.size), strict=True)
     )
     num_samples = num_train, num_valid, num_test
+    if run.providers.datasets is not None:
+        return _build_own(run, run.providers.datasets, num_samples)
     if config.data.mock_data:
         return build_mock_datasets(run.samples, num_samples)
     datasets: DatasetSplits | None = None
@@ -60,6 +64,50 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
     if config.training.eval_iters > 0 and "valid" in splits and not datasets.evaluated("valid"):
         log.warning("there is nothing to validate on: --split leaves no sequence to validation")
     return datasets
+
+
+def _build_own(run: RunContext, provider: DatasetProvider, num_samples: Sequence[int]) -> DatasetSplits:
+    """Build datasets of the program's own, and refuse those that the run cannot read; a collective."""
+    first_tokens: dict[str, str] = {}
+    with run.topology.agreed():
+        datasets = provider(run)
+        own = (datasets.train, datasets.valid, datasets.test)
+        for split, dataset, needed in zip(SPLIT_NAMES, own, num_samples, strict=True):
+            if dataset is None and split == "train" and needed > 0:
+                raise UserError("the dataset provider returned no training dataset")
+            if dataset is None or needed == 0:
+                continue
+            if len(dataset) < needed:
+                raise UserError(
+                    f"the {split} dataset has {len(dataset)} samples, and the run reads {needed}: let "
+                    f"Epochs(dataset, {needed}, seed) repeat it"
+                )
+            first_tokens[split] = str(_first_tokens(run, split, dataset))
+    run.topology.check_agreement(first_tokens, "dataset")
+    return datasets
+
+
+def _first_tokens(run: RunContext, split: str, dataset: Dataset) -> list[int]:
+    """Return the first tokens of a dataset's first sample.
+
+    Raises:
+        UserError: the sample has another shape than the config's, or tokens outside of the vocabulary.
+    """
+    model = run.config.model
+    assert model.vocab_size is not None
+    tokens = run.samples.read(dataset, np.arange(1, dtype=np.int64)).tokens
+    if tokens.dtype != torch.int64 or tokens.shape != (1, model.seq_length):
+        raise UserError(
+            f"the first sample of the {split} dataset has {tokens.shape[-1]} inputs in {tokens.dtype}, and "
+            f"--seq-length {model.seq_length} needs as many, in torch.int64: a sample of GPT has one token "
+            "more than inputs"
+        )
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.vocab_size:
+        raise UserError(
+            f"the first sample of the {split} dataset has tokens from {int(tokens.min())} to "
+            f"{int(tokens.max())}, and the vocabulary has {model.vocab_size}: pass a larger --vocab-size"
+        )
+    return tokens[0, :20].tolist()
 
 
 def num_samples_of(config: Config, dp: int) -> tuple[int, int, int]:

@@ -81,7 +81,8 @@ def announce(trainer: Trainer) -> None:
     log.info("kernels on %s: %s", topology.device, kernels.describe(topology.device.type))
     if topology.device.type == "cuda":
         log.info("CUDA: %s", describe(settings_for(config.parallel.tp, config.parallel.zero_stage)))
-    log.info("attention: %s", trainer.chunks[0].core.choice)
+    if description := trainer.chunks[0].description:
+        log.info("%s", description)
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
     if topology.dp.size > 1:
         log.info("between replicas: %s", describe_replication(config.parallel, topology.device.type))

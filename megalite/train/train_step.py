@@ -97,7 +97,9 @@ class TrainStep:
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
         self.before_update()  # an asynchronous save must have copied the weights
         with self.timers("optimizer"):
-            self.optimizer.step(plan.learning_rate, plan.weight_decay, norm, is_allowed)
+            self.optimizer.step(
+                plan.learning_rate, plan.weight_decay, norm, is_allowed, plan.decoupled_learning_rate
+            )
 
         with self.topology.events.during(DEVICE):
             grad_norm, *each_loss = scalars.read()

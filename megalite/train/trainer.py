@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
@@ -21,7 +22,7 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.microbatch import Microbatch
-from megalite.model.transformer_stage import DTYPES, TransformerStage
+from megalite.model.stage import DTYPES, Stage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
@@ -30,7 +31,7 @@ from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.model_chunks import build_chunks
-from megalite.train.run_context import RunContext, resolve_run
+from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
@@ -38,7 +39,7 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def build_pipeline(
-    chunks: Sequence[TransformerStage],
+    chunks: Sequence[Stage],
     config: Config,
     topology: Topology,
     store: WeightGradientStore | None = None,
@@ -86,7 +87,9 @@ class Trainer:
         with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
             fuses = weight_gradient_fusion(config, topology).is_on
-            self.chunks = build_chunks(config, topology, store, fuses_weight_gradients=fuses)
+            self.chunks = build_chunks(
+                config, topology, store, fuses_weight_gradients=fuses, build_stage=run.providers.model
+            )
             self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
         self.pipeline = build_pipeline(self.chunks, config, topology, store)
         assert datasets.train is not None
@@ -196,7 +199,18 @@ class Trainer:
         self.close(waits=error is None)
 
 
-def start_trainer(config: Config, topology: Topology, timers: Timers | None = None) -> Trainer:
-    """Make a trainer from a config alone: resolve the run, build its datasets and its model."""
-    run = resolve_run(config, topology, timers)
+def start_trainer(
+    config: Config,
+    topology: Topology,
+    timers: Timers | None = None,
+    providers: Providers | None = None,
+    lease: FolderLease | None = None,
+) -> Trainer:
+    """Make a trainer from a config: resolve the run, build its datasets and its model.
+
+    Args:
+        providers: of a model and datasets of your own; by default the config's.
+        lease: on the checkpoint folder, from `hold_folder`, if the run saves.
+    """
+    run = resolve_run(config, topology, timers, lease, providers)
     return Trainer(run, build_data(run))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.distributed.topology import Topology
 from megalite.kernels.weight_gradient import has_widening_gemm
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from megalite.optim.gradient_buckets import main_dtype
 
 
@@ -43,10 +43,12 @@ def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
             False,
             f"accumulated by autograd ({topology.device.type} has no GEMM of {inputs} that adds to {total})",
         )
-    if config.training.compile and topology.tp.size == 1 and zero_stage == 2:
+    if config.training.compile and topology.tp.size == 1 and (zero_stage == 2 or config.recompute.modules):
+        reason = "--zero-stage 2, whose buffers do not stay in place"
+        if config.recompute.modules:
+            reason = "--recompute-granularity selective"
         return Fusion(
             True,
-            "accumulated by the GEMM of the logits, and by autograd in the layers (--compile with "
-            "--zero-stage 2, whose buffers do not stay in place)",
+            f"accumulated by the GEMM of the logits, and by autograd in the layers (--compile with {reason})",
         )
     return Fusion(True, "accumulated by the weight-gradient GEMMs (fused)")

@@ -11,8 +11,9 @@ from functools import partial
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, UserError
 from megalite.log import log
+from megalite.train.run_context import Providers
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, record_run
 
@@ -109,19 +110,25 @@ _ROW = "{:<{width}} {:>6} {:>10} {:>10} {:>10} {:<42} {}"
 
 
 def verify_layouts(
-    config: Config, layouts: Sequence[Layout], num_iterations: int, num_worst: int = 1
+    config: Config,
+    layouts: Sequence[Layout],
+    num_iterations: int = 5,
+    num_worst: int = 1,
+    providers: Providers | None = None,
 ) -> bool:
     """Run the config in each layout and on one rank, and log their differences.
 
     Args:
         num_iterations: of each run.
         num_worst: number of parameters to show for each layout: those whose gradients differ most.
+        providers: of a model and datasets of your own; by default the config's.
 
     Returns:
         True if every layout trains the same run, up to the order of floating-point sums.
 
     Raises:
         ConfigError: the config cannot run in some layouts; it names all of them, before anything runs.
+        UserError: it cannot run in any layout.
     """
     global_batch_size = config.training.global_batch_size or (
         config.training.micro_batch_size * max(layout.dp for layout in layouts)
@@ -137,14 +144,27 @@ def verify_layouts(
     )
     row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
     log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
-    reference = record_run(configs[0], num_iterations, 1)
-    all_same = True
+    reference = record_run(configs[0], num_iterations, 1, providers)
+    all_same, num_refused = True, 0
     for layout, applied in zip(layouts, configs[1:], strict=True):
-        comparison = compare(record_run(applied, num_iterations, layout.world_size), reference)
+        try:
+            run = record_run(applied, num_iterations, layout.world_size, providers)
+        except UserError as error:  # such as an option that a model of the user's own does not have
+            log.info(row(str(layout), layout.world_size, "", "", "", "", f"cannot run: {error}"))
+            num_refused += 1
+            if num_refused == len(layouts):
+                raise
+            continue
+        comparison = compare(run, reference)
         excesses = comparison.excesses(tolerance)
         all_same = all_same and not excesses
         _log_rows(row, layout, comparison, "; ".join(excesses) or "the same run", num_worst)
-    log.info("every layout trains the same run" if all_same else "NOT the same run: see the rows above")
+    if not all_same:
+        log.info("NOT the same run: see the rows above")
+    elif num_refused:
+        log.info("every layout that can run trains the same run; %d cannot", num_refused)
+    else:
+        log.info("every layout trains the same run")
     return all_same
 
 

@@ -40,6 +40,15 @@ TABLE = (
 """Each technique alone, and the combinations that runs use: the layouts of ``--layouts all``."""
 
 
+def layouts_named(names: str) -> list[Layout]:
+    """Return the layouts of a list such as ``tp2,pp2+sp``, or the table's for ``all``.
+
+    Raises:
+        UserError: there is no such layout.
+    """
+    return [Layout.parse(name) for name in (TABLE if names == "all" else names.split(","))]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh axes, and the options that replace the config's.

@@ -12,6 +12,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.model_chunks import named_parameters
+from megalite.train.run_context import Providers
 from megalite.train.trainer import Trainer, start_trainer
 
 
@@ -31,13 +32,20 @@ class RunRecord:
     weights: dict[str, Tensor]
 
 
-def record_run(config: Config, num_iterations: int, world_size: int) -> RunRecord:
+def record_run(
+    config: Config, num_iterations: int, world_size: int, providers: Providers | None = None
+) -> RunRecord:
     """Train `num_iterations` iterations on `world_size` ranks of this machine.
+
+    Args:
+        providers: of a model and datasets of your own, from a module that the ranks can import.
 
     Raises:
         UserError: the config's data or tokenizer cannot be read.
     """
-    stages = run_ranks(record_rank, config.parallel, world_size, config, num_iterations, timeout=3600.0)
+    stages = run_ranks(
+        record_rank, config.parallel, world_size, config, num_iterations, providers, timeout=3600.0
+    )
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
     for stage in stages:
@@ -46,9 +54,11 @@ def record_run(config: Config, num_iterations: int, world_size: int) -> RunRecor
     return RunRecord(stages[0].losses, stages[0].grad_norms, gradients, weights)
 
 
-def record_rank(topology: Topology, config: Config, num_iterations: int) -> RunRecord:
+def record_rank(
+    topology: Topology, config: Config, num_iterations: int, providers: Providers | None = None
+) -> RunRecord:
     """Train on this rank; gradients and weights are those of its stage, in host memory."""
-    with start_trainer(config, topology) as trainer:
+    with start_trainer(config, topology, providers=providers) as trainer:
         # Dropout masks are keyed by sample number: these are the first iteration's gradients.
         trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
         gradients = _gather(trainer, trainer.optimizer.gradient)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import pretrain_gpt
+from megalite.cli import train
 from megalite.config.entry_point import run_main
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.train.stopping import STOP_SIGNALS
@@ -74,7 +74,7 @@ def status_of(*flags: str) -> int:
     """Runs pretrain_gpt.py in this process and returns its exit status."""
     with signals_restored():
         try:
-            run_main(pretrain_gpt.main, flags)
+            run_main(train.main, flags)
         except SystemExit as end:
             return int(end.code or 0)
     return 0

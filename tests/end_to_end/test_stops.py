@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import pretrain_gpt
+from megalite.cli import train
 from megalite.log import log
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
@@ -68,7 +68,7 @@ def test_a_signal_after_the_end_does_not_change_the_status(after_step: AfterStep
     after_step(2, _send(signal.SIGTERM))
     with signals_restored():
         with pytest.raises(SystemExit) as end:
-            pretrain_gpt.main([*TINY_FLAGS, *FLAGS, "--data-path", corpus])
+            train.main([*TINY_FLAGS, *FLAGS, "--data-path", corpus])
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert (end.value.code, handlers) == (75, [signal.SIG_IGN, signal.SIG_IGN])
 

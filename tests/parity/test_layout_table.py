@@ -21,7 +21,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
 from megalite.verify.record_run import RunRecord, record_run
 
-NUM_ITERATIONS = 10
+NUM_ITERATIONS = 5
 GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZE = 2
 LAYOUTS = ("tp2", "pp2", "dp2", "tp2pp2", "tp2dp2", "pp2dp2", "tp4", "pp4", "dp4", "tp2pp2dp2")
@@ -54,7 +54,7 @@ def _config(model: str, dtype: str, corpus: str) -> Config:
             params_dtype=dtype,
             seq_length=64,
         ),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.1),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.2),
         data=DataConfig(data_path=(corpus,), split="949,50,1"),
         training=TrainingConfig(
             micro_batch_size=MICRO_BATCH_SIZE,
@@ -87,7 +87,7 @@ def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
 def test_same_command_twice_is_bitwise_the_same(name: str, corpus: str) -> None:
     layout = Layout.parse(name)
     config = layout.apply(_config("gpt-tiny", "fp32", corpus), GLOBAL_BATCH_SIZE)
-    first, second = (record_run(config, 10, layout.world_size) for _ in range(2))
+    first, second = (record_run(config, NUM_ITERATIONS, layout.world_size) for _ in range(2))
     assert first.losses == second.losses
     assert all(first.weights[key].equal(second.weights[key]) for key in first.weights)
 

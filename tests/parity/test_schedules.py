@@ -16,7 +16,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, record_run
 
-NUM_ITERATIONS = 10
+NUM_ITERATIONS = 5
 GLOBAL_BATCH_SIZE = 8
 ALONE = ("pp2v2", "pp4zb", "pp2zbv")
 COMBINED = (
@@ -45,7 +45,7 @@ def _config(model: str, dtype: str, corpus: str) -> Config:
             params_dtype=dtype,
             seq_length=64,
         ),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.1),
+        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.2),
         data=DataConfig(data_path=(corpus,), split="949,50,1"),
         training=TrainingConfig(
             micro_batch_size=2,

@@ -35,7 +35,7 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
 def _run(name: str, dtype: str, corpus: str) -> RunRecord:
     layout = Layout.parse(name)
     config = layout.apply(table._config("gpt-tiny", dtype, corpus), table.GLOBAL_BATCH_SIZE)
-    return record_run(config, 10, layout.world_size)
+    return record_run(config, table.NUM_ITERATIONS, layout.world_size)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-import pretrain_gpt
+from megalite.cli import train
 from megalite.config.entry_point import run_main
+from megalite.distributed.local_ranks import FIRST_BACKWARD
 
 _SECONDS_TO_NOTICE = 20.0
 """How long ranks have to end by themselves after one of them is gone; after that they are killed."""
@@ -52,7 +53,9 @@ class Group:
         """
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pretrain_gpt", __name__])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "megalite.cli.train", FIRST_BACKWARD, __name__]
+        )
         number = len(list(folder.parent.glob(f"{folder.name}_*.log")))
         log = folder.parent / f"{folder.name}_{number:03d}.log"
         log.touch()
@@ -127,7 +130,7 @@ def _rank_main(environment: dict[str, str], arguments: list[str], log: str) -> N
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
-    run_main(pretrain_gpt.main, arguments)
+    run_main(train.main, arguments)
 
 
 def _free_port() -> int:

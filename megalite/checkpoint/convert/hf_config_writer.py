@@ -9,7 +9,7 @@ from megalite.checkpoint.convert.hf_config import HF_ACTIVATIONS, KEPT, TOKEN_ID
 from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.manifest import dtype_name
 from megalite.config import ModelConfig
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 
 
 def hf_config_of(

@@ -21,7 +21,7 @@ from megalite.config.validate import problems_of
 from megalite.distributed.topology import AXES, WORLD, Axis, Topology
 from megalite.errors import ConfigError, UserError
 from megalite.model.architectures import STAGES
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 

@@ -38,7 +38,7 @@ from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.topology import AXES
 from megalite.errors import UserError
 from megalite.log import log
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
 Parameters = Iterator[tuple[str, Tensor]]

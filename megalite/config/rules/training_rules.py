@@ -112,14 +112,26 @@ def enough_samples(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the learning rate starts and ends at or below its peak."""
+    """Check that each learning rate starts and ends at or below its peak."""
     optimizer = config.optimizer
-    for name, value in (("min_lr", optimizer.min_lr), ("lr_warmup_init", optimizer.lr_warmup_init)):
-        if value > optimizer.lr:
+    bounded = [("min_lr", "lr"), ("lr_warmup_init", "lr")]
+    if optimizer.decoupled_lr is not None:
+        least = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
+        bounded += [(least, "decoupled_lr"), ("lr_warmup_init", "decoupled_lr")]
+    elif optimizer.decoupled_min_lr is not None:
+        yield Problem(
+            ("decoupled_min_lr", "decoupled_lr"),
+            f"--decoupled-min-lr {optimizer.decoupled_min_lr} needs --decoupled-lr: pass the peak of that "
+            "learning rate, or remove --decoupled-min-lr",
+        )
+    for name, peak in bounded:
+        value, most = getattr(optimizer, name), getattr(optimizer, peak)
+        if value > most:
+            alternative = ", or pass --decoupled-min-lr" if (name, peak) == ("min_lr", "decoupled_lr") else ""
             yield Problem(
-                (name, "lr"),
-                f"{flag_of(name)} {value} is above --lr {optimizer.lr}, the peak: pass at most "
-                f"{optimizer.lr}",
+                (name, peak),
+                f"{flag_of(name)} {value} is above {flag_of(peak)} {most}, the peak: pass at most "
+                f"{most}{alternative}",
             )
 
 
@@ -224,6 +236,7 @@ def _decay(config: Config) -> tuple[int | None, str]:
 LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("save", "load", "non_persistent_local_ckpt_dir"),
     "data": (
+        "aml_data_download_path",
         "data_args_path",
         "per_split_data_args_path",
         "train_weighted_split_paths_path",
@@ -241,6 +254,7 @@ LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
         "metrics_file",
         "trace_pipeline_path",
         "memory_snapshot_path",
+        "profile_modules_file",
     ),
     "training": ("kill_switch_path",),
     "dry_run": ("dry_run_json",),

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from megalite.data._json_reader import json_texts
 from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
-from megalite.errors import UserError
+from megalite.errors import ConfigError, UserError
 from megalite.files import parse_json
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -59,9 +59,10 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     standard input. The files of a glob or a folder are sorted.
 
     Raises:
-        UserError: one of them names no file.
+        ConfigError: some of them name no file.
     """
     found: list[str] = []
+    problems: list[str] = []
     for pattern in patterns:
         if os.path.isfile(pattern) or pattern == STANDARD_INPUT:
             files = [pattern]
@@ -72,8 +73,10 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
         else:
             files = sorted(name for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
         if not files:
-            raise UserError(f"--input {pattern} names no file: pass files, globs or folders")
+            problems.append(f"--input {pattern} names no file: pass files, globs or folders")
         found += files
+    if problems:
+        raise ConfigError(problems)
     return found
 
 

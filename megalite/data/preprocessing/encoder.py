@@ -71,7 +71,7 @@ class Encoder:
         self._eod = self._tokenizer.eod if job.append_eod else None
         self._unknown: int | None = self._tokenizer.unk
         self._split: Callable[[str], list[str]] | None = (
-            sentence_splitter(job.sentence_language) if job.sentence_language else None
+            sentence_splitter(job.sentence_language, job.keep_newlines) if job.sentence_language else None
         )
         self._stack = ExitStack()
         name = secrets.token_hex(6)  # differs from those of an earlier run and of other workers

@@ -29,11 +29,18 @@ from megalite.data.preprocessing.sentences import sentence_splitter
 from megalite.data.preprocessing.shards import join_shards
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
-from megalite.errors import UserError
+from megalite.errors import ConfigError, UserError, collected
 from megalite.files import url_problem
 from megalite.log import log
 
-__all__ = ["PreprocessJob", "PreprocessingProgress", "PreprocessingSummary", "num_cores", "preprocess"]
+__all__ = [
+    "PreprocessJob",
+    "PreprocessingProgress",
+    "PreprocessingSummary",
+    "num_cores",
+    "preprocess",
+    "problems_of",
+]
 
 OnProgress = Callable[[PreprocessingProgress], None]
 
@@ -69,18 +76,11 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
         on_progress: called after each piece of the input.
 
     Raises:
-        UserError: the tokenizer or an input cannot be read, the output exists or cannot be written, a record
-            is bad (unless these are skipped), there is no document at all, or the run to resume was another
-            job.
+        ConfigError: with all mistakes of the job: no tokenizer, a missing input, a URL as output.
+        UserError: an input cannot be read, the output exists or cannot be written, a record is bad (unless
+            these are skipped), there is no document at all, or the run to resume was another job.
     """
-    if problem := url_problem(job.output_prefix):
-        raise UserError(f"--output-prefix {problem}")
-    tokenizer = job.build_tokenizer()
-    if job.append_eod:
-        _ = tokenizer.eod  # raises for a vocabulary without one, before any work
-    if job.sentence_language:
-        sentence_splitter(job.sentence_language)
-    files = find_inputs(job.inputs)
+    tokenizer, files = _tokenizer_and_files(job)
     made_with = job.made_with(files, tokenizer)
     finished = _finished_before(job, made_with)
     if finished:
@@ -101,6 +101,35 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
         except CannotWrite as error:
             raise UserError(f"{error}; {ledger.on_failure}") from None
     return PreprocessingSummary(run.progress, tuple(reports))
+
+
+def problems_of(job: PreprocessJob) -> list[str]:
+    """Return the mistakes of a job that `preprocess` would raise before it starts."""
+    problems: list[str] = []
+    with collected(problems):
+        _tokenizer_and_files(job)
+    return problems
+
+
+def _tokenizer_and_files(job: PreprocessJob) -> tuple[Tokenizer, list[str]]:
+    """Return the tokenizer and the input files of a job; raise all of its mistakes at once."""
+    problems: list[str] = []
+    tokenizer: Tokenizer | None = None
+    files: list[str] = []
+    if problem := url_problem(job.output_prefix):
+        problems.append(f"--output-prefix {problem}")
+    with collected(problems):
+        tokenizer = job.build_tokenizer()
+        if job.append_eod:
+            _ = tokenizer.eod  # raises for a vocabulary without one
+    if job.sentence_language:
+        with collected(problems):
+            sentence_splitter(job.sentence_language, job.keep_newlines)
+    with collected(problems):
+        files = find_inputs(job.inputs)
+    if tokenizer is None or problems:
+        raise ConfigError(problems)
+    return tokenizer, files
 
 
 def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[str, Any]) -> InputPlan:

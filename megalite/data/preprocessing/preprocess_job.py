@@ -31,6 +31,8 @@ class PreprocessJob:
     """End each document with the end-of-document token."""
     sentence_language: str | None = None
     """ISO 639 code of the language by whose rules each sentence becomes a sequence; None not to split."""
+    keep_newlines: bool = False
+    """Keep the white space between sentences, at the end of the one before it."""
     workers: int = 1
     """Number of processes that encode."""
     text_documents: str = "file"
@@ -67,6 +69,7 @@ class PreprocessJob:
             "--json-keys": list(self.json_keys),
             "--append-eod": self.append_eod,
             "--sentence-language": self.sentence_language,
+            "--keep-newlines": self.keep_newlines,
             "--text-documents": self.text_documents,
             "--max-document-bytes": self.max_document_bytes,
             "--on-error": "skip" if self.skip_bad_records else "fail",

@@ -1,4 +1,4 @@
-"""The command line of megalite launch: plan the run, and write the batch script."""
+"""The command line of megalite launch: plan the run, and write the batch script or the job file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
 from megalite.hardware.gpus import find_gpu
+from megalite.plan.estimate import RunPlan
+from megalite.plan.kubernetes.pytorch_job import Kubernetes, pytorch_job
 from megalite.plan.plan_report import plan_lines
 from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
 from megalite.plan.slurm.sbatch_script import (
@@ -19,6 +21,7 @@ from megalite.plan.slurm.sbatch_script import (
     batch_script,
     chosen_plan,
     plan_notes,
+    run_warnings,
     shortest_limit,
     warning_seconds,
     warnings,
@@ -29,44 +32,77 @@ CPUS_PER_GPU = 4
 
 
 def write_job(arguments: Sequence[str], description: str) -> list[str]:
-    """Write the batch script of a command line, and return the lines to print.
+    """Write the batch script or the job file of a command line, and return the lines to print.
 
     Raises:
         UserError: the command line is invalid, or training would reject the run, or it does not fit.
     """
     own, rest = _parser(description).parse_known_args(arguments)
     request, config = _request(own, rest)
-    slurm = _slurm(own, request.cluster.gpus_per_node)
+    gpus = request.cluster.gpus_per_node
+    job = _kubernetes(own, gpus, config) if own.kubernetes else _slurm(own, gpus)
     plan = chosen_plan(request)
+    if isinstance(job, Kubernetes):
+        output = own.output or Path(f"{own.job_name}.yaml")
+        submit, found = f"kubectl apply --filename {output}", run_warnings(request, plan, config)
+        text = _job_file(job, output, request, plan, config)
+    else:
+        output = own.output or Path(f"{own.job_name}.sbatch")
+        submit, found = f"sbatch {output}", warnings(request, plan, job, config)
+        text = _script(job, output, request, plan, config, own.setup)
+    _write(output, text, own.force)
+    return [
+        *plan_notes(list(plan_lines(request, plan))),
+        "",
+        *(f"warning: {warning}" for warning in found),
+        f"wrote {output}; submit it with: {submit}",
+    ]
+
+
+def _title(plan: RunPlan) -> str:
+    run = plan.run
+    return (
+        f"Train on {run.cluster.world_size} GPUs: tensor-parallel {run.tp} x pipeline-parallel "
+        f"{run.pp} x data-parallel {run.dp}."
+    )
+
+
+def _script(
+    slurm: Slurm, output: Path, request: Request, plan: RunPlan, config: Config, setup: Sequence[str]
+) -> str:
+    """Return the batch script, whose time limit must be longer than the warning before it."""
     warn_seconds = warning_seconds(plan)
     if slurm.seconds <= warn_seconds:
         raise UserError(
-            f"--time {own.time} is not longer than the {warn_seconds} s before the limit in which the job is "
-            f"warned and saves: pass --time {shortest_limit(plan)} or longer"
+            f"--time {slurm.limit} is not longer than the {warn_seconds} s before the limit in which the job "
+            f"is warned and saves: pass --time {shortest_limit(plan)} or longer"
         )
-    output = own.output or Path(f"{own.job_name}.sbatch")
-    run = plan.run
-    text = batch_script(
+    return batch_script(
         slurm,
-        training_tokens(request, run.config),
-        title=(
-            f"Train on {request.cluster.world_size} GPUs: tensor-parallel {run.tp} x pipeline-parallel "
-            f"{run.pp} x data-parallel {run.dp}."
-        ),
+        training_tokens(request, plan.run.config),
+        title=_title(plan),
         command=TRAINED_BY[config.model.architecture],
         file=str(output),
         save=config.checkpoint.save,
         has_load=config.checkpoint.load is not None,
         warn_seconds=warn_seconds,
-        setup=own.setup,
+        setup=setup,
     )
-    _write(output, text, own.force)
-    return [
-        *plan_notes(list(plan_lines(request, plan))),
-        "",
-        *(f"warning: {warning}" for warning in warnings(request, plan, slurm, config)),
-        f"wrote {output}; submit it with: sbatch {output}",
-    ]
+
+
+def _job_file(job: Kubernetes, output: Path, request: Request, plan: RunPlan, config: Config) -> str:
+    """Return the job file for Kubernetes."""
+    assert config.checkpoint.save is not None
+    return pytorch_job(
+        job,
+        training_tokens(request, plan.run.config),
+        title=_title(plan),
+        command=TRAINED_BY[config.model.architecture],
+        file=str(output),
+        save=config.checkpoint.save,
+        has_load=config.checkpoint.load is not None,
+        grace_seconds=warning_seconds(plan),
+    )
 
 
 def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Config]:
@@ -91,7 +127,26 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
     return request, config
 
 
+def _kubernetes(own: argparse.Namespace, gpus_per_node: int, config: Config) -> Kubernetes:
+    for name in ("time", "partition", "account", "exclude", "sbatch", "setup"):
+        if getattr(own, name):
+            raise UserError(f"--{name} is for Slurm: remove it, or --kubernetes")
+    if not config.data.mock_data and not config.data.corpus_options():
+        raise UserError("--data-path is missing: pass corpora in a --volume, or --mock-data")
+    cpus = own.cpus_per_task or CPUS_PER_GPU * gpus_per_node
+    job = Kubernetes(
+        own.kubernetes, own.nodes, gpus_per_node, cpus, own.job_name, tuple(own.volume), own.network
+    )
+    job.check(config.checkpoint.save)
+    return job
+
+
 def _slurm(own: argparse.Namespace, gpus_per_node: int) -> Slurm:
+    if own.time is None:
+        raise UserError("--time is missing: pass Slurm's time limit, or --kubernetes with an image")
+    for name in ("volume", "network"):
+        if getattr(own, name):
+            raise UserError(f"--{name} is for Kubernetes: remove it, or pass --kubernetes with an image")
     slurm = Slurm(
         own.nodes,
         gpus_per_node,
@@ -129,9 +184,25 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
     add(
         "--time",
-        required=True,
         metavar="LIMIT",
         help="Slurm's time limit of one start of the job, for example 20:00:00 or 2-00:00:00",
+    )
+    add(
+        "--kubernetes",
+        metavar="IMAGE",
+        help="write a PyTorchJob of Kubeflow that runs this image, in place of a script for Slurm",
+    )
+    add(
+        "--volume",
+        nargs="+",
+        default=[],
+        metavar="CLAIM:FOLDER",
+        help="Kubernetes: persistent volume claims, and where to mount them, for example runs:/runs",
+    )
+    add(
+        "--network",
+        metavar="RESOURCE",
+        help="Kubernetes: the resource for InfiniBand, for example rdma/hca_shared_devices_a",
     )
     add("--job-name", default="megalite", help="name of the job (default: megalite)")
     add("--partition", help="partition of the cluster")
@@ -157,7 +228,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         "-o",
         type=local_path,
         metavar="FILE",
-        help="file to write (default: the job's name with .sbatch)",
+        help="file to write (default: the job's name with .sbatch or .yaml)",
     )
     add("--force", action="store_true", help="replace the file if it exists")
     return parser

@@ -195,7 +195,7 @@ def shortest_limit(plan: RunPlan) -> str:
 
 
 def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> Iterator[str]:
-    """Yield warnings about the job.
+    """Yield warnings about the job and its time limit.
 
     Args:
         config: the run's own config, with the options that a plan ignores.
@@ -208,9 +208,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
             f"--time {slurm.limit} leaves {duration_text(max(usable, 0))} to train before the job is warned, "
             f"and an iteration takes {duration_text(seconds)}: pass --time {shortest_limit(plan)} or longer"
         )
-    if interval is None:
-        yield "--save-interval is not set: a rank or a node that fails loses all work since the job started"
-    elif interval * seconds > usable:
+    if interval is not None and interval * seconds > usable:
         yield (
             f"--time {slurm.limit} is shorter than --save-interval {interval}, which takes "
             f"{duration_text(interval * seconds)}: a job saves only at its end, and a lost node loses it all"
@@ -221,12 +219,8 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
             f"--exit-duration-in-mins {minutes:g} is later than the warning, {usable / 60:.0f} minutes after "
             "the start: it has no effect"
         )
-    load = config.checkpoint.load
-    if load is not None and not config.checkpoint.loads_own:
-        yield f"--load {load} is not --save: every restart would begin from {load} again; remove it"
-    if plan.run.tp > slurm.gpus_per_node:
-        yield f"--tp {plan.run.tp} is larger than the {slurm.gpus_per_node} GPUs of a node, which is slow"
-    if not config.data.mock_data and not config.data.data_path:
+    yield from run_warnings(request, plan, config)
+    if not config.data.mock_data and not config.data.corpus_options():
         yield "--data-path is not set: pass it after the script's name when you submit the script"
     days = run_costs(plan, request.costs).get("days")
     if days is not None and usable > 0 and days * 86400 > usable:
@@ -234,7 +228,18 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
             f"the run takes {days:.1f} days, so about {-int(-days * 86400 // usable)} starts of "
             f"{slurm.limit}: the job is requeued until it is done"
         )
-    if days is None:
+
+
+def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[str]:
+    """Yield warnings about the run, whatever starts it; `config` as in `warnings`."""
+    if config.checkpoint.save_interval is None:
+        yield "--save-interval is not set: a rank or a node that fails loses all work since the job started"
+    load, gpus = config.checkpoint.load, request.cluster.gpus_per_node
+    if load is not None and not config.checkpoint.loads_own:
+        yield f"--load {load} is not --save: every restart would begin from {load} again; remove it"
+    if plan.run.tp > gpus:
+        yield f"--tp {plan.run.tp} is larger than the {gpus} GPUs of a node, which is slow"
+    if run_costs(plan, request.costs).get("days") is None:
         yield "the run has no length: pass --train-iters or --train-samples"
 
 
@@ -326,7 +331,7 @@ def _sbatch_flags(tokens: Sequence[str], has_load: bool) -> Iterator[str]:
     """Yield one line per flag, with the first sentence of its help."""
     for flag in split_tokens(tokens)[0]:
         if flag.flag != "--save":
-            yield _commented(f"  {shlex.join([flag.name, *flag.values])}", _comment(flag))
+            yield _commented(f"  {shlex.join([flag.name, *flag.values])}", flag_comment(flag))
     yield '  --save "$save"'
     if not has_load:
         yield _commented('  --load "$save"', "a restart resumes from its own last checkpoint")
@@ -337,7 +342,8 @@ def _commented(text: str, comment: str) -> str:
     return line if comment and len(line) <= _LINE else text
 
 
-def _comment(flag: FlagTokens) -> str:
+def flag_comment(flag: FlagTokens) -> str:
+    """Return the first sentence of a flag's help; an empty string for a flag without one."""
     field = fields_by_flag().get(flag.flag)
     if field is None:
         return _PROGRAM_FLAGS.get(flag.flag, "")

@@ -1,201 +1,219 @@
-"""Measure the forward pass by module: parameters, operations and time."""
+"""Report the costs of the modules in tables: operations and times, memory, and memory of each layer."""
 
 from __future__ import annotations
 
 import re
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-
-from megalite.distributed.observer import DEVICE
+from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.files import make_writable, replace_file
 from megalite.log import THIS_RANK, log
-from megalite.model.compiled import run_as_written
 from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.module_costs import NUM_TIMED, ModuleCosts, Phase, module_costs
 from megalite.train.trainer import Trainer
 
-NUM_TIMED = 3
-"""Timed forwards of one microbatch, whose median is logged; one before them counts FLOPs and warms up."""
 _LAYER = re.compile(r"^layers\.\d+")
-
-
-@dataclass
-class ModuleRow:
-    """The costs of all modules of one name, over all layers.
-
-    Attributes:
-        name: the module's, with ``layers.*`` for each layer; empty for the rank's whole part of the model.
-        flops: of GEMMs and attention in the forward of one microbatch.
-        seconds: of each timed forward.
-    """
-
-    name: str
-    num_modules: int = 0
-    num_parameters: int = 0
-    flops: int = 0
-    seconds: list[float] = field(default_factory=lambda: [0.0] * NUM_TIMED)
-
-    @property
-    def latency(self) -> float:
-        return statistics.median(self.seconds)
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count attention by its arguments' shapes: torch has formulas for its own kernels of GPUs only."""
-    return sdpa_flop_count(query, key, value)
-
-
-ATTENTION_FLOPS = dict.fromkeys(
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.megalite.flash_attention),
-    _attention_flops,
-)
+_REST = "outside submodules"
+_STATE = ("weights", "gradients", "optimizer")
 
 
 class ModuleProfile(Callback):
     """Logs the modules' costs before iteration --profile-modules."""
+
+    def on_start(self, loop: TrainingLoop) -> None:
+        config, topology = loop.trainer.config.logging, loop.trainer.topology
+        if config.profile_modules is not None and config.profile_modules_file is not None:
+            with topology.agreed():
+                check_file(file_of_rank(config.profile_modules_file, topology))
 
     def before_step(self, loop: TrainingLoop) -> None:
         if loop.next_iteration == loop.trainer.config.logging.profile_modules:
             log_module_profile(loop.trainer)
 
 
-def log_module_profile(trainer: Trainer) -> None:
-    """Log the costs of one microbatch's forward, on one rank of each pipeline stage; a collective.
+def file_of_rank(path: str, topology: Topology) -> Path:
+    """Return the --profile-modules-file of a pipeline rank: all but the first add their rank to the name."""
+    file = Path(path)
+    return file if topology.pp.is_first else file.with_stem(f"{file.stem}_rank{topology.rank}")
 
-    It evaluates a microbatch of the next iteration, without changing the run's state.
+
+def check_file(file: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        UserError: it cannot.
     """
-    topology, iteration = trainer.topology, trainer.progress.iteration + 1
-    rows = profile_modules(trainer)
-    if topology.tp.is_first and topology.dp.is_first:
-        log.info("%s", "\n".join(_table(rows, iteration, topology.rank)), extra=THIS_RANK)
+    make_writable(file.parent, "--profile-modules-file in")
+    if file.is_dir():
+        raise UserError(f"--profile-modules-file {file} is a folder: pass the name of a file")
 
 
-def profile_modules(trainer: Trainer) -> list[ModuleRow]:
-    """Return the rows of this rank's modules, each before those of its submodules; a collective."""
-    with run_as_written(trainer.config.training.compile):
-        return _profiled(trainer)
+def log_module_profile(trainer: Trainer) -> None:
+    """Log the costs of one microbatch on one rank of each pipeline stage, and write its file; a collective.
+
+    It runs a microbatch of the next iteration, without changing the run's state.
+    """
+    costs, topology = module_costs(trainer), trainer.topology
+    if not (topology.tp.is_first and topology.dp.is_first):
+        return
+    config = trainer.config.logging
+    text = "\n".join(profile_tables(costs, title(trainer), config))
+    log.info("%s", text, extra=THIS_RANK)
+    if config.profile_modules_file is not None:
+        file = file_of_rank(config.profile_modules_file, topology)
+        try:
+            with replace_file(file) as stream:
+                stream.write(f"{text}\n".encode())
+        except OSError as error:
+            text = "--profile-modules-file %s cannot be written (%s): training continues without it"
+            log.warning(text, file, error.strerror, extra=THIS_RANK)
 
 
-def _profiled(trainer: Trainer) -> list[ModuleRow]:
-    rows: dict[str, ModuleRow] = {}
-    for chunk in trainer.chunks:
-        chunk.train()
-        for name, module in chunk.named_modules():
-            row = rows.setdefault(_grouped(name), ModuleRow(_grouped(name)))
-            row.num_modules += 1
-            row.num_parameters += sum(parameter.numel() for parameter in module.parameters())
-    load = partial(trainer.load_batch, trainer.progress.consumed_samples)
-    with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
+def title(trainer: Trainer) -> str:
+    """Return the line above the tables."""
+    rank, iteration = trainer.topology.rank, trainer.progress.iteration + 1
+    size, length = trainer.config.training.micro_batch_size, trainer.config.model.seq_length
+    return (
+        f"modules of rank {rank} before iteration {iteration}, in one microbatch of {size} x {length} tokens:"
+    )
 
-        def add_flops(row: ModuleRow, before: float, after: float) -> None:
-            row.flops += int(after - before)
 
-        with _read_around(trainer.chunks, rows, counter.get_total_flops, add_flops):
-            trainer.pipeline.evaluate(1, load)
-    for number in range(NUM_TIMED):
+def profile_tables(costs: Mapping[str, ModuleCosts], first_line: str, config: LoggingConfig) -> Iterator[str]:
+    """Yield the lines of all tables.
 
-        def add_seconds(row: ModuleRow, before: float, after: float, number: int = number) -> None:
-            row.seconds[number] += after - before
+    Args:
+        costs: of each module; see `module_costs`.
+        config: how deep the tables go, and how many submodules of a module they show.
+    """
+    rows = _grouped(costs)
+    yield first_line
+    yield from _computation(rows, config)
+    yield ""
+    yield from _memory(rows, config)
+    yield ""
+    yield from _memory_by_layer(costs, rows)
 
-        with _read_around(trainer.chunks, rows, _clock(trainer.topology), add_seconds):
-            trainer.pipeline.evaluate(1, load)
+
+def _grouped(costs: Mapping[str, ModuleCosts]) -> list[ModuleCosts]:
+    """Add the costs of the layers' modules of one name: `layers.*.mlp` for those of all layers."""
+    rows: dict[str, ModuleCosts] = {}
+    for name, each in costs.items():
+        if name != "layers":  # a list without a forward; `layers.*` has the same costs
+            group = _LAYER.sub("layers.*", name)
+            rows.setdefault(group, ModuleCosts(group, num_modules=0)).add(each)
     return list(rows.values())
 
 
-def _grouped(name: str) -> str:
-    return _LAYER.sub("layers.*", name)
-
-
-def _clock(topology: Topology) -> Callable[[], float]:
-    """Return a clock that waits for the device."""
-    if topology.device.type != "cuda":
-        return time.perf_counter
-
-    def read() -> float:
-        with topology.events.during(DEVICE):
-            torch.cuda.synchronize(topology.device)
-        return time.perf_counter()
-
-    return read
-
-
-@contextmanager
-def _read_around(
-    chunks: Sequence[nn.Module],
-    rows: dict[str, ModuleRow],
-    read: Callable[[], float],
-    add: Callable[[ModuleRow, float, float], None],
-) -> Iterator[None]:
-    """Read a counter before and after each module's forward in this block."""
-    begun: list[float] = []
-
-    def begin(*_: Any) -> None:
-        begun.append(read())
-
-    def end(row: ModuleRow, *_: Any) -> None:
-        add(row, begun.pop(), read())
-
-    handles = []
-    for chunk in chunks:
-        for name, module in chunk.named_modules():
-            handles.append(module.register_forward_pre_hook(begin))
-            handles.append(module.register_forward_hook(partial(end, rows[_grouped(name)])))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _table(rows: Sequence[ModuleRow], iteration: int, rank: int) -> Iterator[str]:
-    whole = rows[0]
-    yield f"modules of rank {rank} before iteration {iteration}, in the forward pass of one microbatch:"
-    yield (
-        f"  {'module':<36}{'number':>7}{'parameters':>16}{'GFLOP':>12}{'share':>8}{'ms':>11}{'share':>8}"
-        f"{'TFLOP/s':>10}"
-    )
-    called = [row for row in rows if row.latency > 0.0]  # a list of modules has no forward
-    for row in called:
-        yield _line("  " * _depth(row) + (row.name or "all"), row, whole)
-    yield _line("  outside these modules", _rest(called), whole)
-    yield (
-        "  GFLOP: GEMMs and attention, the full square of causal attention; times: medians of "
-        f"{NUM_TIMED} forwards, with a device synchronization before and after each module"
-    )
-
-
-def _depth(row: ModuleRow) -> int:
+def _depth(row: ModuleCosts) -> int:
     """Return the nesting depth of a row's modules; the list of layers does not count."""
     return len(row.name.removeprefix("layers.").split(".")) if row.name else 0
 
 
-def _rest(rows: Sequence[ModuleRow]) -> ModuleRow:
-    """Return the costs of the whole minus those of its parts: the logits and the loss."""
+def _parent(row: ModuleCosts) -> str:
+    return row.name.rpartition(".")[0].removesuffix("layers")
+
+
+def _shown(
+    rows: Sequence[ModuleCosts], cost: Callable[[ModuleCosts], float], config: LoggingConfig
+) -> Iterator[ModuleCosts]:
+    """Yield the rows within the depth, and of each shown module the submodules that cost most."""
     whole, *others = rows
-    parts = [row for row in others if _depth(row) == 1]
-    rest = ModuleRow("", 1, 0, whole.flops - sum(row.flops for row in parts))
-    rest.seconds = [
-        seconds - sum(row.seconds[number] for row in parts) for number, seconds in enumerate(whole.seconds)
-    ]
+    kept, depth, top = {""}, config.profile_modules_depth, config.profile_modules_top
+    yield whole
+    for row in others:
+        siblings = sorted((each for each in others if _parent(each) == _parent(row)), key=cost, reverse=True)
+        is_expensive = row.name in [each.name for each in siblings[:top]]
+        is_deep = depth is not None and _depth(row) > depth
+        if _parent(row) in kept and is_expensive and not is_deep:
+            kept.add(row.name)
+            yield row
+
+
+def _outside(rows: Sequence[ModuleCosts]) -> ModuleCosts:
+    """Return the costs of the whole minus those of its parts: the logits and the loss."""
+    rest = ModuleCosts(_REST)
+    rest.add(rows[0])
+    for row in rows:
+        if _depth(row) == 1:
+            rest.add(row, -1)
     return rest
 
 
-def _line(name: str, row: ModuleRow, whole: ModuleRow) -> str:
-    return (
-        f"  {name:<36}{row.num_modules:>7}{row.num_parameters:>16,}"
-        f"{row.flops / 1e9:>12.3f}{_share(row.flops, whole.flops):>8}"
-        f"{row.latency * 1e3:>11.3f}{_share(row.latency, whole.latency):>8}"
-        f"{row.flops / row.latency / 1e12:>10.3f}"
+def _computation(rows: Sequence[ModuleCosts], config: LoggingConfig) -> Iterator[str]:
+    whole = rows[0]
+    yield f"  {'':<59}{'GMAC':>27}{'ms':>33}"
+    phases = "".join(f"{phase.value:>11}" for phase in Phase)
+    yield f"  {'module':<36}{'number':>7}{'parameters':>16}{phases}{phases}{'share':>8}{'TFLOP/s':>9}"
+    called = [row for row in rows if row.latency() > 0.0]  # some modules have no forward of their own
+    for row in (*_shown(called, ModuleCosts.latency, config), _outside(called)):
+        seconds = row.latency()
+        macs = "".join(f"{_number(row.flops[phase] / 2e9):>11}" for phase in Phase)
+        times = "".join(f"{_number(row.latency(phase) * 1e3):>11}" for phase in Phase)
+        rate = _number(sum(row.flops.values()) / seconds / 1e12 if seconds > 0.0 else 0.0)
+        number = "" if row.name == _REST else f"{row.num_modules:>7}{row.num_parameters:>16,}"
+        yield f"  {_label(row):<36}{number:<23}{macs}{times}{seconds / whole.latency():>8.1%}{rate:>9}"
+    yield (
+        "  GMAC: 10^9 multiply-adds (two FLOPs each) of GEMMs and attention; backward: without what it "
+        "recomputes;"
+    )
+    yield (
+        f"  times: medians of {NUM_TIMED} microbatches, with a device synchronization before and after each "
+        "operation"
     )
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
+def _memory(rows: Sequence[ModuleCosts], config: LoggingConfig) -> Iterator[str]:
+    yield _memory_header("module")
+    for row in (*_shown(rows, _num_bytes, config), _outside(rows)):
+        if _num_bytes(row):
+            yield _memory_line(_label(row), row)
+    yield (
+        "  activations: what forward of one microbatch leaves in memory for backward, where it was made; the "
+        "rest: this rank's, without padding"
+    )
+
+
+def _memory_by_layer(costs: Mapping[str, ModuleCosts], rows: Sequence[ModuleCosts]) -> Iterator[str]:
+    """Yield the memory of each layer, in one line for consecutive layers that are equal, and of the rest."""
+    yield _memory_header("layer")
+    layers = [each for name, each in costs.items() if _LAYER.fullmatch(name)]
+    parts = [row for row in rows if _depth(row) == 1 and row.name != "layers.*"]
+    first = [row for row in parts if row.name == "embedding"]
+    for each in first:
+        yield _memory_line(each.name, each)
+    for _, group in groupby(layers, key=lambda each: (each.state_bytes, each.activation_bytes)):
+        equal = list(group)
+        others = f" to {equal[-1].name}, each" if len(equal) > 1 else ""
+        yield _memory_line(f"{equal[0].name}{others}", equal[0])
+    for each in (*(part for part in parts if part not in first), _outside(rows)):
+        if _num_bytes(each):
+            yield _memory_line(each.name, each)
+
+
+def _num_bytes(row: ModuleCosts) -> float:
+    return sum(row.state_bytes.values()) + row.activation_bytes
+
+
+def _memory_header(what: str) -> str:
+    columns = "".join(f"{name:>13}" for name in (*_STATE, "activations"))
+    return f"  {what + ' (MB)':<36}{columns}"
+
+
+def _memory_line(label: str, row: ModuleCosts) -> str:
+    sizes = (*(row.state_bytes[name] for name in _STATE), row.activation_bytes)
+    return f"  {label:<36}" + "".join(f"{_number(size / 1e6):>13}" for size in sizes)
+
+
+def _label(row: ModuleCosts) -> str:
+    if row.name == _REST:
+        return f"  {_REST}"
+    return "  " * _depth(row) + (row.name or "all")
+
+
+def _number(number: float) -> str:
+    """Return three decimals, or three digits of a number below 1."""
+    return f"{number:.3f}" if abs(number) >= 1.0 else f"{number:.3g}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch.profiler
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from megalite.config import LoggingConfig
@@ -38,7 +39,8 @@ class Profiler(Callback):
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
         logging, topology = loop.trainer.config.logging, loop.trainer.topology
-        with memory_history(logging, topology), profiler(logging, topology, loop.iteration) as self._profile:
+        profile = profiler(logging, topology, range(loop.next_iteration, loop.num_iterations + 1))
+        with memory_history(logging, topology), profile as self._profile:
             yield
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
@@ -58,29 +60,43 @@ class _Window(NamedTuple):
     last: int
 
 
-def profiler(config: LoggingConfig, topology: Topology, num_done: int = 0) -> AbstractContextManager[Profile]:
+def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> AbstractContextManager[Profile]:
     """Profile some iterations of the block: those of --profile, or the third to fifth; a collective.
 
     PyTorch's profiler writes a file for each rank, ``tensorboard_dir/profile_name/rank<N>.*.pt.trace.json``:
     for all ranks with --profile-execution, for --profile-ranks with --profile. Without them nothing happens.
 
     Args:
-        num_done: iterations before the block's first.
+        iterations: those of the block, counted from 1. If none of them is to be profiled, a warning says so.
 
     Raises:
         UserError: a rank cannot write to the folder, or --profile requests nsys and there is no GPU; on every
             rank alike.
     """
     if config.profile_execution:
-        first = num_done + _SKIPPED + 1
+        first = iterations.start + _SKIPPED
         window = _Window("--profile-execution", first, first + _TRACED - 1)
-        return _pytorch(window, config, topology, num_done, range(topology.world_size))
-    window = _Window("--profile", config.profile_step_start + 1, config.profile_step_end)
-    if config.profile and config.use_pytorch_profiler:
-        return _pytorch(window, config, topology, num_done, config.profile_ranks)
-    if config.profile:
-        return _nsys(window, topology, num_done, config.profile_ranks)
-    return _nothing()
+        ranks: Collection[int] = range(topology.world_size)
+    elif config.profile:
+        window = _Window("--profile", config.profile_step_start + 1, config.profile_step_end)
+        ranks = config.profile_ranks
+    else:
+        return _nothing()
+    uses_pytorch = config.profile_execution or config.use_pytorch_profiler
+    if not uses_pytorch and topology.device.type != "cuda":
+        raise UserError(
+            "--profile without --use-pytorch-profiler lets nsys record a GPU, and there is no GPU: pass "
+            "--use-pytorch-profiler"
+        )
+    if window.first not in iterations:
+        trained = f"{iterations[0]} to {iterations[-1]}" if iterations else "none"
+        text = "%s: no trace, as its first iteration is %d, and the iterations of this run are %s"
+        log.warning(text, window.flag, window.first, trained)
+        return _nothing()
+    num_before = window.first - iterations.start
+    if uses_pytorch:
+        return _pytorch(window, config, topology, num_before, ranks)
+    return _nsys(window, topology, num_before, ranks)
 
 
 @contextmanager
@@ -90,7 +106,7 @@ def _nothing() -> Iterator[Profile]:
 
 @contextmanager
 def _pytorch(
-    window: _Window, config: LoggingConfig, topology: Topology, num_done: int, ranks: Collection[int]
+    window: _Window, config: LoggingConfig, topology: Topology, num_before: int, ranks: Collection[int]
 ) -> Iterator[Profile]:
     assert config.tensorboard_dir is not None  # a rule of the config
     folder = Path(config.tensorboard_dir) / (config.profile_name or _DEFAULT_NAME)
@@ -98,9 +114,7 @@ def _pytorch(
     with topology.agreed():
         if is_on:
             make_writable(folder, "--tensorboard-dir")
-    num_before = window.first - 1 - num_done
-    if not is_on or num_before < 0:
-        _warn_if_missed(window, topology, ranks, is_missed=num_before < 0)
+    if not is_on:
         yield _NoProfile()
         return
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{topology.rank}")
@@ -124,6 +138,11 @@ def _pytorch(
             wait=num_before - num_warmup, warmup=num_warmup, active=num_active, repeat=1
         ),
         on_trace_ready=on_trace_ready,
+        record_shapes=config.pytorch_profiler_collect_shapes,
+        with_stack=config.pytorch_profiler_collect_callstack,
+        profile_memory=config.pytorch_profiler_collect_memory,
+        # Verbose: each operator's call stack, which TensorBoard's plugin shows, besides the Python functions.
+        experimental_config=_ExperimentalConfig(verbose=config.pytorch_profiler_collect_callstack),
     ) as profile:
         yield profile
     _warn_if_missed(window, topology, ranks, is_missed=not was_active)
@@ -166,38 +185,33 @@ def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> st
 class _NsysProfile:
     """Makes nsys (started with ``-c cudaProfilerApi``) record the window's iterations."""
 
-    def __init__(self, window: _Window, num_done: int, start: Callable[[], None], stop: Callable[[], None]):
-        self._window = window
-        self._num_done = num_done
+    def __init__(self, window: _Window, num_before: int, start: Callable[[], None], stop: Callable[[], None]):
+        self._num_left = num_before
+        self._num_recorded = window.last - window.first + 1
         self._start, self._stop = start, stop
         self.is_recorded = False
         self._begin_if_due()
 
     def step(self) -> None:
         """Mark the end of an iteration."""
-        self._num_done += 1
-        if self._num_done == self._window.last and self.is_recorded:
+        self._num_left -= 1
+        if self._num_left == -self._num_recorded:
             self._stop()
         self._begin_if_due()
 
     def _begin_if_due(self) -> None:
-        if self._num_done == self._window.first - 1:
+        if self._num_left == 0:
             self._start()
             self.is_recorded = True
 
 
 @contextmanager
-def _nsys(window: _Window, topology: Topology, num_done: int, ranks: Collection[int]) -> Iterator[Profile]:
-    if topology.device.type != "cuda":
-        raise UserError(
-            "--profile without --use-pytorch-profiler lets nsys record a GPU, and there is no GPU: pass "
-            "--use-pytorch-profiler"
-        )
+def _nsys(window: _Window, topology: Topology, num_before: int, ranks: Collection[int]) -> Iterator[Profile]:
     if topology.rank not in ranks:
         yield _NoProfile()
         return
     runtime = torch.cuda.cudart()
-    profile = _NsysProfile(window, num_done, runtime.cudaProfilerStart, runtime.cudaProfilerStop)
+    profile = _NsysProfile(window, num_before, runtime.cudaProfilerStart, runtime.cudaProfilerStop)
     with torch.autograd.profiler.emit_nvtx():
         yield profile
     _warn_if_missed(window, topology, ranks, is_missed=not profile.is_recorded)
@@ -207,7 +221,10 @@ def _nsys(window: _Window, topology: Topology, num_done: int, ranks: Collection[
 def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
     """Record the allocations of GPU memory in the block, and write them even if the block raises.
 
-    Only --profile-ranks record. Without a GPU, it warns that there is nothing to record.
+    Only --profile-ranks record. Without a GPU, it warns that there is nothing to record. A collective.
+
+    Raises:
+        UserError: a rank cannot write to the folder; on every rank alike.
     """
     if not config.record_memory_history:
         yield
@@ -216,14 +233,17 @@ def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
         log.warning("--record-memory-history has no effect: it records GPU memory, and there is no GPU")
         yield
         return
-    if topology.rank not in config.profile_ranks:
+    is_on, path = topology.rank in config.profile_ranks, snapshot_path(config, topology.rank)
+    with topology.agreed():
+        if is_on:
+            make_writable(path.parent, "--memory-snapshot-path in")
+    if not is_on:
         yield
         return
     torch.cuda.memory._record_memory_history()
     try:
         yield
     finally:
-        path = snapshot_path(config, topology.rank)
         try:
             torch.cuda.memory._dump_snapshot(str(path))
             log.info("memory history: %s; open it on pytorch.org/memory_viz", path, extra=THIS_RANK)
@@ -240,7 +260,7 @@ def snapshot_path(config: LoggingConfig, rank: int) -> Path:
 
 def _warn_if_missed(window: _Window, topology: Topology, ranks: Collection[int], *, is_missed: bool) -> None:
     if is_missed and topology.rank == min(ranks):
-        text = "%s: no trace, as the run had no iteration %d"
+        text = "%s: no trace, as the run ended before iteration %d"
         log.warning(text, window.flag, window.first, extra=THIS_RANK)
 
 

@@ -37,6 +37,8 @@ def main_scalars(config: LoggingConfig, metrics: IterationMetrics) -> dict[str, 
     }
     if config.log_batch_size_to_tensorboard:
         scalars["batch-size"] = metrics.global_batch_size
+    if metrics.decoupled_learning_rate is not None:
+        scalars["decoupled-learning-rate"] = metrics.decoupled_learning_rate
     if metrics.sop_loss is not None:
         scalars["sop loss"] = metrics.sop_loss
     if metrics.params_norm is not None:

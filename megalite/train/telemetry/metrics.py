@@ -133,6 +133,7 @@ class IterationMetrics:
         params_norm: 2-norm of the weights after the last iteration; None if it is not requested.
         num_zeros: elements of the last iteration's gradient that are zero; None if it is not requested, or
             if the iteration was excluded or had an anomaly.
+        decoupled_learning_rate: of the word embedding and the output layer; None without --decoupled-lr.
         warnings: warnings about the interval, a line each.
     """
 
@@ -160,6 +161,7 @@ class IterationMetrics:
     params_norm: float | None = None
     num_zeros: int | None = None
     sop_loss: float | None = None
+    decoupled_learning_rate: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -265,6 +267,7 @@ class IntervalMeter:
             sop_loss=means.get("sop_loss"),
             grad_norm=results[-1].grad_norm,
             learning_rate=last.learning_rate,
+            decoupled_learning_rate=last.decoupled_learning_rate,
             global_batch_size=last.num_samples,
             loss_scale=loss_scale,
             skipped=results[-1].skipped,

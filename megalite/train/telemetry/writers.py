@@ -54,8 +54,10 @@ def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
     fields.append(f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}")
     if config.log_throughput:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
+    fields.append(f"learning rate: {metrics.learning_rate:.3E}")
+    if metrics.decoupled_learning_rate is not None:
+        fields.append(f"decoupled learning rate: {metrics.decoupled_learning_rate:.3E}")
     fields += [
-        f"learning rate: {metrics.learning_rate:.3E}",
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
@@ -144,7 +146,7 @@ class MetricsFile:
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         record = dataclasses.asdict(metrics)
         del record["warnings"]  # text for the log; here num_nan and num_skipped show it
-        for name in ("params_norm", "num_zeros", "sop_loss"):
+        for name in ("params_norm", "num_zeros", "sop_loss", "decoupled_learning_rate"):
             if record[name] is None:  # not requested, or there is none
                 del record[name]
         self._write(record | (self._load.rates() if self._load is not None else {}))

@@ -264,6 +264,16 @@ def test_the_flags_choose_one_of_two_schedules(compare, topology: Topology) -> N
     assert compatibility_record(kept, topology)["schedule"] == description["schedule"]
 
 
+def test_a_kept_schedule_with_two_rates_needs_the_flag(compare) -> None:
+    """The optimizer has grouped its weights by the flag before the checkpoint is read."""
+    saved = changed("optimizer", {"decoupled_lr": 1e-2})
+    with pytest.raises(UserError, match=r"another schedule: decoupled_lr .*pass --decoupled-lr 0\.01 too"):
+        compare(saved, resuming(CONFIG, use_checkpoint_opt_param_scheduler=True))
+    here = changed("optimizer", {"decoupled_lr": 1e-3})
+    (notice,) = compare(saved, resuming(here, use_checkpoint_opt_param_scheduler=True))
+    assert notice == "the checkpoint's schedule is kept: decoupled_lr 0.01 (not 0.001)"
+
+
 def test_a_schedule_in_the_other_unit_can_only_be_replaced(compare) -> None:
     training = replace(CONFIG.training, train_iters=None, train_samples=800)
     here = replace(CONFIG, training=training)
@@ -312,6 +322,7 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
     ("train_samples", IN_SAMPLES | CONSTANT),
     ("lr_wsd_decay_samples", {"optimizer": {"lr_decay_style": "WSD"}} | IN_SAMPLES),
     ("weight_decay_incr_samples", RISING | IN_SAMPLES),
+    ("decoupled_min_lr", {"optimizer": {"decoupled_lr": 1e-2}}),
 ]
 CONTEXT_OF = {name: context for names, context in BY_CONTEXT for name in names.split()}
 """What a field needs other fields to be to have an effect."""

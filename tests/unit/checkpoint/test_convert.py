@@ -352,7 +352,7 @@ def test_an_activation_computes_what_transformers_computes(name):
     from megalite.model.mlp import ACTIVATION_FUNCTIONS
 
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
-    function, adds_bias = ACTIVATION_FUNCTIONS[HF_ACTIVATIONS[name]]
+    function, adds_bias, _ = ACTIVATION_FUNCTIONS[HF_ACTIVATIONS[name]]
     torch.testing.assert_close(
         function(x, None) if adds_bias else function(x), ACT2FN[name](x), rtol=0, atol=1e-11
     )

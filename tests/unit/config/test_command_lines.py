@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import check_config
+from megalite.config import RecomputeConfig, check_config
 from megalite.config.command_line import parse
 from megalite.config.data import split_weights
 from megalite.errors import ConfigError
-from tests.unit.config.lines import BERT_340M, BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE, GPT3_175B
+from tests.unit.config.lines import (
+    BERT_340M,
+    BLOOM,
+    BLOOM_176B_ADDS,
+    BLOOM_DEEPSPEED,
+    COURSE,
+    GPT3_175B,
+    LLAMA3_8B,
+)
 
 
 @pytest.fixture
@@ -46,6 +54,17 @@ def test_the_course_script_is_accepted_whole() -> None:
     assert [notice.split()[0] for notice in notices] == ["--data-impl", "--distributed-backend"]
 
 
+def test_the_course_recomputes_all_layers_by_an_older_flag() -> None:
+    words = ["--fp16", "--activations-checkpoint-method", "block", "--activations-checkpoint-num-layers", "3"]
+    config, _ = parse([*shlex.split(COURSE), *words])
+    assert config.recompute == RecomputeConfig("full", "block", 3)
+    with pytest.raises(ConfigError) as caught:
+        parse([*words, "--recompute-granularity", "selective"])
+    assert caught.value.problems[0].endswith(
+        "--recompute-granularity selective set the same option: remove one"
+    )
+
+
 def test_the_bloom_job_is_accepted_whole(in_folder: Path) -> None:
     config, notices = parse(shlex.split(BLOOM))
     check_config(config, world_size=8)
@@ -64,7 +83,7 @@ def test_the_bloom_job_is_accepted_whole(in_folder: Path) -> None:
         "--sync-tp-duplicated-parameters",
         "--abort-on-unmet-fused-kernel-constraints",
         "--pp-partition-method type:transformer|embedding",
-        "steps_per_print, wall_clock_breakdown",
+        "steps_per_print is 2000, but --log-interval 1 is used",
         "--max-position-embeddings 2048 has no effect",
     ):
         assert flag in message, flag
@@ -86,6 +105,16 @@ def test_megatrons_example_of_gpt3_is_accepted_whole() -> None:
     assert config.training.step_batch_size_schedule == ("0:16", "2.4B:320", "12B:1536")
     assert config.batch_size(1)(0) == 16
     assert notices == []
+
+
+def test_megatrons_example_of_llama_is_accepted_whole() -> None:
+    """The flags of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh."""
+    config, notices = parse(shlex.split(LLAMA3_8B))
+    check_config(config, world_size=8)
+    assert (config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr) == (5e-4, 4.5e-5)
+    assert (config.training.fp8_format, config.parallel.zero_stage) == ("hybrid", 1)
+    assert split_weights(config.data.split) == [99, 1, 0]
+    assert all(" is not needed: " in notice or " has no effect: " in notice for notice in notices)
 
 
 def test_megatrons_example_of_bert_is_accepted() -> None:
@@ -163,7 +192,7 @@ def test_workers_are_accepted_and_told() -> None:
             "--context-parallel-size 2",
             "--context-parallel-size only accepts 1 in this version, not 2 (context parallelism)",
         ),
-        ("--deepspeed_config", "--deepspeed_config takes one value"),
+        ("--deepspeed_config", "--deepspeed-config takes one value"),
     ],
 )
 def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, problems) -> None:
@@ -222,126 +251,3 @@ def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert parse(["--local_rank=2"])[1] == []
     assert "LOCAL_RANK=2" in problems("--local-rank 0")[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "line", "message"),
-    [
-        ({"gradient_clipping": 0.5}, "", ["gradient_clipping is 0.5", "--clip-grad is 1.0"]),
-        ({"train_batch_size": 8}, "", ["train_batch_size is 8", "--global-batch-size is 16"]),
-        ({"train_micro_batch_size_per_gpu": 4}, "", ["per_gpu is 4", "--micro-batch-size is 2"]),
-        ({"zero_optimization": {"stage": 1}}, "", ["stage is 1", "--zero-stage is 0"]),
-        ({"zero_optimization": {"stage": 1}}, "--zero-stage 0", ["stage is 1", "--zero-stage is 0"]),
-        ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", ["is 0", "--zero-stage is 1"]),
-        ({"bf16": {"enabled": True}}, "", ["bf16.enabled is true", "--params-dtype is fp32"]),
-        ({"fp16": {"enabled": True, "hysteresis": 3}}, "--fp16", ["hysteresis is 3", "--hysteresis is 2"]),
-        ({"fp16": {"enabled": True, "loss_scale": 8}}, "--fp16", ["loss_scale is 8", "--loss-scale is 0"]),
-        (
-            {"fp16": {"enabled": True, "initial_scale_power": 16}},
-            "--fp16",
-            ["initial_scale_power is 16, a loss scale of 65536", "--initial-loss-scale is 4294967296"],
-        ),
-        ({"fp16": {"enabled": True, "initial_scale_power": "9"}}, "--fp16", ["scale_power is 9"]),
-        ({"fp16": {"enabled": True, "initial_scale_power": 9999}}, "--fp16", ["scale_power is 9999"]),
-        ({"communication_data_type": "bf16"}, "", ["is bf16", "--grad-communication-dtype is fp32"]),
-        (
-            {"fp16": {"enabled": False}},
-            "--fp16",
-            ["fp16.enabled is not true", "--params-dtype is fp16: set it to true"],
-        ),
-        ({"gradient_accumulation_steps": 3}, "--dp 2", ["gradient_accumulation_steps is 3", "is 4"]),
-    ],
-)
-def test_a_deepspeed_file_that_disagrees_names_both(
-    changes: dict, line: str, message: list[str], problems, tmp_path: Path
-) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({**BLOOM_DEEPSPEED, "bf16": {"enabled": False}, **changes}))
-    found = problems(f"--micro-batch-size 2 --global-batch-size 16 --deepspeed_config {path} {line}")
-    (conflict,) = (problem for problem in found if str(path) in problem)
-    assert all(words in conflict for words in message), conflict
-
-
-ALL_OF_DEEPSPEED = {
-    **BLOOM_DEEPSPEED,
-    "gradient_accumulation_steps": 8,
-    "communication_data_type": "fp32",
-    "bf16": {"enabled": True, "immediate_grad_update": True},
-    "fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2, "auto_cast": False},
-    "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 5e8},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "activation_checkpointing": {"cpu_checkpointing": True},
-}
-
-
-def test_no_setting_of_a_deepspeed_file_is_passed_over_in_silence(tmp_path: Path) -> None:
-    """Check that each setting is either compared, which a change of it shows, or named in a notice."""
-    path = tmp_path / "ds.json"
-    line = f"--micro-batch-size 2 --global-batch-size 16 --bf16 --dp 1 --deepspeed_config {path}"
-    path.write_text(json.dumps(ALL_OF_DEEPSPEED))
-    _, notices = parse(shlex.split(line))
-    (notice,) = [each for each in notices if str(path) in each]
-    named = notice.removeprefix(f"{path}: ").partition(" have no effect")[0].split(", ")
-    settings = {
-        f"{key}.{name}" if isinstance(value, dict) and key in ("bf16", "fp16", "zero_optimization") else key
-        for key, value in ALL_OF_DEEPSPEED.items()
-        for name in (value if isinstance(value, dict) else [""])
-    }
-    compared = {
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "communication_data_type",
-        "bf16.enabled",
-        "fp16.enabled",
-        "zero_optimization.stage",
-        "zero_optimization.offload_optimizer",
-    }
-    assert set(named) == settings - compared
-    changes = {
-        "zero_optimization.offload_optimizer": {"device": "nvme"},
-        "fp16.enabled": True,
-        "bf16.enabled": False,
-    }
-    for setting in compared:
-        key, _, name = setting.partition(".")
-        value = changes.get(setting, 7)
-        changed = {**ALL_OF_DEEPSPEED[key], name: value} if name else value  # type: ignore[dict-item]
-        path.write_text(json.dumps({**ALL_OF_DEEPSPEED, key: changed}))
-        with pytest.raises(ConfigError) as caught:
-            parse(shlex.split(line))
-        assert any(setting in problem for problem in caught.value.problems), setting
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer offloads the optimizer's state to cpu"),
-        ({"offload_param": {"device": "nvme"}}, "offload_param offloads weights to nvme"),
-        ({"cpu_offload": True}, "cpu_offload offloads the optimizer's state to cpu"),
-    ],
-)
-def test_a_deepspeed_file_that_offloads_is_refused(
-    section: dict, message: str, problems, tmp_path: Path
-) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 0, **section}}))
-    (problem,) = [each for each in problems(f"--deepspeed_config {path}") if str(path) in each]
-    assert message in problem
-
-
-def test_the_older_name_of_bf16_is_compared_too(problems, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"bfloat16": {"enabled": True}}))
-    (problem,) = [each for each in problems(f"--deepspeed_config {path}") if str(path) in each]
-    assert "bfloat16.enabled is true, but --params-dtype is fp32" in problem
-    parse(shlex.split(f"--bf16 --deepspeed_config {path}"))
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_deepspeed_file_that_is_none(content: str | None, problems, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    if content is not None:
-        path.write_text(content)
-    assert str(path) in problems(f"--deepspeed-config {path}")[0]

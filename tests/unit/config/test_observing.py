@@ -33,6 +33,8 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
         ("--record-memory-history --profile-ranks 5", "--profile-ranks 5: the run's ranks are 0 to 3"),
         ("--log-layer-grad-norms-interval 5", "--log-layer-grad-norms-interval has no folder to write to"),
         ("--tensorboard-log-interval 0", "--tensorboard-log-interval 0 is out of range"),
+        ("--profile-modules 2 --profile-modules-depth -1", "--profile-modules-depth -1 is out of range"),
+        ("--profile-modules 2 --profile-modules-top 0", "--profile-modules-top 0 is out of range"),
     ],
 )
 def test_what_is_refused(line: str, problem: str) -> None:
@@ -54,7 +56,13 @@ def test_what_is_refused(line: str, problem: str) -> None:
         ("--profile-step-end 13", "--profile-step-end 13 has no effect: --profile is off"),
         ("--profile-ranks 1", "--profile-ranks 1 has no effect: --profile is off"),
         ("--use-pytorch-profiler", "--use-pytorch-profiler has no effect: --profile is off"),
-        ("--profile --profile-name x", "--profile-name x has no effect"),
+        ("--profile --profile-name x", "--profile-name x has no effect: PyTorch's profiler is off"),
+        (
+            "--profile --pytorch-profiler-collect-shapes",
+            "--pytorch-profiler-collect-shapes has no effect: PyTorch's profiler is off",
+        ),
+        ("--profile-modules-file x", "--profile-modules-file x has no effect: --profile-modules is not set"),
+        ("--profile-modules 101", "--profile-modules 101 has no effect: the run ends at --train-iters 100"),
         ("--wandb-exp-name x", "--wandb-exp-name x has no effect: --wandb-project is not set"),
         ("--memory-snapshot-path x", "--memory-snapshot-path x has no effect: --record-memory-history"),
         ("--tensorboard-log-interval 5", "no effect: --tensorboard-dir is not set"),
@@ -72,7 +80,10 @@ def test_what_is_without_effect_is_told(line: str, notice: str) -> None:
         "--timing-log-level 2 --timing-log-option all",
         "--trace-pipeline 5:6 --save s --trace-pipeline-path x",
         "--profile --profile-ranks 0 3 --use-pytorch-profiler --profile-name n --tensorboard-dir t",
+        "--profile-execution --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack "
+        "--pytorch-profiler-collect-memory --tensorboard-dir t",
         "--record-memory-history --profile-ranks 1 --memory-snapshot-path x",
+        "--profile-modules 2 --profile-modules-depth 0 --profile-modules-top 3 --profile-modules-file x",
         "--wandb-project p --wandb-exp-name n --tensorboard-log-interval 5 --log-timers-to-tensorboard",
         "--log-layer-grad-norms-interval 5 --tensorboard-dir t",
     ],

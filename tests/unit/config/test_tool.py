@@ -38,6 +38,38 @@ def test_a_misspelt_flag_is_named_rather_than_one_that_is_missing(
         assert str(error.value) == said
 
 
+def test_all_errors_are_reported_at_once(parser: ToolParser) -> None:
+    parser.add_argument("--order", choices=("up",), default="up")
+    parser.add_argument("--names", nargs="+")
+    parser.add_argument("--all", action="store_true")
+    words = ["--chars", "many", "--order", "sideways", "--names", "--all=yes", "--chat", "3", "--neither"]
+    expected = [
+        "--all takes no value, but got 'yes' (see --help)",
+        "unknown flag --chat; nearest is --chars (see --help)",
+        "unknown flag --neither (see --help)",
+        "argument --chars: invalid int value: 'many' (see --help)",
+        "argument --order: invalid choice: 'sideways' (choose from up) (see --help)",
+        "argument --names: expected at least one argument (see --help)",
+        "the following arguments are required: --iteration (see --help)",
+    ]
+    with pytest.raises(UserError) as error:
+        parser.parse_args(words)
+    said = str(error.value).replace("from 'up'", "from up")  # without quotes from Python 3.12.8 on
+    assert said.splitlines() == expected
+    found, problems = parser.find_problems([*words, "--iteration", "7"])
+    assert len(problems) == len(expected) - 1
+    assert (found.iteration, found.chars, found.order, found.all) == (7, 3, "up", True)
+
+
+def test_a_flag_that_is_misspelt_is_not_missing_too(parser: ToolParser) -> None:
+    with pytest.raises(UserError) as error:
+        parser.parse_args(["--iteratoin", "x"])
+    assert str(error.value).splitlines() == [
+        "unknown flag --iteratoin; nearest is --iteration (see --help)",
+        "argument --iteration: invalid int value: 'x' (see --help)",
+    ]
+
+
 def test_flags_of_training_are_left_to_training(parser: ToolParser) -> None:
     words = ["--tp", "2", "--tensor_model_parallel_size", "2", "--deepspeed", "--num-layer", "3"]
     assert parser.parse_known_args(["--iteration", "3", *words])[1] == words

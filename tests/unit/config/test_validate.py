@@ -125,6 +125,22 @@ RULES = [
         "--micro-batch-size 2 x data-parallel size 4 = 8: use 8",
     ),
     ("--lr 1e-4 --min-lr 1e-3", None, "--min-lr 0.001 is above --lr 0.0001"),
+    ("--decoupled-min-lr 1e-5", None, "--decoupled-min-lr 1e-05 needs --decoupled-lr"),
+    (
+        "--decoupled-lr 1e-5 --min-lr 1e-4",
+        None,
+        "--min-lr 0.0001 is above --decoupled-lr 1e-05, the peak: pass at most 1e-05, or pass --decoupled",
+    ),
+    (
+        "--decoupled-lr 1e-5 --decoupled-min-lr 1e-4",
+        None,
+        "--decoupled-min-lr 0.0001 is above --decoupled-lr 1e-05",
+    ),
+    (
+        "--decoupled-lr 1e-5 --lr-warmup-init 1e-4",
+        None,
+        "--lr-warmup-init 0.0001 is above --decoupled-lr 1e-05",
+    ),
     ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
     ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),

@@ -209,6 +209,56 @@ def test_refusals(tmp_path: Path) -> None:
         preprocess(PreprocessJob((str(good),), "s3://bucket/o", "byte"))
 
 
+def test_sentences_keep_the_white_space_between_them(tmp_path: Path) -> None:
+    text = " One is here. Two is\nhere.\n\nThree is here.\t\nFour?  "
+    path = jsonl(tmp_path / "a.jsonl", {"text": text})
+    for keeps, expected in (
+        (False, ["One is here.", "Two is\nhere.", "Three is here.", "Four?"]),
+        (True, ["One is here. ", "Two is\nhere.\n\n", "Three is here.\t\n", "Four?"]),
+    ):
+        prefix = str(tmp_path / f"keeps_{keeps}")
+        job = PreprocessJob((str(path),), prefix, "byte", sentence_language="en", keep_newlines=keeps)
+        preprocess(job)
+        dataset = IndexedDataset(job.prefix("text"))
+        assert [ByteTokenizer().decode(dataset[i].tolist()) for i in range(len(dataset))] == expected
+
+
+def test_all_mistakes_of_a_command_line_are_reported_at_once(tmp_path: Path) -> None:
+    arguments = ["--input", tmp_path / "none", tmp_path / "no*", "--workers", "0", "--json-keys", "a", "a"]
+    arguments += ["--overwrite", "--resume", "--tokenizer-type", "bite", "--keep-newline", "--lang", "german"]
+    wrong = tool(*arguments)
+    assert wrong.returncode == 1
+    assert [line.removeprefix("error: ") for line in wrong.stderr.splitlines()] == [
+        "unknown flag --keep-newline; nearest is --keep-newlines (see --help)",
+        "argument --workers: '0' is not a whole number above 0 (see --help)",
+        "argument --lang: 'german' is not an ISO 639 code, such as en or de (see --help)",
+        "the following arguments are required: --output-prefix (see --help)",
+        "--resume and --overwrite contradict each other: continue a run, or replace it",
+        "--json-keys names a key twice",
+        "--tokenizer-type bite is unknown: did you mean byte?",
+        f"--input {tmp_path / 'none'} names no file: pass files, globs or folders",
+        f"--input {tmp_path / 'no*'} names no file: pass files, globs or folders",
+    ]
+
+
+def test_megatrons_flags_that_change_nothing(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *({"text": str(i)} for i in range(10)))
+    arguments = ["--input", path, "--output-prefix", tmp_path / "o", "--tokenizer-type", "byte"]
+    arguments += ["--partitions", "2", "--keep-sequential-samples", "--vocab-extra-ids", "100"]
+    run = tool(*arguments, "--keep-newlines", "--lang", "en", "--log-interval", "4", "--workers", "1")
+    assert run.returncode == 0
+    *notices, progress = run.stderr.splitlines()
+    assert [line.split(":")[0] for line in notices] == [
+        "--partitions 2 is not needed",
+        "--keep-sequential-samples is not needed",
+        "--vocab-extra-ids 100 is not needed",
+        "--lang en has no effect without --split-sentences",
+        "--keep-newlines has no effect without --split-sentences",
+    ]
+    assert progress.startswith("[####################] 100% 10 documents, 10 tokens")
+    assert texts(str(tmp_path / "o_text_document")) == [str(i) for i in range(10)]
+
+
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "tools" / "preprocess_data.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

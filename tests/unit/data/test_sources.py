@@ -45,6 +45,20 @@ def test_each_split_by_itself(tmp_path: Path) -> None:
     assert find_sources(DataConfig(per_split_data_args_path=str(tmp_path / "f.json"))) == sources
 
 
+def test_relative_prefixes_begin_in_the_folder_of_an_azure_job() -> None:
+    corpora = ("0.3", "ar/text", "0.6", "/other/text", "0.1", "s3://bucket/text")
+    (blend,) = find_sources(DataConfig(data_path=corpora, aml_data_download_path="/mnt/data"))["train"]
+    assert [source.prefix for source in blend.sources] == ["/mnt/data/ar/text", *corpora[3::2]]
+    assert blend.weights == (0.3, 0.6, 0.1)
+    weighted = DataConfig(
+        train_weighted_split_paths=("all: 1 0:0.9 en/text",),
+        valid_weighted_split_paths=("all: 1 0.9:1 en/text",),
+        aml_data_download_path="/mnt/data/",
+    )
+    sources = find_sources(weighted)
+    assert [sources[split][0].sources[0].prefix for split in ("train", "valid")] == ["/mnt/data/en/text"] * 2
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_weighted_groups(tmp_path: Path, in_file: bool) -> None:
     groups = ("ENGLISH: 0.6 0.95:1 /d/en:1, 0.4 0:1 /d/fr", "ARABIC: 1 0.9:0.95 /d/ar")

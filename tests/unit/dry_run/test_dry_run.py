@@ -14,6 +14,8 @@ from megalite.dry_run.dry_run import dry_run
 from megalite.dry_run.dry_run_report import summarize_actions
 from megalite.errors import ConfigError, UserError
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.pretraining import pretrain
+from tests.unit.config.lines import LLAMA3_8B
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 1000 --mock-data"
@@ -61,6 +63,14 @@ def test_a_rank_of_a_large_world(tmp_path: Path) -> None:
     assert 128 * buffers["moments"] == 4 * buffers["weights"]
 
 
+def test_megatrons_example_of_llama_in_two_layers(tmp_path: Path) -> None:
+    found = object_of(f"{LLAMA3_8B} --num-layers 2 --dry-run --world-size 8", tmp_path)
+    assert found["decoupled_learning_rate"] == {
+        "first": pytest.approx(5e-4 * 128 / 3_906_252),
+        "last": pytest.approx(4.5e-5),
+    }
+
+
 def test_the_report_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     run(f"{MODEL} {RUN} --tp 2 --pp 2 --global-batch-size 16 --rank 3")
     text = capsys.readouterr().out
@@ -100,10 +110,12 @@ def test_what_it_refuses(flags: str, world_size: int, words: str) -> None:
     assert any(words in problem for problem in caught.value.problems), caught.value.problems
 
 
-def test_a_launcher_of_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", ["--dry-run", "--verify-layouts tp2"])
+def test_a_launcher_of_many_ranks_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="the launcher has started 4"):
-        run(f"{MODEL} {RUN}")
+    name = flag.split()[0]
+    with pytest.raises(UserError, match=f"{name} is one process, but the launcher has started 4"):
+        pretrain(arguments=shlex.split(f"{MODEL} --mock-data --train-iters 2 --lr 1e-3 {flag}"))
 
 
 def test_its_options_do_nothing_without_it() -> None:

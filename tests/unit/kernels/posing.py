@@ -18,6 +18,7 @@ TESTS = (
     "cross_entropy",
     "dropout",
     "dropout_add",
+    "linear_gelu",
     "norm",
     "normal",
     "rotary",
@@ -79,10 +80,10 @@ def run_tests(library: Path, *options: str, **environment: str) -> None:
     assert " passed" in done.stdout
 
 
-def run_sanitized_tests(library: Path) -> None:
+def run_sanitized_tests(library: Path, *preloaded: Path) -> None:
     """As `run_tests`, for a library built with the flags in `SANITIZERS`."""
     # libstdc++ too: where Python itself does not load it, the sanitizer finds no function that throws.
-    preload = [_path_of(name) for name in ("libasan.so", "libstdc++.so")]
+    preload = [*(_path_of(name) for name in ("libasan.so", "libstdc++.so")), *map(str, preloaded)]
     run_tests(
         library,
         *("-k", "not opcheck"),

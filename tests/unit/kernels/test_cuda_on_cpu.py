@@ -22,6 +22,7 @@ from tests.unit.kernels.posing import ROOT, SANITIZERS, build, run_sanitized_tes
 CUDA = ROOT / "csrc" / "cuda"
 EMULATION = ROOT / "tests" / "cuda_on_cpu"
 FLAGS = [f"-I{EMULATION}", f"-I{ROOT / 'csrc'}", "-DMEGALITE_DISPATCH_KEY=CPU", "-Wno-unknown-pragmas"]
+CUBLAS_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror")
 ORDERS = ("forward", "reverse", "shuffled")
 
 NVCC_FLAGS = ("-std=c++17", "-arch=compute_80", "-ptx", "--fmad=false")
@@ -41,7 +42,7 @@ def registered(path: Path) -> set[str]:
 def test_both_libraries_have_the_same_operators() -> None:
     on_cpu = registered(ROOT / "csrc" / "library.cpp")
     others_are_as_fast = {
-        "adamw_",
+        *("adamw_", "linear_gelu", "gelu_linear_backward"),
         *(f"{op}{end}" for op in ("layer_norm", "bias_dropout_add_norm") for end in ("", "_backward")),
     }
     assert registered(CUDA / "bindings.cpp") - on_cpu == others_are_as_fast
@@ -59,18 +60,35 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("cuda") / "_C.so", sources(), FLAGS)
 
 
+@pytest.fixture(scope="module")
+def cublas_lt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cuBLASLt's functions on the CPU, under the name of the library that torch loads on a GPU."""
+    path = tmp_path_factory.mktemp("cublas") / "libcublasLt.so.13"
+    command = [
+        "g++",
+        *CUBLAS_FLAGS,
+        f"-Wl,-soname,{path.name}",
+        str(EMULATION / "cublas_lt.cpp"),
+        "-o",
+        str(path),
+    ]
+    subprocess.run(command, check=True)
+    return path
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("order", ORDERS[1:])
-def test_kernels_pass_the_tests_of_the_cpu(library: Path, order: str) -> None:
-    run_tests(library, CUDA_ON_CPU_ORDER=order)
+def test_kernels_pass_the_tests_of_the_cpu(library: Path, cublas_lt: Path, order: str) -> None:
+    run_tests(library, CUDA_ON_CPU_ORDER=order, LD_PRELOAD=str(cublas_lt))
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path) -> None:
+def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path, cublas_lt: Path) -> None:
     """In the order left out above."""
-    run_sanitized_tests(build(tmp_path / "_C.so", sources(), [*FLAGS, "-g", *SANITIZERS]))
+    library = build(tmp_path / "_C.so", sources(), [*FLAGS, "-g", *SANITIZERS])
+    run_sanitized_tests(library, cublas_lt)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,14 @@ TESTS = {
 """What takes seconds; the interpreter truncates to bf16."""
 
 
+LONG = ("dropout_add", "softmax")
+"""Those that take longest besides flash_attention."""
+
+
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: pip install triton==3.7.1")
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TESTS]
+)
 def test_kernels_pass_the_operators_tests(name: str) -> None:
     program = [sys.executable, "-m", "tests.unit.kernels.interpreted", "-k", TESTS[name]]
     done = subprocess.run(

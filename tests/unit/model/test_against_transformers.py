@@ -24,7 +24,7 @@ from transformers import (
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_tensors import from_hf, to_hf
 from megalite.microbatch import Microbatch
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from tests.stages import build_stage
 
 NUM_POSITIONS = 40

@@ -17,7 +17,7 @@ from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
-from megalite.model.transformer_stage import DTYPES
+from megalite.model.stage import DTYPES
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision, assert_close, build_ours
 

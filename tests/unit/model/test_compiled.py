@@ -32,6 +32,7 @@ from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.flex_attention import FlexCore
 from megalite.model.gpt_stage import GPTStage
+from megalite.tensor_parallel import linear
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
@@ -171,6 +172,13 @@ def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology)
     assert compiled.hooked == expected.hooked
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2  # for training and for evaluation
+
+
+def test_no_gemm_of_a_graph_computes_gelu(one_rank: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_linear_gelu", lambda *_: pytest.fail("asked for GEMMs with GELU"))
+    stage = build_stage(MODEL, one_rank, range(1), seed=1)
+    compile_layers(stage, "aot_eager")
+    assert stage(Microbatch(*torch.zeros(2, 1, 16, dtype=torch.int64), torch.zeros(1).long()), None) > 0
 
 
 def test_packed_documents(one_rank: Topology) -> None:

@@ -23,8 +23,8 @@ def topology() -> Iterator[Topology]:
 def make_parameter(topology: Topology):
     """Makes a parameter of random numbers, the same for the same shape."""
 
-    def make(*shape: int, decay: bool = True, dtype: torch.dtype = torch.float64) -> nn.Parameter:
-        parameter = new_parameter(ParameterSpec(shape, decay=decay), LayerContext(topology, dtype))
+    def make(*shape: int, dtype: torch.dtype = torch.float64, **spec: bool) -> nn.Parameter:
+        parameter = new_parameter(ParameterSpec(shape, **spec), LayerContext(topology, dtype))
         generator = torch.Generator().manual_seed(sum(shape))
         parameter.data.copy_(torch.randn(shape, generator=generator, dtype=dtype))
         return parameter

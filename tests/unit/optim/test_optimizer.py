@@ -24,7 +24,7 @@ class Net(nn.Module):
 
     def __init__(self, make_parameter) -> None:
         super().__init__()
-        self.table = make_parameter(16, 8)
+        self.table = make_parameter(16, 8, is_vocabulary=True)
         self.bias = make_parameter(16, decay=False)
         self.norm = make_parameter(8, decay=False)
         self.inner = make_parameter(16, 16)
@@ -53,12 +53,14 @@ def state_of(optimizer):
     }
 
 
-def optimizer_of(net, topology, config=CONFIG) -> Optimizer:
-    parallel = ParallelConfig(ddp_bucket_size=50)
+def optimizer_of(net, topology, config=CONFIG, bucket_size: int = 50) -> Optimizer:
+    parallel = ParallelConfig(ddp_bucket_size=bucket_size)
     return Optimizer(net.named_parameters(), None, config, parallel, topology, net.table.dtype)
 
 
-def train(net, optimizer: Optimizer, iterations: range, scale: float = 1.0) -> list[float]:
+def train(
+    net, optimizer: Optimizer, iterations: range, scale: float = 1.0, own_rate: float | None = None
+) -> list[float]:
     """Trains; the rate changes with the iteration. Returns the norms."""
     norms = []
     for iteration in iterations:
@@ -66,16 +68,22 @@ def train(net, optimizer: Optimizer, iterations: range, scale: float = 1.0) -> l
         for batch in batches(iteration):
             (scale * net(batch.to(net.table.dtype))).backward()
         norm = optimizer.finish_gradients()
-        optimizer.step(1e-2 / (1 + iteration), CONFIG.weight_decay, norm)
+        own = None if own_rate is None else own_rate / (1 + iteration)
+        optimizer.step(1e-2 / (1 + iteration), CONFIG.weight_decay, norm, decoupled_learning_rate=own)
         norms.append(norm.item())
     return norms
 
 
-def train_with_torch(net, iterations: range, clip: float, scale: float) -> list[float]:
+def train_with_torch(
+    net, iterations: range, clip: float, scale: float, own_rate: float = 1e-2
+) -> list[float]:
     """The same with torch's parts, none of them fused or flat."""
-    decayed, rest = [net.table, net.inner], [net.bias, net.norm]
     adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": CONFIG.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        [
+            {"params": [net.table], "weight_decay": CONFIG.weight_decay, "peak": own_rate},
+            {"params": [net.inner], "weight_decay": CONFIG.weight_decay, "peak": 1e-2},
+            {"params": [net.bias, net.norm], "weight_decay": 0.0, "peak": 1e-2},
+        ],
         betas=(CONFIG.adam_beta1, CONFIG.adam_beta2),
         eps=CONFIG.adam_eps,
         foreach=False,
@@ -87,7 +95,7 @@ def train_with_torch(net, iterations: range, clip: float, scale: float) -> list[
             (scale * net(batch.to(net.table.dtype))).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf")).item())
         for group in adamw.param_groups:
-            group["lr"] = 1e-2 / (1 + iteration)
+            group["lr"] = group["peak"] / (1 + iteration)
         adamw.step()
     return norms
 
@@ -105,6 +113,17 @@ def test_ten_iterations_as_torch_makes_them(make_parameter, topology, clip, scal
     assert (min(norms) > 1.0) if scale == 1.0 else (max(norms) < 1.0)
     for name, weight in net.named_parameters():
         torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bucket_size", [50, 10**6])
+def test_a_learning_rate_of_its_own_for_the_vocabulary(make_parameter, topology, bucket_size):
+    net = Net(make_parameter)
+    theirs = copy.deepcopy(net)
+    optimizer = optimizer_of(net, topology, dataclasses.replace(CONFIG, decoupled_lr=1e-3), bucket_size)
+    norms = train(net, optimizer, range(10), own_rate=1e-3)
+    assert norms == pytest.approx(train_with_torch(theirs, range(10), 1.0, 1.0, 1e-3), rel=1e-13)
+    for name, weight in net.named_parameters():
+        torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=1e-13, atol=1e-13)
 
 
 def test_the_scale_of_the_loss_is_taken_out_of_the_gradients(make_parameter, topology):

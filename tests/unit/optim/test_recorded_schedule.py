@@ -17,6 +17,9 @@ CONFIGS: dict[str, OptimizerConfig] = {
     "constant": OptimizerConfig(lr_decay_style="constant", lr_warmup_fraction=0.125, lr_warmup_init=1e-6),
     "wsd": OptimizerConfig(lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style="cosine"),
     "cosine": OptimizerConfig(lr_decay_style="cosine", lr_decay_iters=70),
+    "decoupled": OptimizerConfig(decoupled_lr=1e-2, decoupled_min_lr=1e-3),
+    "decoupled, one minimum": OptimizerConfig(decoupled_lr=1e-2, min_lr=1e-4),
+    "decoupled, constant": OptimizerConfig(decoupled_lr=1e-2, lr_decay_style="constant"),
     "weight decay": OptimizerConfig(
         weight_decay_incr_style="linear", start_weight_decay=0.01, end_weight_decay=0.2
     ),
@@ -29,15 +32,22 @@ CONFIGS: dict[str, OptimizerConfig] = {
 }
 
 
-def courses(schedule: OptimizerSchedules) -> list[tuple[float, float]]:
-    return [(schedule.learning_rate(at), schedule.weight_decay(at)) for at in range(1, 130)]
+def courses(schedule: OptimizerSchedules) -> list[tuple[float, float, float | None]]:
+    own = schedule.decoupled_learning_rate
+    return [
+        (schedule.learning_rate(at), schedule.weight_decay(at), own(at) if own else None)
+        for at in range(1, 130)
+    ]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_its_record_makes_a_longer_run_follow_it(name: str) -> None:
     saved = OptimizerSchedules.of(Config(optimizer=CONFIGS[name], training=RUN))
     longer = OptimizerSchedules.of(
-        Config(optimizer=OptimizerConfig(lr=1.0), training=replace(RUN, train_iters=400))
+        Config(
+            optimizer=OptimizerConfig(lr=1.0, decoupled_lr=0.5, decoupled_min_lr=0.25),
+            training=replace(RUN, train_iters=400),
+        )
     )
     assert courses(longer) != courses(saved)
     fields = json.loads(json.dumps(saved.fields()))

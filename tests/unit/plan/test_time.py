@@ -200,6 +200,50 @@ def test_cudnn_is_faster_on_hopper_alone() -> None:
         assert attention_seconds(run)[0] == pytest.approx(gain * attention_seconds(cudnn)[0])
 
 
+def with_model(run: PlannedRun, **fields: object) -> PlannedRun:
+    """Megalite's own run of a changed model."""
+    model = replace(MODEL, max_position_embeddings=None, **{"attention_dropout": 0.0, **fields})
+    return replace(run, config=replace(run.config, model=model), program=own_program(model))
+
+
+def test_attention_with_dropout_is_the_kernel_with_dropout() -> None:
+    """Two more GEMMs in backward, and random numbers, as many for any size of head."""
+    run = run_of(H100_CLUSTER)
+    for backend in ("auto", "triton"):
+        plain, dropped = (
+            attention_seconds(with_model(run, attention_dropout=p, attention_backend=backend))
+            for p in (0.0, 0.1)
+        )
+        forward, backward = dropped[0] - plain[0], dropped[1] - 3.5 * plain[0]
+        assert backward == pytest.approx(2 * forward)
+        assert 1.2 * plain[0] < dropped[0] < 2.5 * plain[0]
+    longer = [attention_seconds(with_model(run, attention_dropout=p, kv_channels=256))[0] for p in (0.0, 0.1)]
+    assert longer[1] - longer[0] == pytest.approx(forward)
+    assert longer[0] > 1.9 * plain[0]
+    assert 5 * sum(plain) > sum(attention_seconds(written_out(run))) > sum(dropped)
+
+
+def written_out(run: PlannedRun) -> PlannedRun:
+    return with_model(run, attention_dropout=0.1, attention_backend="unfused")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"params_dtype": "fp64"}, {"kv_channels": 512}, {"attention_backend": "local"}],
+    ids=["fp64", "large heads", "as requested"],
+)
+def test_attention_is_written_out_where_the_kernel_does_not_serve(fields: dict[str, object]) -> None:
+    own = with_model(run_of(), attention_dropout=0.1, **fields)
+    assert not own.program.fused_attention
+    assert attention_seconds(own) == attention_seconds(replace(own, program=Program(fused_attention=False)))
+
+
+def test_attention_to_both_sides_computes_all_scores() -> None:
+    run = with_model(run_of(H100_CLUSTER))
+    both = replace(run, config=replace(run.config, model=replace(run.config.model, architecture="bert")))
+    assert attention_seconds(both)[0] == pytest.approx(2 * attention_seconds(run)[0])
+
+
 @pytest.mark.parametrize(
     ("gpu", "shape", "measured"),
     [("a100-80", (1024, 10240, 5120), 271.2), ("h100-80", (2048, 2048, 13312), 794.5)],

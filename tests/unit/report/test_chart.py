@@ -30,6 +30,31 @@ def test_metrics_that_never_change_are_a_line(tmp_path: Path) -> None:
     assert "Loss scale" not in [chart.title for chart in found]
 
 
+def test_the_load_of_the_machine_is_beside_the_loss(tmp_path: Path) -> None:
+    rates = ["disk_read", "disk_write", "network_receive", "network_send"]
+    rates += ["infiniband_receive", "infiniband_send"]
+    names = ["gpu_percent", "cpu_percent", *(f"{name}_mb_per_second" for name in rates)]
+    rows = [{name: float(number + i) for i, name in enumerate(names)} for number in (1, 2)]
+    found, _ = charts_of([_run(tmp_path, *rows)], "iteration")
+    drawn = {
+        f"{chart.title}: {curve.part} ({chart.unit})": curve.series.y.tolist()
+        for chart in found
+        for curve in chart.curves
+        if "machine" in chart.title
+    }
+    machine = "of the reporting rank's machine"
+    assert drawn == {
+        f"Load {machine}: GPU (%)": [1.0, 2.0],
+        f"Load {machine}: CPU, all cores (%)": [2.0, 3.0],
+        f"Disk {machine}: read (MB/s)": [3.0, 4.0],
+        f"Disk {machine}: write (MB/s)": [4.0, 5.0],
+        f"Network {machine}: receive (MB/s)": [5.0, 6.0],
+        f"Network {machine}: send (MB/s)": [6.0, 7.0],
+        f"InfiniBand {machine}: receive (MB/s)": [7.0, 8.0],
+        f"InfiniBand {machine}: send (MB/s)": [8.0, 9.0],
+    }
+
+
 def test_an_unknown_metric_has_a_chart(tmp_path: Path) -> None:
     found, _ = charts_of([_run(tmp_path, {"new_figure": 1.0}, {"new_figure": 2.0})], "iteration")
     (chart,) = [chart for chart in found if chart.title == "new figure"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.cli.train import main
 from megalite.config import LoggingConfig
 from megalite.config.command_line import parse
 from megalite.errors import UserError
@@ -16,7 +17,6 @@ from megalite.report.page import page
 from megalite.report.run_folder import open_run
 from megalite.train.telemetry.dashboards import TensorBoardWriter
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
-from pretrain_gpt import main
 from tests.run_folder import evaluation, iteration, write_metrics, write_restarted_run
 
 

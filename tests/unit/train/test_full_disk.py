@@ -218,7 +218,8 @@ def test_an_incomplete_trace_is_logged_and_removed(
 ) -> None:
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True)
     (tmp_path / "empty").touch()
-    with LimitedDisk(tmp_path).full(tmp_path / "empty", 500), profiler(config, topology) as profile:
+    profiled = profiler(config, topology, range(1, 7))
+    with LimitedDisk(tmp_path).full(tmp_path / "empty", 500), profiled as profile:
         for _ in range(6):
             profile.step()
     folder = tmp_path / "profile"

@@ -39,6 +39,13 @@ def test_optional_fields_follow_the_grad_norm(metrics: IterationMetrics) -> None
     assert iteration_line(further, LoggingConfig()) == expected
 
 
+def test_the_decoupled_rate_follows_the_learning_rate(metrics: IterationMetrics) -> None:
+    before, rate, after = GOLDEN.partition(" learning rate: 5.822E-05 |")
+    expected = f"{before}{rate} decoupled learning rate: 4.500E-05 |{after}"
+    decoupled = dataclasses.replace(metrics, decoupled_learning_rate=4.5e-5)
+    assert iteration_line(decoupled, LoggingConfig()) == expected
+
+
 def test_the_fields_of_blooms_logs(metrics: IterationMetrics) -> None:
     """They stand where Megatron-DeepSpeed has them; --deepspeed requests them."""
     config, _ = parse(["--deepspeed"])

@@ -36,11 +36,11 @@ def test_every_figure_in_full_precision(tmp_path: Path, metrics: IterationMetric
     (record,) = _read(path)  # before it is closed: each line is there at once
     assert record.keys() >= CONTRACT
     assert record.pop("start_time") <= record.pop("wall_time")
-    absent = {"warnings", "params_norm", "num_zeros", "sop_loss"}
+    optional = {"params_norm": 1 / 7, "num_zeros": 0, "sop_loss": 0.7, "decoupled_learning_rate": 1e-3}
+    absent = {"warnings", *optional}
     assert record == {key: value for key, value in dataclasses.asdict(exact).items() if key not in absent}
-    writer.iteration(dataclasses.replace(exact, params_norm=1 / 7, num_zeros=0, sop_loss=0.7), {})
-    optional = {name: _read(path)[1][name] for name in ("params_norm", "num_zeros", "sop_loss")}
-    assert optional == {"params_norm": 1 / 7, "num_zeros": 0, "sop_loss": 0.7}
+    writer.iteration(dataclasses.replace(exact, **optional), {})
+    assert {name: _read(path)[1][name] for name in optional} == optional
 
 
 def test_validation(tmp_path: Path) -> None:

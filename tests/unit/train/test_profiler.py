@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,24 @@ from megalite.errors import UserError
 from megalite.train.callbacks.profiler import _NsysProfile, _Window, memory_history, profiler, snapshot_path
 
 
-def _run(config: LoggingConfig, topology: Topology, num_iterations: int, num_done: int = 0) -> None:
-    with profiler(config, topology, num_done) as profile:
-        for iteration in range(num_done + 1, num_iterations + 1):
+def _run(
+    config: LoggingConfig,
+    topology: Topology,
+    num_iterations: int,
+    num_done: int = 0,
+    ends_after: int | None = None,
+) -> None:
+    """Run the iterations after `num_done`, all of them or up to `ends_after`."""
+    iterations = range(num_done + 1, num_iterations + 1)
+    with profiler(config, topology, iterations) as profile:
+        for iteration in iterations[:ends_after]:
             with torch.profiler.record_function(f"iteration {iteration}"):
-                torch.ones(8, 8) @ torch.ones(8, 8)
+                _product()
             profile.step()
+
+
+def _product() -> torch.Tensor:
+    return torch.ones(8, 4) @ torch.ones(4, 16)
 
 
 def test_three_iterations_are_traced_after_two(
@@ -33,8 +46,7 @@ def test_three_iterations_are_traced_after_two(
         f"profiler: the trace is in {tmp_path / 'TP_PP'}"
     ]
     (trace,) = (tmp_path / "TP_PP").iterdir()
-    assert trace.name.startswith("rank0.")
-    assert trace.name.endswith(".pt.trace.json")
+    assert re.fullmatch(r"rank0\.\d+\.pt\.trace\.json", trace.name)  # TensorBoard's plugin reads this name
     names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {name for name in names if name.startswith("iteration ")} == {f"iteration {n}" for n in (3, 4, 5)}
     assert "aten::mm" in names
@@ -45,14 +57,33 @@ def test_off_it_does_nothing(tmp_path: Path, topology: Topology) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_too_short_for_a_trace_says_so(
+@pytest.mark.parametrize(
+    ("num_iterations", "num_done", "trained"), [(10, 0, "1 to 10"), (13, 11, "12 to 13"), (13, 13, "none")]
+)
+def test_a_window_outside_the_run_is_warned_about_before_training(
+    tmp_path: Path,
+    topology: Topology,
+    caplog: pytest.LogCaptureFixture,
+    num_iterations: int,
+    num_done: int,
+    trained: str,
+) -> None:
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), profile=True, use_pytorch_profiler=True)
+    with caplog.at_level(logging.WARNING, logger="megalite"):
+        profiler(config, topology, range(num_done + 1, num_iterations + 1))
+    assert [record.message for record in caplog.records] == [
+        f"--profile: no trace, as its first iteration is 11, and the iterations of this run are {trained}"
+    ]
+
+
+def test_a_run_that_ends_before_the_window_says_so(
     tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True)
     with caplog.at_level(logging.WARNING, logger="megalite"):
-        _run(config, topology, 1)
+        _run(config, topology, 8, ends_after=1)
     assert [record.message for record in caplog.records] == [
-        "--profile-execution: no trace, as the run had no iteration 3"
+        "--profile-execution: no trace, as the run ended before iteration 3"
     ]
 
 
@@ -60,7 +91,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, topology: Topology) -> 
     (tmp_path / "name").touch()
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True, profile_name="name")
     with pytest.raises(UserError, match="cannot be written"):
-        _run(config, topology, 1)
+        _run(config, topology, 3)
 
 
 def _traced(folder: Path) -> set[str]:
@@ -92,15 +123,37 @@ def test_other_ranks_are_not_profiled(tmp_path: Path, topology: Topology) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_resumes_after_the_steps_says_so(
-    tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_are_two_by_default(tmp_path: Path, topology: Topology) -> None:
     config = LoggingConfig(tensorboard_dir=str(tmp_path), profile=True, use_pytorch_profiler=True)
-    with caplog.at_level(logging.WARNING, logger="megalite"):
-        _run(config, topology, 13, 11)
-    assert [record.message for record in caplog.records] == [
-        "--profile: no trace, as the run had no iteration 11"
-    ]
+    _run(config, topology, 20)
+    assert _traced(tmp_path / "profile") == {"iteration 11", "iteration 12"}
+
+
+CONTENTS = {
+    "pytorch_profiler_collect_shapes": lambda event: "Input Dims" in event.get("args", {}),
+    "pytorch_profiler_collect_callstack": lambda event: "Call stack" in event.get("args", {}),
+    "pytorch_profiler_collect_memory": lambda event: event.get("name") == "[memory]",
+}
+"""The events that each flag adds to a trace."""
+
+
+@pytest.mark.parametrize("flags", [(), *((flag,) for flag in CONTENTS), tuple(CONTENTS)])
+def test_a_trace_holds_what_was_requested_and_nothing_else(
+    tmp_path: Path, topology: Topology, flags: tuple[str, ...]
+) -> None:
+    config = LoggingConfig(
+        tensorboard_dir=str(tmp_path), profile_execution=True, **dict.fromkeys(flags, True)
+    )
+    _run(config, topology, 5)
+    (trace,) = (tmp_path / "profile").iterdir()
+    events = json.loads(trace.read_text())["traceEvents"]
+    found = {flag: [event for event in events if is_one(event)] for flag, is_one in CONTENTS.items()}
+    assert {flag for flag, of_flag in found.items() if of_flag} == set(flags)
+    if len(flags) == len(CONTENTS):
+        shapes, stack, memory = found.values()
+        assert [[8, 4], [4, 16]] in [event["args"]["Input Dims"][:2] for event in shapes]
+        assert any("_product" in event["args"]["Call stack"] for event in stack)
+        assert 8 * 16 * 4 in [event["args"]["Bytes"] for event in memory]  # the product, in fp32
 
 
 def test_nsys_needs_a_gpu(topology: Topology) -> None:
@@ -114,7 +167,7 @@ def test_nsys_records_from_the_start_to_the_end(num_done: int) -> None:
     done = num_done
     profile = _NsysProfile(
         _Window("--profile", 3, 4),
-        num_done,
+        2 - num_done,
         lambda: calls.append(("start", done)),
         lambda: calls.append(("stop", done)),
     )

@@ -1,0 +1,44 @@
+"""Repeat a dataset for the length of a run."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.gpt_dataset import Dataset
+from megalite.errors import UserError
+
+
+class Epochs:
+    """Read a dataset again and again, each time in another random order.
+
+    The order depends on the seed and the epoch alone, so that a resumed run continues in it.
+
+    Args:
+        num_samples: of all epochs, the last of which may be read in part.
+
+    Raises:
+        UserError: the dataset is empty.
+    """
+
+    def __init__(self, dataset: Dataset, num_samples: int, seed: int = 0) -> None:
+        if len(dataset) == 0:
+            raise UserError("a dataset without samples cannot be trained on")
+        self._dataset = dataset
+        self._num_samples = num_samples
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._permutation)  # samples are read ahead into the next epoch
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, position = divmod(index, len(self._dataset))
+        return self._dataset[int(self._order(epoch)[position])]
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the order of one epoch, int64 ``[n]``."""
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._dataset))

@@ -1,0 +1,132 @@
+"""Apply GELU, in the tanh form, in the GEMM before it, and its derivative in the backward GEMM after it.
+
+On a GPU cuBLASLt computes both before a GEMM writes its result, without the kernels of `bias_gelu`. torch has
+loaded the library; our CUDA library finds it at run time. Autograd does not see these operators: the linear
+layers on both sides of GELU call them.
+
+Shapes: n tokens, i and o in and out features of the linear layer before GELU, h out features of the one
+after it.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.kernels.gelu import backward_reference as gelu_backward_reference
+from megalite.kernels.library import NAMESPACE, is_compiled
+from megalite.log import log
+
+_NAME = "linear_gelu"
+_OP, _BACKWARD = f"{NAMESPACE}::{_NAME}", f"{NAMESPACE}::gelu_linear_backward"
+_ALIGNED = 8
+"""The rows of GELU's input must start at a multiple of so many elements."""
+_TOLERANCE = 2.0**-6
+"""Largest error of the trial, relative to the largest magnitude: two roundings to bf16 and another order of
+sums."""
+
+torch.library.define(_OP, "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD, "(Tensor grad, Tensor weight, Tensor before, bool has_bias) -> (Tensor, Tensor)"
+)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return GELU of ``x weight^T + bias``, and the sum itself; both are rounded once.
+
+    Args:
+        x: ``[..., i]``, bf16 or fp16.
+        weight: ``[o, i]``.
+        bias: ``[o]``.
+    """
+    value, before = torch.ops.megalite.linear_gelu(x, weight, bias)
+    return value, before
+
+
+def gelu_linear_backward(
+    grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of `before`, and the sum of it over the tokens, a bias' gradient, if it has one.
+
+    Args:
+        grad: ``[..., h]``, of the output of the linear layer after GELU.
+        weight: ``[h, o]``, of that layer.
+        before: ``[..., o]``, what GELU was applied to.
+    """
+    before_grad, sums = torch.ops.megalite.gelu_linear_backward(grad, weight, before, has_bias)
+    return before_grad, sums if has_bias else None
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Implement the forward in plain PyTorch."""
+    before = F.linear(x, weight, bias)
+    return F.gelu(before, approximate="tanh"), before
+
+
+def backward_reference(grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
+    """Implement the gradients in plain PyTorch; the sums are an empty tensor without a bias."""
+    before_grad, sums = gelu_backward_reference(grad @ weight, before, before.new_zeros(before.shape[-1]))
+    return before_grad, sums if has_bias else sums.new_empty(0)
+
+
+torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel
+torch.library.impl(_BACKWARD, "default", backward_reference)
+
+
+@torch.library.register_fake(_OP)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    value = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return value, torch.empty_like(value)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_backward(grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
+    return before.new_empty(before.shape), before.new_empty(before.shape[-1] if has_bias else 0)
+
+
+def has_linear_gelu(weight: Tensor, has_bias: bool) -> bool:
+    """Return whether a GPU has both operators for this weight ``[o, i]`` and that of the layer after GELU.
+
+    They are tried once, on small tensors, and must agree with the references; otherwise it logs a warning.
+    """
+    o, i = weight.shape
+    is_16_bit = weight.dtype in (torch.bfloat16, torch.float16)
+    if not (weight.is_cuda and is_16_bit and o % _ALIGNED == 0 and is_compiled(_NAME, "cuda")):
+        return False
+    return _agrees(i % _ALIGNED, has_bias, weight.dtype, weight.device)
+
+
+@functools.cache
+def _agrees(unaligned: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> bool:
+    """Try the operators with rows of `unaligned` elements more than a multiple of 8."""
+    try:
+        problem = _difference(64 + unaligned, has_bias, dtype, device)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    if problem:
+        log.warning(f"GELU runs in kernels of its own, not in the GEMMs of cuBLASLt: {problem}")
+    return not problem
+
+
+def _difference(i: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> str:
+    """Return which result of the operators differs from its reference's, or an empty string."""
+
+    def numbers(*shape: int) -> Tensor:
+        """Return numbers of both signs; the generators of random numbers keep their state."""
+        return torch.arange(math.prod(shape), device=device).mul(1.618).sin().view(shape).to(dtype)
+
+    n, o = 24, 128
+    x, weight, bias = numbers(n, i), numbers(o, i) / 8, numbers(o) if has_bias else None
+    value, before = reference(x, weight, bias)
+    after = 1 + numbers(n, i), numbers(i, o) / 8, before, has_bias
+    found = *linear_gelu(x, weight, bias), *torch.ops.megalite.gelu_linear_backward(*after)
+    names = "GELU", "GELU's input", "its gradient", "the gradient of the bias"
+    for name, result, expected in zip(
+        names, found, (value, before, *backward_reference(*after)), strict=True
+    ):
+        error = (result - expected).abs()
+        if result.numel() and not bool(error.max() <= _TOLERANCE * expected.abs().max()):
+            return f"{name} in {dtype} is not PyTorch's"
+    return ""

@@ -1,0 +1,105 @@
+"""A base class for models of your own.
+
+Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, tp = tp.size. With sequence parallelism
+every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.model.embedding import Embedding
+from megalite.model.norm import build_norm
+from megalite.model.stage import Stage
+from megalite.model.transformer_stage import OutputWeight
+from megalite.tensor_parallel.linear import LinearContext, column_linear
+from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+
+
+class VocabHead(nn.Module):
+    """Compute the logits of the vocabulary from norm(x)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.norm = build_norm(config, context)
+        self.output = OutputWeight(config, context)
+        self.context = LinearContext.of(replace(context, fp8_format=None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, v/tp]``."""
+        return column_linear(self.norm(x), self.output.weight, None, self.context)
+
+
+class SequentialStage(Stage):
+    """Run an embedding, layers one after the other, and a head: subclass it for a model of your own.
+
+    A subclass must build its layers. By default the embedding is GPT's, the head predicts the next token, and
+    has a weight of its own.
+
+    The modules may be megalite's tensor-parallel layers, or torch's own, which every rank of tp then holds
+    whole. Use megalite's `Dropout`: torch's depends on the layout. Checkpoints hold no buffers.
+
+    Args:
+        layers: numbers of the stage's layers in the whole model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        layers: Iterable[int],
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
+        super().__init__(config, context, is_first=is_first, is_last=is_last)
+        if is_first:
+            self.embedding = self.build("embedding", self.build_embedding)
+        built = {str(i): self.build(f"layers.{i}", partial(self.build_layer, i)) for i in layers}
+        self.layers = nn.ModuleDict(built)
+        if is_last:
+            self.head = self.build("head", self.build_head)
+        self.initialize()
+
+    def build_embedding(self) -> nn.Module:
+        """Return a module that maps a `Microbatch` to ``[s, b, h]``."""
+        return Embedding(self.config, self.context)
+
+    @abstractmethod
+    def build_layer(self, number: int) -> nn.Module:
+        """Return a layer by its number; it maps ``[s, b, h]`` and a `Microbatch` to ``[s, b, h]``."""
+
+    def build_head(self) -> nn.Module:
+        """Return a module that maps ``[s, b, h]`` to what `losses` reads."""
+        return VocabHead(self.config, self.context)
+
+    def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """Return the sum of the losses of a microbatch's tokens, a scalar.
+
+        Args:
+            output: of the head: by default logits, ``[s, b, v/tp]``.
+        """
+        vocab_size, targets = self.config.vocab_size, microbatch.labels.t()
+        assert vocab_size is not None
+        losses = vocab_parallel_cross_entropy(output, targets, vocab_size, self.context.tp)
+        return self.masked_sum(losses, microbatch)
+
+    def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+        """Run one microbatch through this stage; see `Stage.forward`."""
+        x = self.embedding(microbatch) if hidden is None else hidden
+        x = self.run_layers([*self.layers.values()], x, microbatch)
+        return self.losses(self.head(x), microbatch) if self.is_last else x
+
+    def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield the modules in forward's order, each with the parameters used until the next one's call."""
+        edges = ([self.embedding] if self.is_first else []), ([self.head] if self.is_last else [])
+        for module in (*edges[0], *self.layers.values(), *edges[1]):
+            yield module, list(module.parameters())

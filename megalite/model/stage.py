@@ -1,0 +1,123 @@
+"""One pipeline stage of a model: what training needs of it.
+
+Shapes: s sequence, b microbatch, h hidden size. With sequence parallelism every ``[s, b, h]`` is a rank's
+slice, ``[s/tp, b, h]``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.kernels import site_key
+from megalite.microbatch import Microbatch
+from megalite.tensor_parallel.counter_random import initialize
+from megalite.tensor_parallel.parameter_spec import LayerContext, replicate_parameters
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Stage(nn.Module, ABC):
+    """Hold some layers of a model.
+
+    Parameters have their names in the whole model, on any stage: ``layers.7.mlp.up.weight``.
+
+    Args:
+        context: shared by all modules; its dtype is the config's.
+        is_first: the stage maps tokens to hidden states.
+        is_last: the stage computes the loss.
+
+    Attributes:
+        layers: by their numbers in the whole model.
+    """
+
+    layers: nn.ModuleDict
+
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, *, is_first: bool = True, is_last: bool = True
+    ) -> None:
+        super().__init__()
+        assert context.dtype == DTYPES[config.params_dtype], (context.dtype, config.params_dtype)
+        self.config = config
+        self.context = context
+        self.is_first = is_first
+        self.is_last = is_last
+
+    @abstractmethod
+    def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+        """Run one microbatch through this stage.
+
+        Args:
+            hidden: ``[s, b, h]`` from the stage before; None on the first.
+
+        Returns:
+            ``[s, b, h]`` for the next stage; on the last stage the sum of each loss over the microbatch, a
+            scalar or a vector of several losses.
+        """
+
+    @abstractmethod
+    def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield the modules in forward's order, each with the parameters used until the next one's call."""
+
+    @property
+    def description(self) -> str | None:
+        """Return a line on the stage's kernels for the start of the log."""
+        return None
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return a weight that the first and the last stage share, on these stages; None elsewhere."""
+        return None
+
+    def shared_modules(self) -> dict[str, nn.Module]:
+        """Return modules of a first stage that a last stage on the same rank takes as arguments."""
+        return {}
+
+    def build(self, name: str, function: Callable[[], nn.Module]) -> nn.Module:
+        """Return the module that `function` builds, with initial weights that do not depend on the layout.
+
+        Parameters of torch's own modules are whole on every rank of tp, and keep the values that torch's
+        generator gives them, which is seeded here by `name`.
+        """
+        device = "meta" if self.context.device.type == "meta" else "cpu"
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(site_key(self.context.seed, name))
+            module = function()
+        replicate_parameters(module, self.context)
+        return module
+
+    def run_layers(self, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+        """Run the layers one after the other, ``[s, b, h]`` to ``[s, b, h]``.
+
+        Args:
+            inputs: what each layer takes besides x.
+        """
+        for layer in layers:
+            x = layer(x, *inputs)
+        return x
+
+    def initialize(self) -> None:
+        """Fill all parameters with their initial values; call it once all modules are built."""
+        if self.context.has_weights and self.context.device.type != "meta":
+            initialize(self, self.context.seed, self.context.topology)
+
+    def masked_sum(self, losses: Tensor, microbatch: Microbatch) -> Tensor:
+        """Sum the tokens' losses ``[s, b]`` that `loss_mask` selects."""
+        if microbatch.loss_mask is not None:
+            losses = losses.where(microbatch.loss_mask.t(), 0.0)
+        return losses.sum()
+
+
+StageProvider = Callable[..., Stage]
+"""Builds a pipeline stage: a subclass of `Stage`, or a function with these arguments.
+
+config, context: as `Stage` takes them.
+layers: numbers of the stage's layers in the whole model.
+is_first, is_last: by keyword, as `Stage` takes them.
+Others by keyword: the first stage's `shared_modules`, if this rank holds the first and the last stage.
+"""

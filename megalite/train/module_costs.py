@@ -1,0 +1,364 @@
+"""Measure what each module of a rank costs: operations, time and memory of one microbatch.
+
+Five microbatches run forward and backward: one counts FLOPs, one counts what forward leaves in memory, and
+`NUM_TIMED` are timed. A hook around each module's forward reads a counter, and so does a hook around each
+node of autograd's graph in backward. Nodes are numbered in the order in which forward makes them, which tells
+the module of each.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from megalite.distributed.observer import DEVICE
+from megalite.distributed.topology import Topology
+from megalite.model.compiled import run_as_written
+from megalite.train.model_chunks import named_parameters
+from megalite.train.trainer import Trainer
+
+K = TypeVar("K")
+
+NUM_TIMED = 3
+"""Timed microbatches, whose median is reported."""
+_SETTLING_SECONDS = 0.05
+"""gloo's threads release the tensors of a finished collective this late, at most."""
+
+
+class Phase(Enum):
+    """The part of a microbatch's work: backward is without the forward that it recomputes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTED = "recomputed"
+
+
+@dataclass
+class ModuleCosts:
+    """The costs of a module with its submodules, or of several modules.
+
+    Attributes:
+        name: in the whole model; empty for the rank's whole part of it.
+        flops: of GEMMs and attention.
+        nanoseconds: of each timed microbatch.
+        state_bytes: of weights, gradients and optimizer state, without padding.
+        activation_bytes: what forward leaves in memory for backward.
+    """
+
+    name: str
+    num_modules: int = 1
+    num_parameters: int = 0
+    flops: Counter[Phase] = field(default_factory=Counter)
+    nanoseconds: tuple[Counter[Phase], ...] = field(
+        default_factory=lambda: tuple(Counter() for _ in range(NUM_TIMED))
+    )
+    state_bytes: Counter[str] = field(default_factory=Counter)
+    activation_bytes: int = 0
+
+    def latency(self, *phases: Phase) -> float:
+        """Return the sum of the median seconds of these phases, or of all."""
+        medians = (statistics.median(run[phase] for run in self.nanoseconds) for phase in phases or Phase)
+        return sum(medians) / 1e9
+
+    def add(self, other: ModuleCosts, sign: int = 1) -> None:
+        """Add the costs of other modules, or subtract them."""
+        self.num_modules += sign * other.num_modules
+        self.num_parameters += sign * other.num_parameters
+        self.activation_bytes += sign * other.activation_bytes
+        _add(self.flops, other.flops, sign)
+        _add(self.state_bytes, other.state_bytes, sign)
+        for mine, theirs in zip(self.nanoseconds, other.nanoseconds, strict=True):
+            _add(mine, theirs, sign)
+
+
+def _add(mine: Counter[K], theirs: Counter[K], sign: int) -> None:
+    for key, amount in theirs.items():  # not +=, which drops what is not positive
+        mine[key] += sign * amount
+
+
+def module_costs(trainer: Trainer) -> dict[str, ModuleCosts]:
+    """Return the costs of this rank's modules by name, each before its submodules'; a collective.
+
+    The run's state does not change: the next iteration overwrites the gradients.
+    """
+    costs = {name: ModuleCosts(name) for chunk in trainer.chunks for name, _ in chunk.named_modules()}
+    _count_state(trainer, costs)
+    with run_as_written(trainer.config.training.compile):
+        _count_flops(trainer, costs)
+        _count_activations(trainer, costs)
+        for number in range(NUM_TIMED):
+            _time(trainer, costs, number)
+    return costs
+
+
+def _run_microbatch(trainer: Trainer) -> None:
+    """Run forward and backward of the next iteration's first microbatch."""
+    plan = trainer.train_step.plan_iteration(trainer.progress)
+    num_samples = trainer.config.training.micro_batch_size * trainer.topology.dp.size
+    for chunk in trainer.chunks:
+        chunk.train()
+    trainer.train_step.compute_gradients(replace(plan, num_microbatches=1, num_samples=num_samples))
+
+
+def _count_state(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
+    for name, parameter in named_parameters(trainer.chunks):
+        for each in _lineage(name, costs):
+            each.num_parameters += parameter.numel()
+    for name, num_bytes in trainer.optimizer.parameter_bytes().items():
+        for each in _lineage(name, costs):
+            each.state_bytes.update(num_bytes._asdict())
+
+
+def _count_flops(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
+    def add(name: str, phase: Phase, flops: int) -> None:
+        for each in _lineage(name, costs):
+            each.flops[phase] += flops
+
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with counter, _CostReader(counter.get_total_flops, add).reading(trainer.chunks):
+        _run_microbatch(trainer)
+
+
+def _time(trainer: Trainer, costs: Mapping[str, ModuleCosts], number: int) -> None:
+    def add(name: str, phase: Phase, nanoseconds: int) -> None:
+        for each in _lineage(name, costs):
+            each.nanoseconds[number][phase] += nanoseconds
+
+    with _CostReader(_clock(trainer.topology), add).reading(trainer.chunks):
+        _run_microbatch(trainer)
+
+
+def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
+    """Count the storages that a stage's forward made in each module and that are alive at its end.
+
+    They are what autograd and recomputed regions keep. The stage's input is one of them, for the stage as a
+    whole; its output is sent and freed.
+    """
+
+    def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        time.sleep(_SETTLING_SECONDS)
+        for owner, storage in made.take_alive():
+            if storage._cdata != _identity(output):
+                for each in _lineage(owner, costs):
+                    each.activation_bytes += storage.nbytes()
+        costs[""].activation_bytes += sum(each.nbytes for each in arguments if isinstance(each, Tensor))
+
+    reader = _CostReader(lambda: 0, lambda *_: None, count)
+    with _MadeStorages(reader.running_module) as made, reader.reading(trainer.chunks):
+        _run_microbatch(trainer)
+
+
+def _lineage(name: str, costs: Mapping[str, ModuleCosts]) -> Iterator[ModuleCosts]:
+    """Yield the costs of a module or parameter's modules, from the innermost to the whole."""
+    while name:
+        if name in costs:
+            yield costs[name]
+        name = name.rpartition(".")[0]
+    yield costs[""]
+
+
+def _clock(topology: Topology) -> Callable[[], int]:
+    """Return a clock of nanoseconds that waits for the device."""
+    if topology.device.type != "cuda":
+        return time.perf_counter_ns
+
+    def read() -> int:
+        with topology.events.during(DEVICE):
+            torch.cuda.synchronize(topology.device)
+        return time.perf_counter_ns()
+
+    return read
+
+
+@dataclass
+class _Span:
+    """A module's forward, or a node of its backward, while it runs; `inner` is what spans inside it cost."""
+
+    name: str
+    phase: Phase
+    begun: int
+    inner: int = 0
+
+
+class _CostReader:
+    """Reads a counter before and after each module's forward and each node of its backward.
+
+    Args:
+        read: returns the counter.
+        add: takes a module's name, the phase and the counter's increase, without that of submodules.
+        after_forward: called at the end of a stage's forward with the stage, its arguments and its output.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], int],
+        add: Callable[[str, Phase, int], None],
+        after_forward: Callable[[nn.Module, tuple[Any, ...], Tensor], None] = lambda *_: None,
+    ) -> None:
+        self._read, self._add, self._after_forward = read, add, after_forward
+        self._open: list[_Span] = []
+        # From the node of autograd's graph with this number on, forward makes nodes of this module.
+        self._first_nodes: list[int] = []
+        self._modules: list[str | None] = []
+
+    def running_module(self) -> str | None:
+        """Return the name of the innermost module that runs; None outside of all modules."""
+        return self._open[-1].name if self._open else None
+
+    @contextmanager
+    def reading(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Read in this block."""
+        handles = []
+        for chunk in chunks:
+            for name, module in chunk.named_modules():
+                handles.append(module.register_forward_pre_hook(partial(self._begin_forward, name)))
+                # A recomputed forward is interrupted once it has what backward needs.
+                handles.append(module.register_forward_hook(self._end_forward, always_call=True))
+            handles.append(chunk.register_forward_hook(self._end_stage))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, name: str, phase: Phase) -> None:
+        self._open.append(_Span(name, phase, self._read()))
+
+    def _end(self) -> None:
+        now = self._read()
+        span = self._open.pop()
+        if self._open:
+            self._open[-1].inner += now - span.begun
+        self._add(span.name, span.phase, now - span.begun - span.inner)
+
+    def _begin_forward(self, name: str, *_: Any) -> None:
+        in_backward = self._open and self._open[-1].phase is not Phase.FORWARD
+        self._begin(name, Phase.RECOMPUTED if in_backward else Phase.FORWARD)
+        self._note_module()
+
+    def _end_forward(self, *_: Any) -> None:
+        self._end()
+        self._note_module()
+
+    def _note_module(self) -> None:
+        if not self._open or self._open[-1].phase is Phase.FORWARD:
+            self._first_nodes.append(_get_sequence_nr())
+            self._modules.append(self.running_module())
+
+    def _end_stage(self, chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        for node in _graph_of(output):
+            index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+            name = self._modules[index] if index >= 0 else None
+            if name is not None:
+                node.register_prehook(partial(self._begin_node, name))
+                node.register_hook(self._end_node)
+        self._after_forward(chunk, arguments, output)
+
+    def _begin_node(self, name: str, _: Any) -> None:
+        self._begin(name, Phase.BACKWARD)
+
+    def _end_node(self, *_: Any) -> None:
+        self._end()
+
+
+def _graph_of(output: Tensor) -> Iterator[Node]:
+    """Yield the nodes of the graph that computed a tensor; none for the output of a stage without layers."""
+    waiting = [] if output.grad_fn is None else [output.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new
+
+
+class _MadeStorages(TorchDispatchMode):
+    """Record the storages that operators in this block make, each with the module that runs.
+
+    Args:
+        running_module: returns the module's name, or None, where storages are not recorded.
+    """
+
+    def __init__(self, running_module: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._running_module = running_module
+        self._made: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by the storage's address
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = self._running_module()
+        if name is not None:
+            passed = {_identity(tensor) for tensor in _plain_tensors((args, kwargs))}
+            for tensor in _plain_tensors(out):
+                if _identity(tensor) not in passed:  # neither a view nor in place
+                    self._made[_identity(tensor)] = name, weakref.ref(tensor.untyped_storage())
+        return out
+
+    def take_alive(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yield the storages that something still holds, each with its module, and forget all."""
+        made, self._made = self._made, {}
+        for name, reference in made.values():
+            storage = reference()
+            if storage is not None:
+                yield name, storage
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments or results, without those of subclasses such as DTensor."""
+    for leaf in tree_leaves(tree):
+        if type(leaf) in (Tensor, nn.Parameter):
+            yield leaf
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Count attention by its arguments' shapes: torch has formulas for its own kernels of GPUs only."""
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Count five GEMMs for the two of forward: the scores again, and the gradients of all four factors."""
+    return sdpa_flop_count(query, key, value) * 5 // 2
+
+
+def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:
+    """Count the GEMM of ``grad^T x``."""
+    (num_rows, num_out), num_in = grad, x[1]
+    return 2 * num_rows * num_out * num_in
+
+
+FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.megalite.flash_attention: _attention_flops,
+    torch.ops.megalite.flash_attention_backward: _attention_backward_flops,
+    torch.ops.megalite.add_weight_gradient_: _weight_gradient_flops,
+}
+"""FLOPs of operators that torch's counter does not know, by the shapes of their arguments."""

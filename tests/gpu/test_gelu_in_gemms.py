@@ -1,0 +1,66 @@
+"""GELU in the epilogues of cuBLASLt's GEMMs on a real GPU: against the operators that they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.distributed.topology import Launch, Topology
+from megalite.kernels import has_linear_gelu, library
+from megalite.microbatch import Microbatch
+from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from tests.stages import build_stage
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(bool(library.CUDA_LOAD_ERROR), reason=library.CUDA_LOAD_ERROR or "-"),
+]
+
+
+@pytest.fixture
+def one_gpu() -> Iterator[Topology]:
+    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+        yield topology
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_training_step_is_the_same(dtype: str, has_bias: bool, one_gpu: Topology) -> None:
+    """But for roundings, with weight gradients that GEMMs add to fp32 sums."""
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        seq_length=64,
+        vocab_size=128,
+        params_dtype=dtype,  # type: ignore[arg-type]
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=has_bias,
+    )
+    ids = torch.arange(130, device=one_gpu.device).view(2, 65) % 128
+    batch = Microbatch(ids[:, :-1], ids[:, 1:], torch.arange(2, device=one_gpu.device))
+    losses, gradients = [], []
+    for in_gemms in (True, False):
+        stage = build_stage(model, one_gpu, range(2), seed=1, fuses_weight_gradients=True)
+        sums = {}
+        for name, parameter in stage.layers.named_parameters():
+            if parameter.dim() > 1:
+                sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                claim = lambda total=sums[name]: (total, False)  # noqa: E731
+                parameter.main_grad = MainGrad(claim, lambda: None, None)
+        for layer in stage.layers.values():
+            assert has_linear_gelu(layer.mlp.up.weight, has_bias)
+            layer.mlp.up.fuses_gelu = in_gemms
+        loss = stage(batch, None)
+        loss.backward()
+        losses.append(loss.item())
+        others = {name: p.grad.float() for name, p in stage.named_parameters() if p.grad is not None}
+        gradients.append(others | sums)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for name, found in gradients[0].items():
+        assert (found - gradients[1][name]).norm() <= 0.05 * gradients[1][name].norm(), name

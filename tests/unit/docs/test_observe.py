@@ -1,0 +1,45 @@
+"""Run the profilers as docs/observe.md shows them, and look for what it says they write."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.make.blocks import ROOT, Example, run
+
+PAGE = ROOT / "docs" / "observe.md"
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Example]:
+    """Return the page's commands in order; they write below a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [Example(PAGE, block, "") for block in blocks]
+
+
+def test_the_profilers_write_what_the_page_says(commands: list[Example]) -> None:
+    traced, measured = commands
+    printed = run(traced)
+    (trace,) = Path("runs/profiled/profile").iterdir()
+    assert "profiler: the trace is in runs/profiled/profile" in printed
+    assert trace.name.startswith("rank0.") and trace.name.endswith(".pt.trace.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"ProfilerStep#3", "ProfilerStep#4", "[memory]"}
+    assert {"Input Dims", "Call stack"} <= {key for event in events for key in event.get("args", {})}
+
+    printed = run(measured)
+    written = Path("runs/profiled/modules.txt").read_text()
+    assert written in printed
+    shown = re.search(r"^    modules of rank 0 .*?(?=^- )", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    headers = [
+        line.split() for line in shown[0].splitlines() if line.strip().startswith(("module ", "layer "))
+    ]
+    assert headers == [
+        line.split() for line in written.splitlines() if line.strip().startswith(("module ", "layer "))
+    ]
+    assert "layers.0 to layers.3, each" in written
