@@ -130,8 +130,8 @@ def _memory_bound(model: ModelConfig, tokens: int, hidden: float) -> Iterator[tu
     yield "bias + residual forward", layers, 3 * hidden
     yield "GELU's input, written by the up GEMM", layers, ffn * hidden
     yield "GELU's input, read by the down GEMM's dgrad", layers, ffn * hidden
-    # Of qkv and down: a norm's backward sums that of the projection, and the down GEMM's dgrad that of up.
-    yield "gradients of biases", layers, (3 + 1) * hidden
+    # The wgrad sums that of qkv, a norm's backward that of the projection, the down GEMM's dgrad that of up.
+    yield "gradient of down's bias", layers, hidden
     yield "gradients of q, k, v into one tensor", layers, 6 * hidden
     yield "embedding forward and backward", 1, 11 * hidden
     yield "cross-entropy forward", 1, 2.0 * tokens * model.padded_vocab_size(1)

@@ -30,6 +30,12 @@ void adamw_(
     double weight_decay,
     double epsilon);  // not on the CPU, where PyTorch's is as fast
 
+torch::stable::Tensor add_weight_and_bias_gradient_(
+    torch::stable::Tensor total,
+    const torch::stable::Tensor& grad,
+    const torch::stable::Tensor& x,
+    bool overwrite);  // not on the CPU, as above
+
 torch::stable::Tensor bias_dropout_add(
     const torch::stable::Tensor& x,
     const std::optional<torch::stable::Tensor>& bias,

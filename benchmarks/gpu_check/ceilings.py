@@ -25,8 +25,8 @@ from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, Pa
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Launch, Topology
 from megalite.hardware.gpus import Gpu
-from megalite.kernels import Drop, add_weight_gradient_
-from megalite.kernels.weight_gradient import has_widening_gemm
+from megalite.kernels import Drop, add_weight_and_bias_gradient_, add_weight_gradient_
+from megalite.kernels.weight_gradient import has_bias_gradient_gemm, has_widening_gemm
 from megalite.model.attention_backends import BACKENDS, Case, kernel_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
@@ -123,9 +123,16 @@ def layer_gemms(context: CheckContext) -> Iterator[Result]:
     for gemm in gemms(model, micro_batch_size):
         name, form = gemm.name.rsplit(" ", 1)
         if form == "wgrad":
+            has_bias = name == "qkv"  # as below
             grad, x = torch.randn(gemm.k, gemm.m, **kind), torch.randn(gemm.k, gemm.n, **kind)
             total = torch.zeros(gemm.m, gemm.n, device=context.device)
-            seconds = seconds_of(lambda a=total, b=grad, c=x: add_weight_gradient_(a, b, c), context.device)
+            if has_bias and context.device == "cuda":
+                has_it = has_bias_gradient_gemm(total, grad, x)
+                yield passed("bias' gradient in a GEMM", has_it, str(has_it), "True")
+                alone = seconds_of(lambda a=total, b=grad, c=x: add_weight_gradient_(a, b, c), context.device)
+                yield info(f"{name} wgrad without its bias", alone * 1e3, "ms", "the sum is not in the GEMM")
+            add = add_weight_and_bias_gradient_ if has_bias else add_weight_gradient_
+            seconds = seconds_of(lambda a=total, b=grad, c=x, f=add: f(a, b, c), context.device)
             plain = seconds_of(lambda b=grad, c=x: b.t() @ c, context.device)
             yield info(f"{name} wgrad in bf16", plain * 1e3, "ms", f"{gemm.flops / plain / 1e12:.0f} TFLOP/s")
         else:

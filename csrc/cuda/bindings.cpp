@@ -11,6 +11,7 @@
 
 STABLE_TORCH_LIBRARY_IMPL(megalite, MEGALITE_DISPATCH_KEY, library) {
   library.impl("adamw_", TORCH_BOX(&megalite::cuda::ops::adamw_));
+  library.impl("add_weight_and_bias_gradient_", TORCH_BOX(&megalite::cuda::ops::add_weight_and_bias_gradient_));
   library.impl("bias_dropout_add", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add));
   library.impl("bias_dropout_add_backward", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add_backward));
   library.impl("bias_dropout_add_norm", TORCH_BOX(&megalite::cuda::ops::bias_dropout_add_norm));

@@ -1,4 +1,5 @@
-// GEMMs that apply GELU, or multiply by its derivative, before they write their result: cuBLASLt's epilogues.
+// GEMMs with cuBLASLt's epilogues: they apply GELU, or multiply by its derivative, before they write their result, or
+// sum a factor besides.
 //
 // torch has loaded the library, and its functions are looked up by name: a build needs neither its headers nor the
 // library. What is declared here is as in cublasLt.h, cublas_api.h and library_types.h of CUDA 12 and 13
@@ -23,7 +24,7 @@ constexpr int kTransposeA = 3, kTransposeB = 4;                 // int32_t
 constexpr int kEpilogue = 7;                                    // uint32_t
 constexpr int kBiasPointer = 8, kAuxPointer = 11, kAuxLd = 12;  // void*, void*, int64_t: a multiple of 8
 // cublasLtEpilogue_t
-constexpr uint32_t kBias = 4, kBiasGradient = 16, kGeluAux = 32 | 128, kGeluGradient = 64 | 128;
+constexpr uint32_t kBias = 4, kBiasGradient = 16, kGeluAux = 32 | 128, kGeluGradient = 64 | 128, kSumsOfB = 512;
 // cublasLtMatmulPreferenceAttributes_t
 constexpr int kMaxWorkspaceBytes = 1;                                                       // uint64_t
 constexpr int kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8;  // uint32_t
@@ -127,32 +128,36 @@ uint32_t alignment_of(const void* data) {
 struct Matrix {
   void* data;
   int64_t rows, columns;
+  int type;
+  bool is_transposed = false;  // as a factor of a GEMM
 };
 
 struct Epilogue {
   uint32_t kind;
-  void* aux;   // as large as the result
-  void* bias;  // a number for each row of the result; null if `kind` has none
+  void* aux;          // as large as the result; null if `kind` has none
+  void* bias;         // null if `kind` has none
+  const char* flags;  // do without this epilogue
 };
 
-// Writes op(a) b to d; op transposes, or does nothing.
+// Writes a b + beta d to d, where beta is 0 or 1.
 void multiply(
-    const Tensor& like, bool transposes, const Matrix& a, const Matrix& b, const Matrix& d, const Epilogue& epilogue) {
+    const Tensor& like, const Matrix& a, const Matrix& b, float beta, const Matrix& d, const Epilogue& epilogue) {
   using torch::headeronly::ScalarType;
   const CublasLt& lt = library();
   const Place place(like);
   const auto operation = make(lt.create_operation, lt.destroy_operation, kComputeFloat, kFloat32);
-  set(lt.set_of_operation, operation, kTransposeA, int32_t{transposes});
-  set(lt.set_of_operation, operation, kTransposeB, int32_t{0});
+  set(lt.set_of_operation, operation, kTransposeA, int32_t{a.is_transposed});
+  set(lt.set_of_operation, operation, kTransposeB, int32_t{b.is_transposed});
   set(lt.set_of_operation, operation, kEpilogue, epilogue.kind);
-  set(lt.set_of_operation, operation, kAuxPointer, epilogue.aux);
-  set(lt.set_of_operation, operation, kAuxLd, d.rows);
+  if (epilogue.aux != nullptr) {
+    set(lt.set_of_operation, operation, kAuxPointer, epilogue.aux);
+    set(lt.set_of_operation, operation, kAuxLd, d.rows);
+  }
   if (epilogue.bias != nullptr) set(lt.set_of_operation, operation, kBiasPointer, epilogue.bias);
 
-  const int type = like.scalar_type() == ScalarType::Half ? kFloat16 : kBFloat16;
   const auto layout_of = [&](const Matrix& matrix) {
     return make<int, uint64_t, uint64_t, int64_t>(
-        lt.create_layout, lt.destroy_layout, type, matrix.rows, matrix.columns, matrix.rows);
+        lt.create_layout, lt.destroy_layout, matrix.type, matrix.rows, matrix.columns, matrix.rows);
   };
   const auto layout_of_a = layout_of(a), layout_of_b = layout_of(b), layout_of_d = layout_of(d);
 
@@ -172,11 +177,11 @@ void multiply(
           preference.get(), 1, &best, &num_found),
       "cublasLtMatmulAlgoGetHeuristic");
   STD_TORCH_CHECK(
-      num_found == 1 && best.status == kSuccess, "cuBLASLt has no GEMM of ", d.rows, " x ", d.columns, " x ", b.rows,
-      " with GELU: --recompute-granularity selective --recompute-modules mlp_act runs GELU in a kernel of its own");
+      num_found == 1 && best.status == kSuccess, "cuBLASLt has no GEMM of ", d.rows, " x ", d.columns, " x ",
+      b.is_transposed ? b.columns : b.rows, " with epilogue ", epilogue.kind, ": do without it by ", epilogue.flags);
   auto workspace =
       torch::stable::new_empty(like, {static_cast<int64_t>(best.workspace_bytes)}, ScalarType::Byte);
-  const float alpha = 1.0f, beta = 0.0f;
+  const float alpha = 1.0f;
   check(
       lt.multiply(
           handle, operation.get(), &alpha, a.data, layout_of_a.get(), b.data, layout_of_b.get(), &beta, d.data,
@@ -186,18 +191,32 @@ void multiply(
 }
 
 Matrix matrix_of(const Tensor& tensor, int64_t columns) {
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.numel() / columns, columns};
+  using torch::headeronly::ScalarType;
+  const ScalarType dtype = tensor.scalar_type();
+  const int type = dtype == ScalarType::Float ? kFloat32 : dtype == ScalarType::Half ? kFloat16 : kBFloat16;
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.numel() / columns, columns, type};
 }
 
-void check_factors(const char* op, const Tensor& x, const Tensor& weight, int64_t shared_dim) {
+Matrix transposed(Matrix matrix) {
+  matrix.is_transposed = true;
+  return matrix;
+}
+
+void check_factors(const char* op, const Tensor& x, const Tensor& y) {
   using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(
-      weight.scalar_type() == ScalarType::BFloat16 || weight.scalar_type() == ScalarType::Half, op,
-      ": weight must be in bf16 or fp16");
-  STD_TORCH_CHECK(
-      is_like(x, weight) && x.dim() >= 1 && weight.dim() == 2 && x.size(x.dim() - 1) == weight.size(shared_dim), op,
-      ": the factors' shapes do not match, or their dtypes or devices");
+      is_like(x, y) && (x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half), op,
+      ": both factors must be in bf16, or both in fp16, and on one device");
 }
+
+void check_weight(const char* op, const Tensor& x, const Tensor& weight, int64_t shared_dim) {
+  check_factors(op, x, weight);
+  STD_TORCH_CHECK(
+      x.dim() >= 1 && weight.dim() == 2 && x.size(x.dim() - 1) == weight.size(shared_dim), op,
+      ": the factors' shapes do not match");
+}
+
+constexpr const char* kWithoutGelu = "--recompute-granularity selective --recompute-modules mlp_act";
 
 std::vector<int64_t> with_columns(const Tensor& x, int64_t columns) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
@@ -210,7 +229,7 @@ std::vector<int64_t> with_columns(const Tensor& x, int64_t columns) {
 namespace ops {
 
 std::tuple<Tensor, Tensor> linear_gelu(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  check_factors("linear_gelu", x, weight, 1);
+  check_weight("linear_gelu", x, weight, 1);
   const auto input = torch::stable::contiguous(x), factor = torch::stable::contiguous(weight);
   const auto added = dense(bias);
   const int64_t outputs = weight.size(0), rows = rows_of(x);
@@ -220,14 +239,14 @@ std::tuple<Tensor, Tensor> linear_gelu(const Tensor& x, const Tensor& weight, co
   if (value.numel() == 0) return {value, before};
   void* bias_data = const_cast<void*>(data_of(added));
   multiply(
-      x, true, matrix_of(factor, outputs), matrix_of(input, rows), matrix_of(value, rows),
-      {kGeluAux | (added ? kBias : 0), before.mutable_data_ptr(), bias_data});
+      x, transposed(matrix_of(factor, outputs)), matrix_of(input, rows), 0.0f, matrix_of(value, rows),
+      {kGeluAux | (added ? kBias : 0), before.mutable_data_ptr(), bias_data, kWithoutGelu});
   return {value, before};
 }
 
 std::tuple<Tensor, Tensor> gelu_linear_backward(
     const Tensor& grad, const Tensor& weight, const Tensor& before, bool has_bias) {
-  check_factors("gelu_linear_backward", grad, weight, 0);
+  check_weight("gelu_linear_backward", grad, weight, 0);
   const auto upper = torch::stable::contiguous(grad), factor = torch::stable::contiguous(weight);
   const auto aux = torch::stable::contiguous(before);
   const int64_t rows = rows_of(grad), columns = weight.size(1);
@@ -238,10 +257,33 @@ std::tuple<Tensor, Tensor> gelu_linear_backward(
   auto sums = torch::stable::new_empty(aux, {has_bias ? columns : 0});
   if (out.numel() == 0) return {out, torch::stable::zero_(sums)};
   multiply(
-      grad, false, matrix_of(factor, weight.size(0)), matrix_of(upper, rows), matrix_of(out, rows),
+      grad, matrix_of(factor, weight.size(0)), matrix_of(upper, rows), 0.0f, matrix_of(out, rows),
       {kGeluGradient | (has_bias ? kBiasGradient : 0), const_cast<void*>(aux.const_data_ptr()),
-       has_bias ? sums.mutable_data_ptr() : nullptr});
+       has_bias ? sums.mutable_data_ptr() : nullptr, kWithoutGelu});
   return {out, sums};
+}
+
+Tensor add_weight_and_bias_gradient_(Tensor total, const Tensor& grad, const Tensor& x, bool overwrite) {
+  using torch::headeronly::ScalarType;
+  check_factors("add_weight_and_bias_gradient_", x, grad);
+  STD_TORCH_CHECK(
+      x.dim() == 2 && grad.dim() == 2 && x.size(0) == grad.size(0) && total.is_contiguous() &&
+          total.scalar_type() == ScalarType::Float && is_beside(total, grad) &&
+          total.numel() == grad.size(1) * x.size(1),
+      "add_weight_and_bias_gradient_: total must be contiguous fp32 of a row for each column of grad and a column for "
+      "each of x, which have a row for each token");
+  const auto upper = torch::stable::contiguous(grad), input = torch::stable::contiguous(x);
+  const int64_t tokens = grad.size(0), outputs = grad.size(1);
+  auto sums = torch::stable::new_empty(total, {outputs});
+  if (tokens == 0 || total.numel() == 0) {
+    if (overwrite) torch::stable::zero_(total);
+    return torch::stable::zero_(sums);
+  }
+  multiply(
+      grad, matrix_of(input, tokens), transposed(matrix_of(upper, tokens)), overwrite ? 0.0f : 1.0f,
+      matrix_of(total, outputs),
+      {kSumsOfB, nullptr, sums.mutable_data_ptr(), "--no-gradient-accumulation-fusion"});
+  return sums;
 }
 
 }  // namespace ops

@@ -14,13 +14,14 @@ from megalite.kernels.philox import site_key
 from megalite.kernels.rotary import rotate
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.swiglu import bias_swiglu
-from megalite.kernels.weight_gradient import add_weight_gradient_
+from megalite.kernels.weight_gradient import add_weight_and_bias_gradient_, add_weight_gradient_
 
 __all__ = [
     "CausalSoftmax",
     "Drop",
     "ResidualSum",
     "adamw_",
+    "add_weight_and_bias_gradient_",
     "add_weight_gradient_",
     "bias_dropout_add",
     "bias_gelu",
@@ -57,6 +58,7 @@ _OPS = (
 _CUDA_OPS = ("layer_norm",)  # on a CPU PyTorch's own is used
 _LIBRARY_OPS = (
     "adamw_",
+    "add_weight_and_bias_gradient_",
     "bias_dropout_add_norm",
     "linear_gelu",
 )  # without a compiled kernel PyTorch's own, or two operators

@@ -1,15 +1,23 @@
-"""Compute a weight's gradient by a GEMM that writes a sum of gradients, or adds to it, in place."""
+"""Compute a weight's gradient by a GEMM that writes a sum of gradients, or adds to it, in place.
+
+On a GPU cuBLASLt sums the gradient's columns in the same GEMM, for a bias: our CUDA library calls it.
+"""
 
 import functools
 
 import torch
 from torch import Tensor
 
-from megalite.kernels.library import NAMESPACE
+from megalite.kernels.library import NAMESPACE, is_compiled
+from megalite.log import log
 
 _OP = f"{NAMESPACE}::add_weight_gradient_"
+_WITH_BIAS = "add_weight_and_bias_gradient_"
 
 torch.library.define(_OP, "(Tensor(a!) total, Tensor grad, Tensor x, bool overwrite) -> ()")
+torch.library.define(
+    f"{NAMESPACE}::{_WITH_BIAS}", "(Tensor(a!) total, Tensor grad, Tensor x, bool overwrite) -> Tensor"
+)
 
 
 def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
@@ -26,6 +34,60 @@ def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: b
         overwrite: write to `total` without reading it.
     """
     torch.ops.megalite.add_weight_gradient_(total, grad, x, overwrite)
+
+
+def add_weight_and_bias_gradient_(
+    total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool = False
+) -> Tensor:
+    """Call `add_weight_gradient_`, and return the sum of `grad` over its rows, ``[o]`` in its dtype.
+
+    One GEMM computes both where `has_bias_gradient_gemm`.
+    """
+    if has_bias_gradient_gemm(total, grad, x):
+        sums: Tensor = torch.ops.megalite.add_weight_and_bias_gradient_(total, grad, x, overwrite)
+        return sums.to(grad.dtype)
+    add_weight_gradient_(total, grad, x, overwrite=overwrite)
+    return grad.sum(0)
+
+
+def has_bias_gradient_gemm(total: Tensor, grad: Tensor, x: Tensor) -> bool:
+    """Return whether a GPU has the GEMM for tensors as in `add_weight_gradient_`.
+
+    It is tried once, on small tensors, and must agree with the reference; otherwise it logs a warning.
+    """
+    is_aligned = grad.shape[-1] % 8 == 0 and x.shape[-1] % 8 == 0
+    is_16_bit = grad.dtype in (torch.bfloat16, torch.float16)
+    if not (grad.is_cuda and is_16_bit and is_aligned and total.dtype == torch.float32):
+        return False
+    return is_compiled(_WITH_BIAS, "cuda") and _agrees(grad.dtype, grad.device)
+
+
+@functools.cache
+def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        problem = _difference(dtype, device)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    if problem:
+        log.warning(
+            f"The gradient of a bias is summed by a kernel of its own, not in a GEMM of cuBLASLt: {problem}"
+        )
+    return not problem
+
+
+def _difference(dtype: torch.dtype, device: torch.device) -> str:
+    """Return which result differs from the exact one, or an empty string; all of them are small integers."""
+    grad = torch.arange(24 * 64, device=device).view(24, 64) % 7 - 3
+    x = torch.arange(24 * 32, device=device).view(24, 32) % 5 - 2
+    for overwrite in (True, False):
+        total = torch.full((64, 32), torch.nan if overwrite else 1.0, device=device)
+        expected = (0.0 if overwrite else 1.0) + grad.float().t() @ x.float()
+        sums = torch.ops.megalite.add_weight_and_bias_gradient_(total, grad.to(dtype), x.to(dtype), overwrite)
+        if not torch.equal(total, expected):
+            return f"the gradient of the weight in {dtype} is not PyTorch's"
+        if not torch.equal(sums, grad.float().sum(0)):
+            return f"the gradient of the bias in {dtype} is not PyTorch's"
+    return ""
 
 
 @functools.cache
@@ -72,9 +134,20 @@ def _gemm_widened(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> No
     torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, beta=beta, out=total)
 
 
+def _implementation_with_bias(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> Tensor:
+    _implementation(total, grad, x, overwrite)
+    return grad.sum(0, dtype=total.dtype)
+
+
 torch.library.impl(_OP, "default", _implementation)
+torch.library.impl(f"{NAMESPACE}::{_WITH_BIAS}", "default", _implementation_with_bias)
 
 
 @torch.library.register_fake(_OP)
 def _fake(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
     return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::{_WITH_BIAS}")
+def _fake_with_bias(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> Tensor:
+    return total.new_empty(grad.shape[-1])

@@ -37,7 +37,13 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.topology import Axis
-from megalite.kernels import add_weight_gradient_, gelu_linear_backward, has_linear_gelu, linear_gelu
+from megalite.kernels import (
+    add_weight_and_bias_gradient_,
+    add_weight_gradient_,
+    gelu_linear_backward,
+    has_linear_gelu,
+    linear_gelu,
+)
 from megalite.tensor_parallel.fp8 import Fp8Gemm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
@@ -274,10 +280,13 @@ class _ColumnLinear(torch.autograd.Function):
                 x_grad = start_reduce_scatter(partial_sum, tp)  # [s/tp, b, in]
             else:
                 x_grad = start_all_reduce(partial_sum, tp)
-        weight_grad = None
+        weight_grad = bias_grad = None
         if gathered_x is not None:
-            weight_grad = _weight_gradient(ctx.parameters.weight, grad, gathered_x.wait(), context)
-        bias_grad = _bias_gradient(grad) if needs_bias else None
+            weight_grad, bias_grad = _gradients(
+                ctx.parameters.weight, grad, gathered_x.wait(), needs_bias, context
+            )
+        elif needs_bias:
+            bias_grad = _bias_gradient(grad)
         if context.store is not None:
             _store_gradients(ctx.parameters, grad, lambda: start_gather_x().wait(), context)
         return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None, None
@@ -312,8 +321,11 @@ class _RowLinear(torch.autograd.Function):
             before_grad, before_bias_grad = gelu_linear_backward(grad, weight, before, needs_before_bias)
         elif needs_x:
             x_grad = context.gemm.input_gradient(grad, weight, context.gemm.scales(grad, weight))
-        weight_grad = _weight_gradient(ctx.parameters.weight, grad, x, context) if needs_weight else None
-        bias_grad = _bias_gradient(grad) if needs_bias else None
+        weight_grad = bias_grad = None
+        if needs_weight:
+            weight_grad, bias_grad = _gradients(ctx.parameters.weight, grad, x, needs_bias, context)
+        elif needs_bias:
+            bias_grad = _bias_gradient(grad)
         if context.store is not None:
             _store_gradients(ctx.parameters, grad, lambda: x, context)
         return x_grad, weight_grad, bias_grad, None, None, before_grad, before_bias_grad
@@ -349,17 +361,26 @@ class _AddWeightGradient(torch.autograd.Function):
         return grad, None, None
 
 
-def _weight_gradient(weight: nn.Parameter, grad: Tensor, x: Tensor, context: LinearContext) -> Tensor | None:
-    """Compute ``grad^T x``, ``[out, in]``; return None if `weight.main_grad` has taken it."""
+def _gradients(
+    weight: nn.Parameter, grad: Tensor, x: Tensor, needs_bias: bool, context: LinearContext
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute ``grad^T x``, ``[out, in]``, and the bias' gradient ``[out]`` if `needs_bias`.
+
+    The first is None if `weight.main_grad` has taken it.
+    """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
     if main_grad is None:
-        return grad.t() @ x
+        return grad.t() @ x, _bias_gradient(grad) if needs_bias else None
     total, is_stale = main_grad.claim()
-    add_weight_gradient_(total, grad, x, overwrite=is_stale)
+    bias_grad = None
+    if needs_bias:
+        bias_grad = add_weight_and_bias_gradient_(total, grad, x, overwrite=is_stale)
+    else:
+        add_weight_gradient_(total, grad, x, overwrite=is_stale)
     if context.store is not None:
         main_grad.on_added()  # without a store, autograd runs the weight's hooks
-    return None
+    return None, bias_grad
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
@@ -377,7 +398,7 @@ def _store_gradients(
     weight, bias = parameters
 
     def weight_gradient() -> Tensor | None:
-        gradient = _weight_gradient(weight, grad, gathered_x(), context)
+        gradient, _ = _gradients(weight, grad, gathered_x(), False, context)
         return None if gradient is None else gradient.view(weight.shape)
 
     assert context.store is not None

@@ -1,4 +1,4 @@
-// As much of cuBLASLt as csrc/cuda uses, on a CPU: naive products, of 16-bit matrices in host memory.
+// As much of cuBLASLt as csrc/cuda uses, on a CPU: naive products of 16-bit matrices in host memory, into fp32 too.
 //
 // It is strict where the documentation is (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api): sizes and
 // values of attributes, leading dimensions, shapes, alignments, pointers that an epilogue needs, the algorithm and the
@@ -17,7 +17,7 @@ namespace {
 enum Status { kSuccess = 0, kInvalidValue = 7, kNotSupported = 15 };
 enum Type { kFloat = 0, kHalf = 2, kBFloat16 = 14 };
 constexpr int kComputeFloat = 68;
-constexpr uint32_t kGeluAux = 160, kGeluAuxBias = 164, kGeluGradient = 192, kGeluGradientBias = 208;
+constexpr uint32_t kGeluAux = 160, kGeluAuxBias = 164, kGeluGradient = 192, kGeluGradientBias = 208, kSumsOfB = 512;
 constexpr uint64_t kAlgorithm = 0x6D6174726978;
 constexpr size_t kWorkspace = 1 << 12;
 
@@ -51,11 +51,15 @@ struct Operation {
   Attributes attributes{{{3, 4}, {4, 4}, {7, 4}, {8, 8}, {11, 8}, {12, 8}}, {}};
 
   bool transposes_a() const { return attributes.get(3) == 1; }
+  bool transposes_b() const { return attributes.get(4) == 1; }
   uint32_t epilogue() const { return static_cast<uint32_t>(attributes.get(7, 1)); }
   void* bias() const { return reinterpret_cast<void*>(attributes.get(8)); }
   void* aux() const { return reinterpret_cast<void*>(attributes.get(11)); }
   int64_t aux_ld() const { return static_cast<int64_t>(attributes.get(12)); }
-  bool has_bias() const { return epilogue() == kGeluAuxBias || epilogue() == kGeluGradientBias; }
+  bool has_aux() const { return epilogue() != kSumsOfB; }
+  bool has_bias() const {
+    return epilogue() == kGeluAuxBias || epilogue() == kGeluGradientBias || epilogue() == kSumsOfB;
+  }
 };
 
 struct Layout {
@@ -77,6 +81,7 @@ struct Heuristic {
 };
 
 float read(int type, const void* data, int64_t i) {
+  if (type == kFloat) return static_cast<const float*>(data)[i];
   uint16_t bits;
   std::memcpy(&bits, static_cast<const char*>(data) + 2 * i, 2);
   if (type == kHalf) {
@@ -91,6 +96,10 @@ float read(int type, const void* data, int64_t i) {
 }
 
 void write(int type, void* data, int64_t i, float value) {
+  if (type == kFloat) {
+    static_cast<float*>(data)[i] = value;
+    return;
+  }
   uint16_t bits;
   if (type == kHalf) {
     const _Float16 rounded = static_cast<_Float16>(value);
@@ -117,23 +126,28 @@ std::string problem_of(
     const Operation& operation, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   const auto inner_of_a = operation.transposes_a() ? a.rows : a.columns;
   const auto rows = operation.transposes_a() ? a.columns : a.rows;
+  const auto inner_of_b = operation.transposes_b() ? b.columns : b.rows;
+  const auto columns = operation.transposes_b() ? b.rows : b.columns;
+  const uint32_t epilogue = operation.epilogue();
   if (operation.compute != kComputeFloat || operation.scale != kFloat) return "it computes in fp32 only";
-  if (operation.attributes.get(4) != 0) return "it does not transpose b";
   if (a.type != kHalf && a.type != kBFloat16) return "it knows bf16 and fp16 only";
   for (const Layout* each : {&a, &b, &c, &d}) {
-    if (each->type != a.type) return "matrices of several types";
     if (each->rows == 0 || each->columns == 0) return "an empty matrix";
     if (each->ld < static_cast<int64_t>(each->rows)) return "a leading dimension below the number of rows";
   }
-  if (inner_of_a != b.rows || rows != d.rows || b.columns != d.columns) return "shapes that do not match";
+  if (inner_of_a != inner_of_b || rows != d.rows || columns != d.columns) return "shapes that do not match";
   if (c.rows != d.rows || c.columns != d.columns || c.ld != d.ld) return "a c that is not as d";
-  const uint32_t epilogue = operation.epilogue();
-  if (epilogue != kGeluAux && epilogue != kGeluAuxBias && epilogue != kGeluGradient && epilogue != kGeluGradientBias) {
+  if (epilogue != kGeluAux && epilogue != kGeluAuxBias && epilogue != kGeluGradient && epilogue != kGeluGradientBias &&
+      epilogue != kSumsOfB) {
     return "an epilogue that it does not know";
   }
-  if (operation.aux() == nullptr) return "an epilogue without its auxiliary matrix";
+  if (b.type != a.type || c.type != d.type || d.type != (epilogue == kSumsOfB ? kFloat : a.type)) {
+    return "types that this epilogue is not for";
+  }
+  if (operation.transposes_b() != (epilogue == kSumsOfB)) return "a transposed b without its epilogue, or the reverse";
+  if (operation.has_aux() != (operation.aux() != nullptr)) return "an auxiliary matrix without its epilogue, or the reverse";
   if (operation.aux_ld() % 8 != 0) return "an auxiliary leading dimension that is no multiple of 8";
-  if (operation.aux_ld() < static_cast<int64_t>(d.rows)) return "an auxiliary leading dimension below the rows of d";
+  if (operation.has_aux() && operation.aux_ld() < static_cast<int64_t>(d.rows)) return "an auxiliary leading dimension below the rows of d";
   if (operation.has_bias() != (operation.bias() != nullptr)) return "a bias without its epilogue, or the reverse";
   return "";
 }
@@ -238,13 +252,18 @@ int cublasLtMatmul(
     return refuse("a matrix that is less aligned than the algorithm needs");
   }
   if (workspace_bytes < kWorkspace || !is_aligned(workspace, 16)) return refuse("a workspace too small or not aligned");
-  if (c != d || *static_cast<const float*>(beta) != 0.0f) return refuse("it writes its result only");
+  const float share_of_c = *static_cast<const float*>(beta);
+  if (c != d) return refuse("a c that is not d");
+  if (share_of_c != 0.0f && wanted.epilogue() != kSumsOfB) return refuse("it adds with one epilogue only");
   std::memset(workspace, 0xFF, kWorkspace);
 
   const int type = of_a.type;
   const auto rows = static_cast<int64_t>(of_d.rows), columns = static_cast<int64_t>(of_d.columns);
-  const auto shared = static_cast<int64_t>(of_b.rows);
+  const auto shared = static_cast<int64_t>(wanted.transposes_b() ? of_b.columns : of_b.rows);
   const uint32_t epilogue = wanted.epilogue();
+  const auto element_of_b = [&](int64_t k, int64_t j) {
+    return read(type, b, wanted.transposes_b() ? j + k * of_b.ld : k + j * of_b.ld);
+  };
   const bool is_backward = epilogue == kGeluGradient || epilogue == kGeluGradientBias;
   for (int64_t i = 0; i < rows; ++i) {
     double sum = 0.0;  // over the columns, of the gradient
@@ -252,11 +271,13 @@ int cublasLtMatmul(
       double value = 0.0;
       for (int64_t k = 0; k < shared; ++k) {
         const int64_t place = wanted.transposes_a() ? k + i * of_a.ld : i + k * of_a.ld;
-        value += static_cast<double>(read(type, a, place)) * read(type, b, k + j * of_b.ld);
+        value += static_cast<double>(read(type, a, place)) * element_of_b(k, j);
       }
       value *= *static_cast<const float*>(alpha);
       const int64_t place_of_aux = i + j * wanted.aux_ld();
-      if (is_backward) {
+      if (epilogue == kSumsOfB) {
+        if (share_of_c != 0.0f) value += share_of_c * read(of_d.type, c, i + j * of_d.ld);
+      } else if (is_backward) {
         value *= gelu_gradient(read(type, wanted.aux(), place_of_aux));
         sum += value;
       } else {
@@ -264,9 +285,14 @@ int cublasLtMatmul(
         write(type, wanted.aux(), place_of_aux, static_cast<float>(value));
         value = gelu(value);
       }
-      write(type, d, i + j * of_d.ld, static_cast<float>(value));
+      write(of_d.type, d, i + j * of_d.ld, static_cast<float>(value));
     }
     if (is_backward && wanted.has_bias()) write(type, wanted.bias(), i, static_cast<float>(sum));
+  }
+  for (int64_t j = 0; epilogue == kSumsOfB && j < columns; ++j) {
+    double sum = 0.0;
+    for (int64_t k = 0; k < shared; ++k) sum += element_of_b(k, j);
+    write(of_d.type, wanted.bias(), j, static_cast<float>(sum));
   }
   return kSuccess;
 }

@@ -23,6 +23,7 @@ TESTS = (
     "normal",
     "rotary",
     "softmax",
+    "weight_and_bias_gradient",
 )
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-sanitize=vptr")
 FLAGS = (

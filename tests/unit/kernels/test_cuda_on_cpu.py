@@ -42,7 +42,7 @@ def registered(path: Path) -> set[str]:
 def test_both_libraries_have_the_same_operators() -> None:
     on_cpu = registered(ROOT / "csrc" / "library.cpp")
     others_are_as_fast = {
-        *("adamw_", "linear_gelu", "gelu_linear_backward"),
+        *("adamw_", "add_weight_and_bias_gradient_", "linear_gelu", "gelu_linear_backward"),
         *(f"{op}{end}" for op in ("layer_norm", "bias_dropout_add_norm") for end in ("", "_backward")),
     }
     assert registered(CUDA / "bindings.cpp") - on_cpu == others_are_as_fast
