@@ -31,7 +31,7 @@ def step_bytes(config: Config, device_type: str, program: Program | None = None)
     gpu = replace(GPUS["h200"], residual_gb=0.0)
     tp = config.parallel.tp
     cluster = Cluster(gpu, tp, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    planned = rank_memories(PlannedRun(config, cluster, program or own_program(config.model)))[0]
+    planned = rank_memories(PlannedRun(config, cluster, program or own_program(config.model, gpu)))[0]
     held = planned.weights + planned.gradients + planned.optimizer
     has_gaps = device_type == "cpu" and program is None and config.parallel.keep_freed_memory
     return PROCESS_BYTES[device_type] + held + (planned.total - held) * (GAPS if has_gaps else 1.0)

@@ -37,6 +37,7 @@ class Gpu:
         memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
         link_share: share of both links that a collective of long messages reaches: 235 of 300 GB/s between 8
             A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md).
+        has_triton: it runs Triton's kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.
     """
@@ -52,6 +53,7 @@ class Gpu:
     attention_share: float
     memory_share: float = 0.80
     link_share: float = 0.8
+    has_triton: bool = True
     residual_gb: float = 2.2
 
     @property
@@ -60,7 +62,7 @@ class Gpu:
         return (self.memory_gib - 0.6) * _GIB
 
 
-_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.31)
+_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.31, has_triton=False)
 _A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, product_share=0.76, attention_share=0.56)
 _H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, product_share=0.74, attention_share=0.33)
 

@@ -103,7 +103,7 @@ def _planned_run(config: Config, world_size: int, device: Device) -> PlannedRun:
         residual_gb=device.residual_bytes / _GB,
     )
     cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    return PlannedRun(config, cluster, own_program(config.model))
+    return PlannedRun(config, cluster, own_program(config.model, gpu))
 
 
 def changes(config: Config, world_size: int) -> Iterator[Change]:

@@ -69,8 +69,8 @@ class Request:
 
     def planned_run(self, config: Config | None = None, cluster: Cluster | None = None) -> PlannedRun:
         """Return the requested run, or the run with another config and cluster."""
-        config = config or self.config
-        return PlannedRun(config, cluster or self.cluster, program_named(self.program, config.model), self.cp)
+        config, cluster = config or self.config, cluster or self.cluster
+        return PlannedRun(config, cluster, program_named(self.program, config.model, cluster.gpu), self.cp)
 
     def with_fixed(self, values: Mapping[str, Any]) -> Request:
         """Return the request with these fields of the layout fixed too, unless they already are."""

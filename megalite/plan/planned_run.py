@@ -88,12 +88,11 @@ class Program:
     copies_slices: bool = False
 
 
-def own_program(model: ModelConfig) -> Program:
-    """Return megalite, with the attention that a GPU runs."""
+def own_program(model: ModelConfig, gpu: Gpu) -> Program:
+    """Return megalite, with the attention that this GPU runs."""
     has_dropout = model.attention_dropout > 0.0
-    is_written_out = model.attention_backend in ("unfused", "local") or (
-        has_dropout and (model.params_dtype == "fp64" or model.head_dim > MAX_TRITON_HEAD)
-    )
+    can_run_triton = gpu.has_triton and model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
+    is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
     return Program(
         fused_attention=not is_written_out,
         triton_attention=has_dropout,
@@ -132,9 +131,9 @@ PROGRAMS: Mapping[str, Program] = {
 DeepSpeed of early 2021, and programs on torch's own attention and sharding."""
 
 
-def program_named(name: str, model: ModelConfig) -> Program:
-    """Return the program of a name, `OWN` or one of `PROGRAMS`, as it trains a model."""
-    return own_program(model) if name == OWN else in_dtype(PROGRAMS[name], model.params_dtype)
+def program_named(name: str, model: ModelConfig, gpu: Gpu) -> Program:
+    """Return the program of a name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
+    return own_program(model, gpu) if name == OWN else in_dtype(PROGRAMS[name], model.params_dtype)
 
 
 def in_dtype(program: Program, params_dtype: str) -> Program:

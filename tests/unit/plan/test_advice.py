@@ -26,7 +26,7 @@ def config_of(line: str) -> Config:
 def totals(config: Config, world_size: int) -> list[float]:
     """Return the planned memory of each pipeline rank."""
     gpu = replace(GPUS["a100-80"], residual_gb=DEVICE.residual_bytes / 1e9)
-    run = PlannedRun(config, Cluster(gpu, world_size, 8, 300, 25), own_program(config.model))
+    run = PlannedRun(config, Cluster(gpu, world_size, 8, 300, 25), own_program(config.model, gpu))
     return [memory.total for memory in rank_memories(run)]
 
 

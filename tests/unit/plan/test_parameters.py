@@ -25,7 +25,7 @@ def run_of(model: ModelConfig, tp: int, pp: int) -> PlannedRun:
         model=model, parallel=parallel, training=TrainingConfig(train_iters=1, global_batch_size=8)
     )
     cluster = Cluster(GPU, tp * pp, 8, GPU.node_gbps, GPU.network_gbps)
-    return PlannedRun(config, cluster, own_program(model))
+    return PlannedRun(config, cluster, own_program(model, cluster.gpu))
 
 
 def _built(run: PlannedRun, rank: int) -> int:

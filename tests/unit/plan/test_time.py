@@ -203,7 +203,7 @@ def test_cudnn_is_faster_on_hopper_alone() -> None:
 def with_model(run: PlannedRun, **fields: object) -> PlannedRun:
     """Megalite's own run of a changed model."""
     model = replace(MODEL, max_position_embeddings=None, **{"attention_dropout": 0.0, **fields})
-    return replace(run, config=replace(run.config, model=model), program=own_program(model))
+    return replace(run, config=replace(run.config, model=model), program=own_program(model, run.cluster.gpu))
 
 
 def test_attention_with_dropout_is_the_kernel_with_dropout() -> None:
@@ -236,6 +236,12 @@ def test_attention_is_written_out_where_the_kernel_does_not_serve(fields: dict[s
     own = with_model(run_of(), attention_dropout=0.1, **fields)
     assert not own.program.fused_attention
     assert attention_seconds(own) == attention_seconds(replace(own, program=Program(fused_attention=False)))
+
+
+def test_a_gpu_that_cannot_run_triton_writes_attention_with_dropout_out() -> None:
+    run = run_of(replace(H100_CLUSTER, gpu=GPUS["v100-32"]))
+    assert with_model(run).program.fused_attention
+    assert not with_model(run, attention_dropout=0.1).program.fused_attention
 
 
 def test_attention_to_both_sides_computes_all_scores() -> None:
@@ -295,7 +301,7 @@ def test_the_last_bucket_is_never_hidden() -> None:
 
 def test_megalite_hides_the_gathering_of_weights_unless_it_is_told() -> None:
     run = run_of(zero_stage=1)
-    own = replace(run, program=own_program(MODEL))
+    own = replace(run, program=own_program(MODEL, run.cluster.gpu))
     hidden, exposed = (
         exchange_seconds(run_of(zero_stage=1, overlap_param_gather=on), 1.0).dp for on in (True, False)
     )
