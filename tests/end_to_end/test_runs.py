@@ -193,7 +193,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_named(pretrain: Run, tmp_path: P
 
 
 def test_exit_duration(pretrain_here: RunHere, tmp_path: Path) -> None:
-    flags = ["--train-iters", "100000", "--exit-duration-in-mins", "0.01", "--save", str(tmp_path)]
+    flags = ["--train-iters", "100000", "--exit-duration-in-mins", "0.05", "--save", str(tmp_path)]
     status, _ = pretrain_here(*flags)
     assert status == 0
     assert (tmp_path / "latest").exists()

@@ -14,8 +14,9 @@ from megalite.kernels.library import at_run_time, compile_problem
 from tests.unit.kernels.posing import ROOT
 
 DESCRIBED = """
-import torch
+import sys, torch
 torch.version.cuda = "13.0"
+sys.modules["megalite.kernels._CUDA"] = None  # as if it were not built
 from megalite.kernels import describe, library
 print(describe("cuda"))
 library.compile_problem = lambda device_type: ""
