@@ -25,7 +25,8 @@ from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveEr
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
-from megalite.distributed.topology import AXES, Topology
+from megalite.distributed.mesh import AXES
+from megalite.distributed.topology import Topology
 from megalite.files import partial_name, replace_file
 from megalite.hardware.device_name import device_name
 from megalite.log import log
@@ -39,27 +40,32 @@ that hold a tied table cut it alike, so that a reader finds two equal pieces."""
 def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES) -> dict[str, FilePiece]:
     """Return the pieces that this rank writes of the tensors that it holds.
 
-    It writes its own shards; a share by bytes of what all replicas hold, equal up to one tensor of
-    `cut_bytes`; and the plain tensors if it is a stage's first rank. Every rank computes the same division.
+    It writes its own shards, a share by bytes of what all replicas hold, and the plain tensors if it is a
+    stage's first rank. Ranks that replicate a shard write a share of it each. The shares are equal up to one
+    tensor of `cut_bytes`; every rank computes the same division.
 
     Returns:
         Pieces by tensor's name.
     """
     mine = {name: tensor for name, tensor in tensors.items() if _is_for_tp_rank(tensor, topology)}
-    copied = {
-        name: part
-        for name, part in mine.items()
-        if isinstance(part, ParameterShard) and part.is_replicated and _numel(part)
+    parts = {
+        name: part for name, part in mine.items() if isinstance(part, ParameterShard) and part.tensor.numel()
     }
+    copied = {name: part for name, part in parts.items() if part.is_replicated}
+    shards = {name: part for name, part in parts.items() if not part.is_replicated}
     pieces = {
-        name: whole_piece(tensor, topology)
+        name: FilePiece(tensor)
         for name, tensor in mine.items()
-        if name not in copied
-        and (isinstance(tensor, ParameterShard) or topology.dp.is_first)
-        and _numel(tensor)
+        if isinstance(tensor, Tensor) and topology.dp.is_first and tensor.numel()
     }
-    for name, start, end in _divide(copied, topology.dp.size, cut_bytes)[topology.dp.rank]:
-        pieces[name] = _cut(copied[name], start, end, topology)
+    shares = _divide(copied, topology.dp.size, cut_bytes)[topology.dp.rank]
+    if topology.dp.replicate is None:
+        pieces |= {name: whole_piece(part, topology) for name, part in shards.items()}
+    else:
+        replicas = topology.dp.replicate
+        shares = shares + _divide(shards, replicas.size, cut_bytes)[replicas.rank]
+    for name, start, end in shares:
+        pieces[name] = _cut(parts[name], start, end, topology)
     return pieces
 
 
@@ -76,17 +82,14 @@ def _is_for_tp_rank(tensor: Tensor | ParameterShard, topology: Topology) -> bool
     return topology.tp.is_first or (isinstance(tensor, ParameterShard) and tensor.spec.shard is not None)
 
 
-def _numel(tensor: Tensor | ParameterShard) -> int:
-    return tensor.numel() if isinstance(tensor, Tensor) else tensor.tensor.numel()
-
-
 def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> FilePiece:
-    """Return elements ``[start, end)`` of a slice that all replicas hold."""
+    """Return elements ``[start, end)`` of a slice or shard that replicas hold."""
     whole = whole_piece(part, topology)
     if (start, end) == (0, part.tensor.numel()):
         return whole
     assert whole.range is not None
-    return FilePiece(part.tensor[start:end], dataclasses.replace(whole.range, start=start, end=end))
+    at = part.start
+    return FilePiece(part.tensor[start:end], dataclasses.replace(whole.range, start=at + start, end=at + end))
 
 
 def _divide(

@@ -104,7 +104,11 @@ _REFUSED: Mapping[str, str] = {
     "activation_checkpointing.cpu_checkpointing": (
         "activations are not offloaded: remove it, and pass --recompute-granularity full"
     ),
-    "zero_optimization.zero_hpz_partition_size": "weights have one partition: remove it",
+    "zero_optimization.zero_hpz_partition_size": (
+        "weights have one partition: remove it; zero_optimization.mics_shard_size shards weights, gradients "
+        "and state within groups of ranks"
+    ),
+    "zero_optimization.mics_hierarchical_params_gather": "weights are gathered in one step: remove it",
     "zero_optimization.zero_quantized_weights": "weights are gathered as they are: remove it",
     "zero_optimization.zero_quantized_gradients": (
         "remove it, and pass --grad-communication-dtype bf16 for smaller messages"
@@ -342,6 +346,21 @@ def _profiled_depth(values: Mapping[str, Any], depth: Any) -> Mapping[str, Any]:
     return {} if is_whole else {"profile_modules_depth": depth}
 
 
+def _mics_shard_size(values: Mapping[str, Any], size: Any) -> Mapping[str, Any]:
+    """Return the size of the groups that ZeRO 3 shards within; -1 is off."""
+    if size in (None, -1):
+        return {}
+    stage = values.get("zero_optimization.stage")
+    if stage != 3:
+        raise ValueError(
+            f"is {size} with zero_optimization.stage {stage}: it shards stage 3 only; remove it, and pass "
+            f"--data-parallel-shard-degree {size} to shard stage 1 or 2 within groups"
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"is {size}: it must be a positive number of ranks")
+    return {"data_parallel_shard_degree": size}
+
+
 _HANDLERS: Mapping[str, Callable[[Mapping[str, Any], Any], Mapping[str, Any]]] = {
     "bf16.enabled": _precision("bf16"),
     "bfloat16.enabled": _precision("bf16"),  # its older name
@@ -350,6 +369,7 @@ _HANDLERS: Mapping[str, Callable[[Mapping[str, Any], Any], Mapping[str, Any]]] =
     "fp16.initial_scale_power": _initial_loss_scale,
     "optimizer.params.betas": _betas,
     "optimizer.type": _optimizer,
+    "zero_optimization.mics_shard_size": _mics_shard_size,
     "scheduler.type": _scheduler,
     "scheduler.params.warmup_min_ratio": _warmup_min_ratio,
     "tensorboard.output_path": _tensorboard,

@@ -247,13 +247,6 @@ ACCEPTED_IF_OFF = (
     FlagIfOff("model", "--expert-model-parallel-size", "1", "mixture of experts", _MOE),
     FlagIfOff("model", "--expert-tensor-parallel-size", "1", "mixture of experts", _MOE),
     FlagIfOff("parallel", "--context-parallel-size", "1", "context parallelism", "remove it"),
-    FlagIfOff(
-        "parallel",
-        "--num-distributed-optimizer-instances",
-        "1",
-        "optimizer state sharded within groups of replicas",
-        "remove it: --zero-stage 1 shards over all replicas",
-    ),
     FlagIfOff("optimizer", "--main-grads-dtype", "fp32", "gradient sums in 16 bits", "remove it"),
     FlagIfOff("optimizer", "--main-params-dtype", "fp32", "main weights in 16 bits", "remove it"),
     FlagIfOff("optimizer", "--exp-avg-dtype", "fp32", "moments in fewer bits", "remove it"),

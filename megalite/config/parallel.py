@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +52,13 @@ class ParallelConfig:
     zero_stage: int = field(default=0, metadata=flags(sets={"--use-distributed-optimizer": 1}))
     """ZeRO stage: what data-parallel ranks shard. 0: nothing, 1: the optimizer state, 2: gradients too, 3:
     weights too."""
+    data_parallel_shard_degree: int | None = field(
+        default=None, metadata=flags(sets={"--shard-within-node": 0})
+    )
+    """Neighbouring replicas that ZeRO shards over; groups of so many replicate the shards. By default all
+    replicas; 0: those of a node."""
+    num_distributed_optimizer_instances: int | None = None
+    """Number of groups that ZeRO shards within, instead of their size."""
     overlap_grad_reduce: bool = True
     """Overlap the gradient reduction over data-parallel ranks with the backward pass."""
     overlap_param_gather: bool | None = None
@@ -94,9 +102,29 @@ class ParallelConfig:
             return "interleaved"
         return self.pipeline_schedule
 
-    def zero_stage_among(self, num_replicas: int) -> int:
-        """Return the ZeRO stage among `num_replicas` replicas; a single one has nothing to shard."""
-        return self.zero_stage if num_replicas > 1 else 0
+    def zero_stage_among(self, num_shards: int) -> int:
+        """Return the ZeRO stage of a group of `num_shards` ranks; a single one has nothing to shard."""
+        return self.zero_stage if num_shards > 1 else 0
+
+    @property
+    def shards_within_node(self) -> bool:
+        """Return whether ZeRO shards over the replicas of a node, whatever their number."""
+        return self.data_parallel_shard_degree == 0 and self.num_distributed_optimizer_instances is None
+
+    def shard_degree_among(self, num_replicas: int, ranks_per_node: int) -> int:
+        """Return how many neighbouring replicas ZeRO shards over.
+
+        Args:
+            num_replicas: data-parallel size.
+            ranks_per_node: the replicas of a node are the largest number that divides `num_replicas` and
+                whose tensor-parallel ranks divide a node's; 1 if there is none.
+        """
+        if self.num_distributed_optimizer_instances is not None:
+            return num_replicas // self.num_distributed_optimizer_instances
+        if self.shards_within_node:
+            whole = ranks_per_node // self.tp if ranks_per_node % self.tp == 0 else 1
+            return math.gcd(num_replicas, whole)
+        return self.data_parallel_shard_degree or num_replicas
 
     def gathers_under_forward(self, device_type: str) -> bool:
         """Return whether the all-gather of updated weights overlaps the next forward, where there is one."""

@@ -34,6 +34,7 @@ _FIELDS_OF_RANGE = {
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
         max_position_embeddings vocab_size make_vocab_size_divisible_by pad_vocab_size_to rotary_base
         tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size
+        num_distributed_optimizer_instances
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         ddp_bucket_size distributed_timeout_minutes num_threads lr_decay_iters lr_wsd_decay_iters
@@ -48,6 +49,7 @@ _FIELDS_OF_RANGE = {
         loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """
+        data_parallel_shard_degree
         norm_epsilon init_method_std lr min_lr decoupled_lr decoupled_min_lr
         lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
         start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration

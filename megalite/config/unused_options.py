@@ -84,25 +84,38 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     if config.parallel.distributed_backend == "nccl":
         yield "distributed_backend", "ranks on GPUs use nccl anyway, and ranks on CPUs can only use gloo"
-    if config.parallel.zero_stage == 0:
+    yield from _replica_reasons(config, world_size)
+    if config.parallel.pp == 1:
+        yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
+        for name in SPLITS:
+            yield name, "there is one pipeline stage (--pp 1)"
+
+
+def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
+    parallel = config.parallel
+    if parallel.zero_stage == 0:
         yield "overlap_param_gather", "with --zero-stage 0 weights are not gathered"
-    elif config.parallel.zero_stage == 3:
+        yield "num_distributed_optimizer_instances", "with --zero-stage 0 nothing is sharded"
+    elif parallel.zero_stage == 3:
         yield "overlap_param_gather", "with --zero-stage 3 each layer gathers its own weights"
         for name in ("overlap_grad_reduce", "ddp_bucket_size"):
             yield name, "with --zero-stage 3 each layer reduces its gradients during backward"
-    if replicas(config, world_size) == 1:
+    num_replicas = replicas(config, world_size)
+    if num_replicas == 1:
         for name in (
             "zero_stage",
+            "data_parallel_shard_degree",
+            "num_distributed_optimizer_instances",
             "overlap_grad_reduce",
             "overlap_param_gather",
             "grad_communication_dtype",
             "ddp_bucket_size",
         ):
             yield name, "there is one replica (--dp 1)"
-    if config.parallel.pp == 1:
-        yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
-        for name in SPLITS:
-            yield name, "there is one pipeline stage (--pp 1)"
+    elif num_replicas is not None:
+        one_node = num_replicas * parallel.tp
+        if parallel.shard_degree_among(num_replicas, one_node) == 1:
+            yield "zero_stage", "each group that it shards within is one rank"
 
 
 def loss_reasons(config: Config) -> Iterator[tuple[str, str]]:

@@ -43,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.loss_scale,
     model_rules.gradient_messages,
     model_rules.zero_stage,
+    parallel_rules.shard_groups,
     model_rules.fp8,
     training_rules.run_length,
     training_rules.local_paths,

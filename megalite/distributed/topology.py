@@ -12,27 +12,24 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
 from megalite.distributed.agreement import REFUSED, RankRecord, check_agreement
+from megalite.distributed.mesh import AXES, REPLICATE, SHARD, another_group, build_mesh
 from megalite.distributed.network import choose_interface, is_this_machine, loopback_listener
 from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer, Wait, observed
 from megalite.distributed.store_barrier import at_work, name_of_start, wait_for_all, wait_for_listener
 from megalite.errors import UserError
 from megalite.hardware.cpu import keep_freed_memory, limit_threads
 from megalite.hardware.cuda_environment import prepare_environment, settings_for
-
-AXES = ("pp", "dp", "tp")
-"""Mesh axes, outermost first. A further axis is an entry here and a size in `_axis_sizes`."""
 
 WORLD = "world"
 """Name of the axis of all ranks; it is not an axis of the mesh."""
@@ -52,6 +49,10 @@ class Axis:
         group: process group of those ranks.
         backward_group: on the pipeline axis, a second group of the same ranks, for gradients: their messages
             do not wait for those of hidden states.
+        sharded: on the data-parallel axis, this rank's group of neighbours that ZeRO shards over; None if
+            that is the whole axis.
+        replicate: the ranks that hold the same shards as this one, one of each group; None if there is one
+            group. Observers of the axis observe both parts.
         observers: called at the beginning and end of each wait for the other ranks.
     """
 
@@ -61,6 +62,8 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     backward_group: dist.ProcessGroup | None = None
+    sharded: Axis | None = None
+    replicate: Axis | None = None
     observers: list[Observer[Wait]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -70,6 +73,16 @@ class Axis:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
+
+    @property
+    def shard(self) -> Axis:
+        """The ranks that ZeRO shards over."""
+        return self.sharded or self
+
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        """The axis, and the parts that ZeRO divides it into, if it does."""
+        return (self, *(part for part in (self.replicate, self.sharded) if part is not None))
 
     def wait_begins(self, what: str, of: object = "", peer: int | None = None) -> None:
         """Post that this rank begins to wait in a collective, or for a message; see `Wait`."""
@@ -177,6 +190,7 @@ class Topology:
                 starts; or ranks were started with different settings.
         """
         sizes = _axis_sizes(parallel, launch.world_size)
+        shard_degree = _shard_degree(parallel, sizes[AXES.index("dp")], launch.local_world_size)
         if parallel.distributed_backend != "gloo":
             prepare_environment(settings_for(parallel.tp, parallel.zero_stage))
         device = _pick_device(parallel.distributed_backend, launch)
@@ -185,10 +199,12 @@ class Topology:
                 keep_freed_memory()
             limit_threads(parallel.num_threads, launch.local_world_size)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        if must_agree is not None:  # nodes may have different numbers of ranks
+            must_agree = {**must_agree, "the size of the groups that ZeRO shards within": str(shard_degree)}
         _join(launch, device, timeout, init_file, must_agree)
         has_failed = True
         try:
-            yield _from_mesh(sizes, launch.rank, device, timeout)
+            yield _from_mesh(sizes, shard_degree, launch.rank, device, timeout)
             has_failed = False
         except SystemExit:  # on which all ranks agree
             has_failed = False
@@ -212,11 +228,12 @@ class Topology:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         sizes = _axis_sizes(parallel, world_size)
+        shard_degree = _shard_degree(parallel, sizes[AXES.index("dp")], world_size)
         if "meta" not in (devices := dist.Backend.backend_capability["fake"]):
             devices.append("meta")  # not in torch's list
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
-            yield _from_mesh(sizes, rank, torch.device(device), kind=FakeTopology)
+            yield _from_mesh(sizes, shard_degree, rank, torch.device(device), kind=FakeTopology)
         finally:
             dist.destroy_process_group()
 
@@ -288,6 +305,23 @@ def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, in
             f"start {tp * pp * dp} ranks (torchrun --nproc-per-node), or change --tp, --pp or --dp"
         )
     return pp, dp, tp
+
+
+def _shard_degree(parallel: ParallelConfig, dp: int, local_world_size: int) -> int:
+    """Return how many neighbours of `dp` replicas ZeRO shards over, on nodes of `local_world_size` ranks."""
+    degree = parallel.shard_degree_among(dp, local_world_size)
+    if parallel.shards_within_node and degree == 1 < dp:
+        raise UserError(
+            f"--shard-within-node: the {local_world_size} ranks of a node hold no two whole replicas of "
+            f"--tp {parallel.tp} that divide the {dp} replicas: pass --data-parallel-shard-degree N, or "
+            "remove it to shard over all of them"
+        )
+    if dp % degree:
+        raise UserError(
+            f"--data-parallel-shard-degree {degree} does not divide the data-parallel size {dp}: pass a "
+            "divisor of it"
+        )
+    return degree
 
 
 def _pick_device(backend: str, launch: Launch) -> torch.device:
@@ -394,19 +428,25 @@ def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
 
 def _from_mesh(
     sizes: tuple[int, int, int],
+    shard_degree: int,
     rank: int,
     device: torch.device,
     timeout: timedelta | None = None,
     kind: type[Topology] = Topology,
 ) -> Topology:
-    mesh_device = "cuda" if device.type == "cuda" else "cpu"
-    options = _group_options(sizes) if mesh_device == "cuda" else None
-    mesh = init_device_mesh(mesh_device, sizes, mesh_dim_names=AXES, backend_override=options)
-    axes = {name: _axis(mesh, name) for name in AXES}
+    mesh, lines = build_mesh(sizes, shard_degree, "cuda" if device.type == "cuda" else "cpu")
+    axes = {name: _axis(lines[name], name) for name in AXES}
     if axes["pp"].size > 1:
-        axes["pp"] = replace(axes["pp"], backward_group=_another_group(mesh, "pp"))
+        axes["pp"] = replace(axes["pp"], backward_group=another_group(mesh, "pp"))
+    if shard_degree < axes["dp"].size:
+        observers = axes["dp"].observers
+        sharded, replicas = (
+            replace(_axis(lines[name], name), observers=observers) for name in (SHARD, REPLICATE)
+        )
+        axes["dp"] = replace(axes["dp"], sharded=sharded, replicate=replicas)
     if timeout is not None:  # DeviceMesh gives its groups torch's default
-        for group in (*(axis.group for axis in axes.values()), axes["pp"].backward_group):
+        parts = [part for axis in axes.values() for part in axis.parts]
+        for group in (*(part.group for part in parts), axes["pp"].backward_group):
             if group is not None:
                 _set_pg_timeout(timeout, group)
     size = mesh.size()
@@ -414,30 +454,6 @@ def _from_mesh(
     return kind(rank=rank, world_size=size, device=device, mesh=mesh, world=world, **axes)
 
 
-def _group_options(sizes: tuple[int, int, int]) -> dict[int | str, Any] | None:
-    """Return NCCL's options of the mesh's groups, by axis; an axis without any has torch's defaults.
-
-    Collectives between replicas run on a stream of high priority: they overlap with GEMMs, whose waiting
-    thread blocks would otherwise all start before them.
-    """
-    if sizes[AXES.index("dp")] == 1:
-        return None
-    return {"dp": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)}
-
-
-def _another_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """Return a second process group of this rank's line of ranks along an axis; every rank must call it."""
-    lines = mesh.mesh.movedim(AXES.index(name), -1).flatten(0, -2).tolist()
-    description = f"mesh_{name}_backward"
-    if mesh.device_type == "cuda":  # one call splits NCCL's communicator for all lines
-        group = dist.split_group(split_ranks=lines, group_desc=description)
-    else:
-        group, _ = dist.new_subgroups_by_enumeration(lines, group_desc=description)
-    assert group is not None
-    return group
-
-
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    along = mesh[name]
-    ranks = tuple(along.mesh.tolist())
-    return Axis(name, len(ranks), along.get_local_rank(), ranks, along.get_group())
+def _axis(line: DeviceMesh, name: str) -> Axis:
+    ranks = tuple(line.mesh.tolist())
+    return Axis(name, len(ranks), line.get_local_rank(), ranks, line.get_group())

@@ -63,7 +63,7 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
         with meta_tensors():
             run = resolve_run(config_to_run, topology, providers=Providers(model))
             counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
-        axes = (topology.pp, topology.dp, topology.tp)
+        axes = (topology.pp, *topology.dp.parts, topology.tp)
         return DryRun(
             config,
             world_size,

@@ -75,10 +75,11 @@ def _traffic_lines(found: DryRun) -> Iterator[str]:
         yield "collectives: none, since there is one rank"
         return
     yield "collectives and messages of an iteration:"
-    yield f"  {'axis':<6}{'kind':<15}{'dtype':<10}{'number':>8}{'bytes of each':>20}{'total bytes':>22}"
+    width = max(6, *(len(call.axis) + 2 for call in calls))
+    yield f"  {'axis':<{width}}{'kind':<15}{'dtype':<10}{'number':>8}{'bytes of each':>20}{'total bytes':>22}"
     for call, count in sorted(calls.items()):
         yield (
-            f"  {call.axis:<6}{call.kind:<15}{call.dtype:<10}{count:>8,}{call.num_bytes:>20,}"
+            f"  {call.axis:<{width}}{call.kind:<15}{call.dtype:<10}{count:>8,}{call.num_bytes:>20,}"
             f"{call.num_bytes * count:>22,}"
         )
     sent = {name: ring_bytes(calls, name, size) for name, (_, size) in found.axes.items() if size > 1}

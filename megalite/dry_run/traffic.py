@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from megalite.distributed.topology import AXES, Topology
+from megalite.distributed.mesh import AXES
+from megalite.distributed.topology import Topology
 from megalite.dry_run.live_bytes import Mode
 
 
@@ -61,7 +62,8 @@ class Traffic(Mode):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        axes = [getattr(topology, name) for name in AXES]
+        # A part that is the whole of an axis may have its group, and counts as the axis.
+        axes = [part for name in AXES for part in reversed(getattr(topology, name).parts)]
         groups = [(axis.name, group) for axis in axes for group in (axis.group, axis.backward_group)]
         self._axes = {group.group_name: name for name, group in groups if group is not None}
         self.calls: Counter[CollectiveCall] = Counter()

@@ -64,9 +64,10 @@ class BucketState:
         self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
 
     @property
-    def shard_main(self) -> Tensor:
-        """The main weights of this rank's shard; the shards of all ranks make up the bucket."""
-        return self.main if self.owned == self.bucket.shard else self.main[self.bucket.shard]
+    def counted_main(self) -> Tensor:
+        """The main weights that this rank counts in norms; those of all ranks make up the bucket."""
+        counted = self.bucket.counted
+        return self.main[counted.start - self.owned.start : counted.stop - self.owned.start]
 
     @property
     def has_own_main(self) -> bool:

@@ -21,7 +21,8 @@ class ParameterShard:
         start: position of the first of them in the slice.
         shape: of the slice.
         spec: of the parameter.
-        is_replicated: whether every data-parallel rank has these elements; else the others have the rest.
+        is_replicated: whether every data-parallel rank has these elements; else the others that ZeRO shards
+            over have the rest.
     """
 
     tensor: Tensor
@@ -56,13 +57,15 @@ class BucketEntry:
 class Bucket:
     """Parameters whose weights are views of one flat tensor.
 
-    The bucket is padded with zeros to one shard of equal size per data-parallel rank. The padding does not
-    depend on the ZeRO stage, so that the stage changes no sum.
+    The bucket is padded with zeros to one part of equal size per data-parallel rank. The padding does not
+    depend on the ZeRO stage and on how many ranks it shards over, so that neither changes a sum.
 
     Attributes:
         entries: the last parameter of the model first, in the order in which backward reaches them.
         weight: flat weights, ``[size]``.
-        shard: range of the flat tensors that this data-parallel rank owns where ZeRO shards them.
+        shard: range of the flat tensors that this rank owns where ZeRO shards them: the parts of as many
+            ranks as replicate it.
+        counted: the part of it that this rank counts in norms, and no other data-parallel rank.
         decay: whether weight decay applies.
         is_cut: whether the parameters are sharded over tp; otherwise every tp rank has all of them.
         is_vocabulary: whether all of them are weights of the vocabulary (see `ParameterSpec`).
@@ -78,9 +81,13 @@ class Bucket:
         first = self.entries[0].parameter
         self.decay, self.is_cut = _kind(first)
         self.is_vocabulary = all(entry.spec.is_vocabulary for entry in self.entries)
-        shard_size = -(-self.entries[-1].end // (dp.size * ALIGNMENT)) * ALIGNMENT
-        self.size = dp.size * shard_size
-        self.shard = slice(dp.rank * shard_size, (dp.rank + 1) * shard_size)
+        part_size = -(-self.entries[-1].end // (dp.size * ALIGNMENT)) * ALIGNMENT
+        self.size = dp.size * part_size
+        shard_size = self.size // dp.shard.size
+        start = dp.shard.rank * shard_size
+        self.shard = slice(start, start + shard_size)
+        start += dp.replicate.rank * part_size if dp.replicate else 0
+        self.counted = slice(start, start + part_size)
         self.weight = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         with torch.no_grad():
             for entry in self.entries:

@@ -39,8 +39,8 @@ class FullyShardedParameter:
         self.parameter = parameter
         self.shape = shape
         num_rows, *row = parameter.shape
-        chunk = -(-num_rows // dp.size)
-        self.start = min(chunk * dp.rank, num_rows) * math.prod(row)
+        chunk = -(-num_rows // dp.shard.size)
+        self.start = min(chunk * dp.shard.rank, num_rows) * math.prod(row)
         self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
 
     @property
@@ -116,6 +116,8 @@ def shard_module(
     policy = MixedPrecisionPolicy(dtype, message_dtype or main, cast_forward_inputs=False)
     named = dict(module.named_parameters())
     names = {parameter: name for name, parameter in named.items()}
+    dp = topology.dp
+    mesh = topology.mesh["dp"] if dp.replicate is None else topology.mesh[dp.replicate.name, dp.shard.name]
     for unit in (*blocks, module):
         for owner in unit.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
@@ -123,40 +125,40 @@ def shard_module(
                     weight = torch.empty(parameter.shape, dtype=main, device=topology.device)
                     fill_initial(weight, name, spec_of(parameter), seed, topology)
                     setattr(owner, key, nn.Parameter(_flat_outputs(weight, key)))
-        fully_shard(unit, mesh=topology.mesh["dp"], mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is a mean already
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        unit.set_custom_all_gather(_PostedAllGather(topology.events))
-        unit.set_custom_reduce_scatter(_PostedReduceScatter(topology.events))
+        unit.set_custom_all_gather(_PostedAllGather(topology.events, dp.shard.name))
+        unit.set_custom_reduce_scatter(_PostedReduceScatter(topology.events, dp.shard.name))
     sharded = []
     for name, parameter in module.named_parameters():
         parameter.spec = spec_of(named[name])  # type: ignore[attr-defined]
-        sharded.append(FullyShardedParameter(name, parameter, tuple(named[name].shape), topology.dp))
+        sharded.append(FullyShardedParameter(name, parameter, tuple(named[name].shape), dp))
     return sharded
 
 
 class _PostedAllGather(DefaultAllGather):
     """FSDP's all-gather; posts the wait for it."""
 
-    def __init__(self, events: EventStack) -> None:
+    def __init__(self, events: EventStack, axis: str) -> None:
         super().__init__()
-        self._events = events
+        self._events, self._axis = events, axis
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.distributed.Work | None:
-        with self._events.during(Wait("dp", "all-gather", "weights")):
+        with self._events.during(Wait(self._axis, "all-gather", "weights")):
             return super().__call__(*args, **kwargs)
 
 
 class _PostedReduceScatter(DefaultReduceScatter):
     """FSDP's reduce-scatter; posts the wait for it."""
 
-    def __init__(self, events: EventStack) -> None:
+    def __init__(self, events: EventStack, axis: str) -> None:
         super().__init__()
-        self._events = events
+        self._events, self._axis = events, axis
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.distributed.Work:
-        with self._events.during(Wait("dp", "reduce-scatter", "gradients")):
+        with self._events.during(Wait(self._axis, "reduce-scatter", "gradients")):
             return super().__call__(*args, **kwargs)
 
 
@@ -176,6 +178,7 @@ class FullyShardedOptimizer(BaseOptimizer):
     Attributes:
         parameters: this rank's shards, some of which may be empty.
         local: those that are not empty, in the order of AdamW's states.
+        num_left: backward passes that this iteration is still to start.
     """
 
     def __init__(
@@ -202,12 +205,22 @@ class FullyShardedOptimizer(BaseOptimizer):
         assert isinstance(module, FSDPModule)
         self.root = module
         self.local = [each for each in self.parameters if each.main.numel() > 0]
+        self.num_left = 0
+        # FSDP sums the microbatches of a shard in the messages' dtype until it all-reduces them.
+        if topology.dp.replicate is not None and message_dtype in (None, main_dtype(dtype)):
+            module.register_full_backward_pre_hook(self._before_backward)
         super().__init__(self.local, config, parallel, topology, dtype)
 
     def begin(self, num_microbatches: int) -> None:
         self.finish_weights()
+        self.num_left = num_microbatches
         for each in self.parameters:
             each.parameter.grad = None
+
+    def _before_backward(self, *_: object) -> None:
+        """Reduce shards over their replicas in the iteration's last backward alone."""
+        self.num_left -= 1
+        self.root.set_requires_all_reduce(self.num_left <= 0)
 
     def finish_weights(self) -> None:
         """Free the full weights that an evaluation has left, before weights are read or changed."""
@@ -257,6 +270,9 @@ class FullyShardedOptimizer(BaseOptimizer):
         return [shard.gradient for shard in self._counted_shards()]
 
     def _counted_shards(self) -> Iterator[CountedShard]:
+        replicate = self.topology.dp.replicate
+        if replicate is not None and not replicate.is_first:
+            return
         for each in self.local:
             if each.is_cut or self.topology.tp.is_first:
                 used = max(0, num_used(each.spec, self.topology) - each.start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +23,48 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class ReduceHandle(NamedTuple):
-    """A reduction of a bucket in flight; `wait` also stores its result."""
+class ReduceHandle:
+    """A reduction of a bucket in flight; `wait` also stores its result.
 
-    pending: Pending
-    store_result: Callable[[], object]
+    Args:
+        store_result: called once the collective is complete.
+        start_next: starts the collective that must follow it.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        store_result: Callable[[], object],
+        start_next: Callable[[], ReduceHandle] | None = None,
+    ) -> None:
+        self._pending = pending
+        self._store_result = store_result
+        self._start_next = start_next
+        self._first: object = None
+
+    def advance(self, stream: torch.cuda.Stream | None) -> None:
+        """Start the collective that follows; do nothing if there is none.
+
+        Args:
+            stream: waits for the first collective on a GPU, so that backward does not; None on a CPU, where
+                the host waits.
+        """
+        if self._start_next is None:
+            return
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._pending.wait()
+            self._store_result()
+            following = self._start_next()
+        self._first = self._store_result  # keeps its tensors until `wait`: the stream may still use them
+        self._pending, self._store_result = following._pending, following._store_result
+        self._start_next = None
 
     def wait(self) -> None:
-        self.pending.wait()
-        self.store_result()
+        self.advance(None)
+        self._pending.wait()
+        self._store_result()
 
 
 class GradientBuffer:
@@ -77,9 +109,10 @@ class GradientBuffer:
         return self.full[self.owned]
 
     @property
-    def shard_grad(self) -> Tensor:
-        """The complete gradient of this rank's shard; the shards of all ranks make up the bucket."""
-        return self.full[self.bucket.shard]
+    def counted_grad(self) -> Tensor:
+        """The complete gradient that this rank counts in norms; those of all ranks make up the bucket."""
+        counted = self.bucket.counted
+        return self.owned_grad[counted.start - self.owned.start : counted.stop - self.owned.start]
 
     def begin(self) -> None:
         """Start a new iteration, in which nothing has a gradient yet."""
@@ -116,14 +149,39 @@ class GradientBuffer:
             self.stale.clear()
         return self.full
 
-    def start_reduce(self) -> ReduceHandle:
-        """Start the sum over the ranks."""
+    def start_reduce(self, is_last: bool = True) -> ReduceHandle:
+        """Start the sum over the ranks.
+
+        Args:
+            is_last: no microbatch of this iteration follows.
+        """
         message = self.complete().to(self.message_dtype)  # the buffer itself if it has that dtype
         return ReduceHandle(start_all_reduce(message, self.dp), partial(_copy, message, self.full))
 
     def all_gather(self) -> Tensor:
         """Return the complete gradient of the whole bucket, ``[size]``; every rank of dp must call it."""
         return self.full
+
+    def _reduce_scatter(
+        self, message: Tensor, store: Callable[[Tensor], object], is_last: bool
+    ) -> ReduceHandle:
+        """Start the sum of a full message over the ranks that share the shards; pass this rank's to `store`.
+
+        Where the shards are replicated, the last sum of an iteration is followed by the all-reduce of the
+        shard over its replicas.
+        """
+        result = message[self.owned]  # NCCL and gloo both allow the output to be a part of the input
+        pending = flat_reduce_scatter(result, message, self.dp.shard)
+        return ReduceHandle(
+            pending, partial(store, result), self._reduce_replicas if is_last and self.dp.replicate else None
+        )
+
+    def _reduce_replicas(self) -> ReduceHandle:
+        assert self.dp.replicate is not None
+        message = self.owned_grad.to(self.message_dtype)
+        return ReduceHandle(
+            start_all_reduce(message, self.dp.replicate), partial(_copy, message, self.owned_grad)
+        )
 
     def _names(self) -> set[str]:
         return {entry.name for entry in self.bucket.entries}
@@ -133,22 +191,22 @@ class GradientBuffer:
 
 
 class ReduceScatterBuffer(GradientBuffer):
-    """Gradients at ZeRO stage 1: reduce-scattered in place, so that each rank has the sum of its shard."""
+    """Gradients at ZeRO stage 1: reduce-scattered in place, so that each rank has the sum of its shard.
+
+    Where groups of ranks replicate the shards, it is all-reduced between the groups too.
+    """
 
     def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
         super().__init__(bucket, dp, message_dtype)
         self.owned = bucket.shard
 
-    def start_reduce(self) -> ReduceHandle:
+    def start_reduce(self, is_last: bool = True) -> ReduceHandle:
         message = self.complete().to(self.message_dtype)
-        result = message[self.owned]  # NCCL and gloo both allow the output to be a part of the input
-        return ReduceHandle(
-            flat_reduce_scatter(result, message, self.dp), partial(_copy, result, self.owned_grad)
-        )
+        return self._reduce_scatter(message, partial(_copy, target=self.owned_grad), is_last)
 
     def all_gather(self) -> Tensor:
         full = torch.empty_like(self.full)
-        flat_all_gather(full, self.owned_grad, self.dp).wait()
+        flat_all_gather(full, self.owned_grad, self.dp.shard).wait()
         return full
 
 
@@ -156,7 +214,8 @@ class ShardedGradientBuffer(GradientBuffer):
     """Gradients at ZeRO stage 2: each rank accumulates its shard alone over the microbatches.
 
     The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each has new
-    memory, so each microbatch overwrites it.
+    memory, so each microbatch overwrites it. Groups of ranks that replicate the shards all-reduce the sum of
+    all microbatches once.
     """
 
     reduces_each_microbatch = True
@@ -182,22 +241,15 @@ class ShardedGradientBuffer(GradientBuffer):
     def owned_grad(self) -> Tensor:
         return self.shard_sum
 
-    @property
-    def shard_grad(self) -> Tensor:
-        return self.shard_sum
-
     def begin(self) -> None:
         super().begin()
         self.sum_is_stale = True
 
-    def start_reduce(self) -> ReduceHandle:
+    def start_reduce(self, is_last: bool = True) -> ReduceHandle:
         message = self.complete().to(self.message_dtype)
         self.buffer = None  # the message keeps the memory until it has been reduced
         self.stale = self._names()
-        result = message[self.owned]
-        return ReduceHandle(
-            flat_reduce_scatter(result, message, self.dp), partial(self._accumulate_shard, result)
-        )
+        return self._reduce_scatter(message, self._accumulate_shard, is_last)
 
     def _accumulate_shard(self, result: Tensor) -> None:
         if self.sum_is_stale:  # of the previous iteration
@@ -208,7 +260,7 @@ class ShardedGradientBuffer(GradientBuffer):
 
     def all_gather(self) -> Tensor:
         full = self._zeros()
-        flat_all_gather(full, self.shard_sum, self.dp).wait()
+        flat_all_gather(full, self.shard_sum, self.dp.shard).wait()
         return full
 
 
@@ -270,6 +322,9 @@ class GradReducer:
         # Reductions to start: the buffer, and the number of gradients it must have.
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
         self._in_flight: deque[ReduceHandle] = deque()
+        # Reductions between groups of ranks wait here for those within the groups.
+        is_on_gpu = any(buffer.bucket.weight.device.type == "cuda" for buffer in buffers)
+        self._stream = torch.cuda.Stream() if is_on_gpu and dp.replicate is not None else None
         for _, entry, hook in self._hooks():
             entry.parameter.register_post_accumulate_grad_hook(hook)
 
@@ -339,8 +394,11 @@ class GradReducer:
                 self._start_next()
 
     def _start_next(self) -> None:
-        buffer, _ = self._waiting.popleft()
-        self._in_flight.append(buffer.start_reduce())
+        buffer, number = self._waiting.popleft()
+        handle = buffer.start_reduce(number == self.num_microbatches * len(buffer.bucket.entries))
+        if self._in_flight:  # its reduction within the group has had a bucket's time to complete
+            self._in_flight[-1].advance(self._stream)
+        self._in_flight.append(handle)
         if buffer.reduces_each_microbatch:
             self._wait(MAX_IN_FLIGHT if self.overlap else 0)
 

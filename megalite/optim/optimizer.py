@@ -290,7 +290,9 @@ class WeightGatherer:
 
     def _start_until(self, end: int) -> None:
         for bucket in self.buckets[self._num_started : end]:
-            self._in_flight[bucket] = flat_all_gather(bucket.weight, bucket.weight[bucket.shard], self.dp)
+            self._in_flight[bucket] = flat_all_gather(
+                bucket.weight, bucket.weight[bucket.shard], self.dp.shard
+            )
         self._num_started = max(self._num_started, end)
 
     def _wait(self, buckets: Sequence[Bucket], *_: Any) -> None:
@@ -335,7 +337,7 @@ class Optimizer(BaseOptimizer):
             graphs_add: graphs of torch.compile add weight gradients to the buffers.
         """
         self.tied = tied
-        stage = parallel.zero_stage_among(topology.dp.size)
+        stage = parallel.zero_stage_among(topology.dp.shard.size)
         separates_vocabulary = config.decoupled_lr is not None
         self.buffers = self._make_buffers(
             list(named_parameters), parallel, topology.dp, stage, separates_vocabulary
@@ -459,18 +461,18 @@ class Optimizer(BaseOptimizer):
         return [buffer.owned_grad for buffer in self.buffers]
 
     def _norm_gradients(self) -> list[Tensor]:
-        return [buffer.shard_grad for buffer in self.buffers if self._counts(buffer.bucket)]
+        return [buffer.counted_grad for buffer in self.buffers if self._counts(buffer.bucket)]
 
     def _counted_shards(self) -> Iterator[CountedShard]:
         for state, buffer in zip(self.states, self.buffers, strict=True):
-            shard = buffer.bucket.shard
+            counted = buffer.bucket.counted
             for entry in buffer.bucket.entries if self._counts(buffer.bucket) else ():
-                start, end = max(entry.start, shard.start), min(entry.end, shard.stop)
+                start, end = max(entry.start, counted.start), min(entry.end, counted.stop)
                 if start < end:
-                    part = slice(start - shard.start, end - shard.start)
+                    part = slice(start - counted.start, end - counted.start)
                     used = entry.start + num_used(entry.spec, self.topology) - start
                     yield CountedShard(
-                        entry.name, state.shard_main[part], buffer.shard_grad[part], max(0, used)
+                        entry.name, state.counted_main[part], buffer.counted_grad[part], max(0, used)
                     )
 
     def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:

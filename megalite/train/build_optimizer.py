@@ -26,7 +26,7 @@ def build_optimizer(
         fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
     """
     dtype = DTYPES[config.model.params_dtype]
-    if config.parallel.zero_stage_among(topology.dp.size) == 3:
+    if config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
         from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch imports DTensor for seconds
 
         (model,) = chunks  # there is no pipeline

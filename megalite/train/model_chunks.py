@@ -47,7 +47,7 @@ def build_chunks(
         has_documents=config.data.reset_attention_mask or not config.model.is_causal,
         weight_gradient_store=store,
         fuses_weight_gradients=fuses_weight_gradients,
-        has_weights=config.parallel.zero_stage_among(topology.dp.size) < 3,
+        has_weights=config.parallel.zero_stage_among(topology.dp.shard.size) < 3,
         fp8_format=training.fp8_format,
     )
     stages = stage_map(config)

@@ -86,6 +86,11 @@ def announce(trainer: Trainer) -> None:
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
     if topology.dp.size > 1:
         log.info("between replicas: %s", describe_replication(config.parallel, topology.device.type))
+    if topology.dp.replicate is not None:
+        groups = topology.dp.replicate.size, topology.dp.shard.size
+        log.info(
+            "ZeRO %d shards within %d groups of %d neighbouring replicas", config.parallel.zero_stage, *groups
+        )
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if config.training.compile:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megalite.distributed.mesh import REPLICATE, SHARD
 from megalite.distributed.observer import Observer, Wait
 from megalite.files import replace_file
 from megalite.pipeline.schedules import Action
@@ -23,7 +24,7 @@ from megalite.train.telemetry.timers import BATCH_GENERATOR, Clock, Timed
 ITERATION = "iteration"
 DATA = "data"
 PART = "part"
-_WAITS = {"pp": "pp wait", "tp": "tp wait", "dp": "dp wait"}
+_WAITS = {"pp": "pp wait", "tp": "tp wait", **dict.fromkeys(("dp", REPLICATE, SHARD), "dp wait")}
 OTHER_WAIT = "other wait"
 
 

@@ -32,7 +32,7 @@ def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
     dtype = DTYPES[config.model.params_dtype]
     if not config.parallel.gradient_accumulation_fusion:
         return Fusion(False, "accumulated by autograd (--no-gradient-accumulation-fusion)")
-    zero_stage = config.parallel.zero_stage_among(topology.dp.size)
+    zero_stage = config.parallel.zero_stage_among(topology.dp.shard.size)
     if zero_stage == 3:
         return Fusion(
             False, "accumulated by autograd (--zero-stage 3 reduce-scatters them in every microbatch)"

@@ -16,7 +16,7 @@ from megalite.pipeline.schedules import SCHEDULES
 _SCHEDULES = {entry.layout_suffix: name for name, entry in SCHEDULES.items() if entry.layout_suffix}
 """Schedule by its suffix in a layout's name; an interleaved schedule is named by its number of chunks."""
 _SUFFIXES = sorted(_SCHEDULES, reverse=True)  # zbv before zb, which is a prefix of it
-_SIZE = re.compile(rf"(tp|pp|dp|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
+_SIZE = re.compile(rf"(tp|pp|dp|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
 _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "sp": ("sp", True),
     "zero1": ("zero", 1),
@@ -33,6 +33,7 @@ TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
     *("tp2+sp", "tp4+sp", "pp2gpipe", "pp2v2", "pp4zb", "pp2zbv", "pp2+uneven"),
     *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather"),
+    *("dp4shard2+zero1+gather", "dp4shard2+zero2", "dp4shard2+zero3"),
     *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
     "tp2pp2dp2+sp+zero1+gather+full",
@@ -54,6 +55,7 @@ class Layout:
     """Sizes of the mesh axes, and the options that replace the config's.
 
     Attributes:
+        shard: number of replicas that ZeRO shards over; None for the config's.
         mbs: micro-batch size; None for the config's.
         v: chunks per rank of an interleaved pipeline; None for the config's schedule.
         schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
@@ -67,6 +69,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    shard: int | None = None
     mbs: int | None = None
     v: int | None = None
     schedule: str | None = None
@@ -88,7 +91,7 @@ class Layout:
         is_made_of_parts = parts and "".join(map("".join, parts)) == sizes
         if not is_made_of_parts or not set(switches) <= _SWITCHES.keys():
             raise UserError(
-                f"layout {name!r} must consist of tp, pp, dp, v and mbs with a size, "
+                f"layout {name!r} must consist of tp, pp, dp, shard, v and mbs with a size, "
                 f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(_SWITCHES)}: "
                 "write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
@@ -102,6 +105,8 @@ class Layout:
         sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
         names = {axis: f"{axis}{size}" for axis, size in sizes.items() if size > 1}
         name = "".join(text + chunks * (axis == "pp") for axis, text in names.items())
+        if self.shard is not None:
+            name += f"shard{self.shard}"
         if self.mbs is not None:
             name += f"mbs{self.mbs}"
         switches = [
@@ -141,6 +146,7 @@ class Layout:
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             data_parallel_size=self.dp,
+            data_parallel_shard_degree=self.shard or config.parallel.data_parallel_shard_degree,
             sequence_parallel=self.sp or config.parallel.sequence_parallel,
             zero_stage=config.parallel.zero_stage if self.zero is None else self.zero,
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology, _group_options
+from megalite.distributed.mesh import group_options
+from megalite.distributed.topology import Launch, Topology
 from megalite.train.health.flight_recorder import recorder_of, write_records
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
 
 
 def test_torch_has_the_options_of_replicas() -> None:
-    options = _group_options((1, 2, 1))
+    options = group_options("cuda", 2, "dp")
     assert options is not None
     assert options["dp"].is_high_priority_stream
 

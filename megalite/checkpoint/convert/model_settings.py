@@ -18,7 +18,8 @@ from megalite.config.data import TOKENIZER_FIELDS
 from megalite.config.flags import flag_of
 from megalite.config.model import ParamsDtype
 from megalite.config.validate import problems_of
-from megalite.distributed.topology import AXES, WORLD, Axis, Topology
+from megalite.distributed.mesh import AXES
+from megalite.distributed.topology import WORLD, Axis, Topology
 from megalite.errors import ConfigError, UserError
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES

@@ -35,7 +35,7 @@ from megalite.checkpoint.save import sync_folder
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.tokenizers.tokenizer_digest import digest_of
-from megalite.distributed.topology import AXES
+from megalite.distributed.mesh import AXES
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.stage import DTYPES

@@ -120,6 +120,47 @@ def batch(config: Config, world_size: int | None) -> Iterator[Problem]:
     )
 
 
+_DEGREE, _INSTANCES = "data_parallel_shard_degree", "num_distributed_optimizer_instances"
+
+
+def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the groups that ZeRO shards within are equal, and that there is something to shard."""
+    parallel, dp = config.parallel, replicas(config, world_size)
+    degree, instances = parallel.data_parallel_shard_degree, parallel.num_distributed_optimizer_instances
+    given = [_flag(parallel, name) for name in (_DEGREE, _INSTANCES) if getattr(parallel, name) is not None]
+    requested = " and ".join(given)
+    if parallel.zero_stage == 0:
+        if degree is not None or instances not in (None, 1):  # one instance is Megatron-LM's default
+            yield Problem(
+                (_DEGREE, _INSTANCES, "zero_stage"),
+                f"{requested} with --zero-stage 0, which shards nothing: pass --zero-stage 1, 2 or 3 too, or "
+                "remove it",
+            )
+        return
+    if config.dry_run.dry_run and parallel.shards_within_node:
+        yield Problem(
+            (_DEGREE, "dry_run"),
+            f"{requested} (--shard-within-node) with --dry-run, which knows no nodes: pass "
+            "--data-parallel-shard-degree N, the replicas of a node",
+        )
+    if len(given) == 2 and (degree == 0 or (dp is not None and dp % (instances or 1) == 0)):
+        if degree == 0 or degree != (dp or 0) // (instances or 1):
+            yield Problem(
+                (_DEGREE, _INSTANCES, _DP, _TP, _PP),
+                f"{requested} contradict each other"
+                f"{f' with {dp} replicas' if dp is not None else ''}: remove one of them",
+            )
+        return
+    for name, number in ((_DEGREE, degree), (_INSTANCES, instances)):
+        if dp is not None and number and dp % number:
+            yield Problem(
+                (name, _DP, _TP, _PP),
+                f"{_flag(parallel, name)} does not divide the data-parallel size {dp}: "
+                f"pass {max(size for size in range(1, min(number, dp) + 1) if dp % size == 0)}, or another "
+                "divisor of it",
+            )
+
+
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 _CHUNK_LAYERS = "num_layers_per_virtual_pipeline_stage"
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"

@@ -156,7 +156,7 @@ def pipeline_trace(trainer: Trainer) -> Iterator[PipelineTrace]:
     logging, topology = trainer.config.logging, trainer.topology
     numbers, path = logging.traced_iterations, trace_path(logging, trainer.config.checkpoint.save)
     if path is not None:
-        if trainer.config.parallel.zero_stage_among(topology.dp.size) == 3:
+        if trainer.config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
             log.warning("--trace-pipeline: the waits of --zero-stage 3 are inside torch and count as compute")
         with topology.agreed():
             if topology.is_reporter:

@@ -142,7 +142,7 @@ class Watchdog:
         if not status.is_stuck:
             return status
         topology = self._topology
-        axes = topology.pp, topology.dp, topology.tp, topology.world
+        axes = topology.pp, *topology.dp.parts, topology.tp, topology.world
         return replace(
             status,
             activity=describe(events),
@@ -284,7 +284,10 @@ def watched(trainer: Trainer) -> Iterator[None]:
 def _num_collectives(topology: Topology) -> tuple[tuple[tuple[int, ...], int], ...]:
     """Return the number of collectives that this rank has started on each axis, with the axis' ranks."""
     counts = []
-    for axis in (topology.dp, topology.tp):  # pp counts messages too, and its ranks send different numbers
+    for axis in (
+        *topology.dp.parts,
+        topology.tp,
+    ):  # pp counts messages too, and its ranks send different numbers
         if axis.size > 1:
             number = axis.group._get_sequence_number_for_group()  # type: ignore[attr-defined]
             counts.append((axis.ranks, number))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from megalite.distributed.mesh import SHARD
 from megalite.distributed.observer import Observer, Wait, observed
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
@@ -165,7 +166,7 @@ _COMPUTING = {
 _WAITS = {
     **{("pp", name): name for name in LEVELS if name.endswith(("-recv", "-send"))},
     ("pp", EMBEDDING_GRADS): EMBEDDING_GRADS,
-    ("dp", "all-gather"): "params-all-gather",
+    **{(name, "all-gather"): "params-all-gather" for name in ("dp", SHARD)},
 }
 
 

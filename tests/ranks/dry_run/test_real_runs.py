@@ -30,6 +30,7 @@ LAYOUTS = [
     ("tp2+sp", "fp32", {"attention_dropout": 0.0}),
     ("pp2v2", "bf16", {"position_embedding_type": "alibi"}),
     ("pp2dp2+zero2", "fp16", {}),
+    ("dp4shard2+zero2", "bf16", {}),
     ("tp2pp2+sp+zero1+gather", "bf16", {"position_embedding_type": "rope", "activation": "swiglu"}),
 ]
 SLOW = [

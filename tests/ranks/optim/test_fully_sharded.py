@@ -132,6 +132,23 @@ def test_traffic_is_what_the_formula_says(dp, dtype, messages, weight, gradient)
         assert moved - ring_bytes(of_loss, "dp", dp) == MICROBATCHES * each
 
 
+@pytest.mark.parametrize(("messages", "gradient", "times"), [(None, 4, 1), ("bf16", 2, MICROBATCHES)])
+def test_groups_all_reduce_their_shards(messages, gradient, times) -> None:
+    """Once an iteration; for each microbatch where sums in 16 bits would lose digits."""
+    config = config_of(4, grad_communication_dtype=messages, data_parallel_shard_degree=2)
+    for calls, _, layer, rest in run_ranks(traffic, config.parallel, 4, config):
+        del calls["world", "all-reduce", 8]  # the norm
+        del calls["dp", "all-reduce", 8]  # the loss
+        assert calls == {
+            ("dp_shard", "all-gather", layer * 4): 2 * LAYERS * MICROBATCHES,
+            ("dp_shard", "all-gather", rest * 4): MICROBATCHES,
+            ("dp_shard", "reduce-scatter", layer * gradient): LAYERS * MICROBATCHES,
+            ("dp_shard", "reduce-scatter", rest * gradient): MICROBATCHES,
+            ("dp_replicate", "all-reduce", layer * gradient // 2): LAYERS * times,
+            ("dp_replicate", "all-reduce", rest * gradient // 2): times,
+        }
+
+
 @pytest.mark.parametrize("hidden_size", [20, 4], ids=["uneven rows", "a rank without rows"])
 def test_rows_need_not_divide(hidden_size: int) -> None:
     """Three ranks have 7, 7 and 6 of 20 rows, and 2, 2 and none of 4."""
@@ -152,19 +169,20 @@ def figures(topology: Topology, config: Config) -> tuple[float, int, list[str]]:
     return norm, zeros, trainer.optimizer.bad_gradients()
 
 
-def test_figures_are_those_of_whole_weights() -> None:
+@pytest.mark.parametrize(("dp", "shard"), [(3, None), (4, 2)])
+def test_figures_are_those_of_whole_weights(dp: int, shard: int | None) -> None:
     model = replace(
         MODEL, max_position_embeddings=24, hidden_size=20, add_bias_linear=False, params_dtype="fp64"
     )
-    config = config_of(3, model, batch=6)
-    ((norm, zeros, bad),) = run_ranks(figures, ParallelConfig(), 1, config_of(1, model, batch=6))
+    config = config_of(dp, model, batch=12, data_parallel_shard_degree=shard)
+    ((norm, zeros, bad),) = run_ranks(figures, ParallelConfig(), 1, config_of(1, model, batch=12))
     assert zeros >= 8 * 20  # positions that no sample has
     assert bad == ["layers.1.mlp.up.weight"]
-    told = run_ranks(figures, config.parallel, 3, config)
+    told = run_ranks(figures, config.parallel, dp, config)
     for rank_norm, rank_zeros, _ in told:
         assert rank_norm == pytest.approx(norm, rel=1e-12)
         assert rank_zeros == zeros
-    assert [names for *_, names in told] == [[], [], bad]
+    assert [names for *_, names in told] == [*([[]] * (dp - 1)), bad]
 
 
 def meet_overflow(topology: Topology, config: Config) -> list[tuple[bool, float]]:

@@ -100,6 +100,31 @@ def test_sharing_out_the_state_changes_no_bit(dp, dtype):
             assert all(torch.equal(*pair) for pair in zip(tensors, others, strict=True)), way
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
+def test_groups_differ_by_rounding_alone(stage, overlap):
+    """Four replicas shard within two groups of two; each parameter, norm and gradient is that of dp."""
+    norms, tensors = run_ranks(train, parallel(4), 4, parallel(4), torch.float64)[0]
+    options = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
+    config = parallel(4, zero_stage=stage, data_parallel_shard_degree=2, **options)
+    ran = run_ranks(train, config, 4, config, torch.float64)
+    for other_norms, others in ran:
+        assert other_norms == pytest.approx(norms, rel=1e-13)
+        assert all(torch.equal(*pair) for pair in zip(others, ran[0][1], strict=True))  # replicas are equal
+        for tensor, other in zip(tensors, others, strict=True):
+            torch.testing.assert_close(other, tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("shard", "same_as"), [(4, None), (1, {"zero_stage": 0})])
+def test_one_group_is_bitwise_zero_and_groups_of_one_rank_are_bitwise_none(shard, same_as):
+    config = parallel(4, zero_stage=2, data_parallel_shard_degree=shard)
+    same = parallel(4, **(same_as or {"zero_stage": 2}))
+    norms, tensors = run_ranks(train, same, 4, same, torch.float32)[0]
+    for other_norms, others in run_ranks(train, config, 4, config, torch.float32):
+        assert other_norms == norms
+        assert all(torch.equal(*pair) for pair in zip(tensors, others, strict=True))
+
+
 def test_stage_2_differs_by_rounding_alone():
     norms, tensors = run_ranks(train, parallel(2), 2, parallel(2), torch.float64)[0]
     for overlap in (True, False):
@@ -126,20 +151,24 @@ def memory(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[int, i
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dp", "stage", "bytes_per_parameter"),
+    ("dtype", "dp", "shard", "stage", "bytes_per_parameter"),
     [
-        (torch.bfloat16, 1, 0, 18.0),
-        (torch.bfloat16, 2, 0, 18.0),
-        (torch.bfloat16, 2, 1, 6 + 12 / 2),
-        (torch.bfloat16, 4, 1, 6 + 12 / 4),
-        (torch.bfloat16, 4, 2, 2 + 16 / 4),
-        (torch.float32, 2, 0, 16.0),
-        (torch.float32, 4, 1, 8 + 8 / 4),
+        (torch.bfloat16, 1, None, 0, 18.0),
+        (torch.bfloat16, 2, None, 0, 18.0),
+        (torch.bfloat16, 2, None, 1, 6 + 12 / 2),
+        (torch.bfloat16, 4, None, 1, 6 + 12 / 4),
+        (torch.bfloat16, 4, 2, 1, 6 + 12 / 2),
+        (torch.bfloat16, 4, None, 2, 2 + 16 / 4),
+        (torch.bfloat16, 4, 2, 2, 2 + 16 / 2),
+        (torch.bfloat16, 2, 1, 2, 18.0),
+        (torch.float32, 2, None, 0, 16.0),
+        (torch.float32, 4, None, 1, 8 + 8 / 4),
     ],
 )
-def test_memory_is_what_the_formula_says(dtype, dp, stage, bytes_per_parameter):
+def test_memory_is_what_the_formula_says(dtype, dp, shard, stage, bytes_per_parameter):
     """Weights, gradients, main weights, moments (Rajbhandari et al. 2020, section 3), read from tensors."""
-    for total, num, padding in run_ranks(memory, parallel(dp), dp, parallel(dp, zero_stage=stage), dtype):
+    config = parallel(dp, zero_stage=stage, data_parallel_shard_degree=shard)
+    for total, num, padding in run_ranks(memory, config, dp, config, dtype):
         assert total == pytest.approx(bytes_per_parameter * (num + padding), rel=1e-12)
         assert padding < 0.01 * num + dp * ALIGNMENT * 2 * NUM_LAYERS
 

@@ -16,6 +16,33 @@ SIZES = (40_000, 1000, 1000, 999, 500, 64, 64, 64, 7, 1)
 CUT_BYTES = 4000
 
 
+def shards(topology: Topology) -> dict[str, ParameterShard]:
+    """Two tensors that ranks of a group have shards of, which every group has."""
+    found = {}
+    for name, size in (("large", 20_000), ("small", 30)):
+        start = size * topology.dp.shard.rank
+        elements = torch.arange(float(start), start + size)
+        full = (size * topology.dp.shard.size,)
+        found[name] = ParameterShard(elements, start, full, ParameterSpec(full), is_replicated=False)
+    return found
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_groups_write_a_share_of_their_shards_each(degree: int) -> None:
+    parallel = ParallelConfig(1, 1, 8, zero_stage=1, data_parallel_shard_degree=degree)
+    written: dict[str, list[float]] = {"large": [], "small": []}
+    for rank in range(8):
+        with Topology.fake(parallel, 8, rank, "cpu") as topology:
+            plan = plan_save(shards(topology), topology, CUT_BYTES)
+        for name, piece in plan.items():
+            assert piece.range is not None
+            assert piece.tensor.tolist() == list(range(piece.range.start, piece.range.end))
+            written[name] += piece.tensor.tolist()
+        assert plan["large"].tensor.numel() == 20_000 * degree // 8
+    assert sorted(written["large"]) == list(range(20_000 * degree))
+    assert sorted(written["small"]) == list(range(30 * degree))
+
+
 def tensors(topology: Topology) -> dict[str, ParameterShard | torch.Tensor]:
     """Copies of tensors, each second one cut over tp, with the index of each element for its value."""
     state: dict[str, ParameterShard | torch.Tensor] = {"count": torch.tensor(1.0), "none": torch.zeros(0)}

@@ -101,6 +101,11 @@ DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
     ({"fp16": {}, "optimizer": {"params": {}}}, {"params_dtype": "fp32"}),
     ({"train_batch_size": "auto", "zero_optimization": {"stage": "auto"}}, {"zero_stage": 0}),
     ({"zero_optimization": {"offload_optimizer": {"device": "none"}, "zero_hpz_partition_size": 1}}, {}),
+    (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": False}},
+        {"zero_stage": 3, "data_parallel_shard_degree": 2},
+    ),
+    ({"zero_optimization": {"stage": 2, "mics_shard_size": -1}}, {"data_parallel_shard_degree": None}),
 ]
 
 
@@ -127,6 +132,33 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
         ({"train_batch_size": "many"}, "", ["train_batch_size takes a whole number, not 'many'"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "", ["state is not offloaded"]),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "", ["weights are not offloaded"]),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+            "",
+            ["zero_hpz_partition_size is 8", "mics_shard_size"],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "mics_shard_size": 8}},
+            "",
+            ["mics_shard_size is 8 with zero_optimization.stage 2", "pass --data-parallel-shard-degree 8"],
+        ),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": "8"}}, "", ["mics_shard_size is 8: it must"]),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+            "--data-parallel-shard-degree 4",
+            ["mics_shard_size 2", "--data-parallel-shard-degree 4"],
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "mics_shard_size": 2,
+                    "mics_hierarchical_params_gather": True,
+                }
+            },
+            "",
+            ["mics_hierarchical_params_gather is True"],
+        ),
         ({"zero_optimization": {"cpu_offload": True}}, "", ["cpu_offload is True", "is not offloaded"]),
         (
             {"zero_optimization": {"stages": 1}},

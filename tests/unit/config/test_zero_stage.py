@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -66,3 +67,102 @@ def test_weights_are_gathered_under_forward_on_gpus_unless_it_is_set(
     assert config.parallel.gathers_under_forward("cuda") is on_gpu
     assert config.parallel.gathers_under_forward("cpu") is on_cpu
     assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "degree"),
+    [
+        ("", 8),
+        ("--data-parallel-shard-degree 2", 2),
+        ("--data-parallel-shard-degree 1", 1),
+        ("--data-parallel-shard-degree 8", 8),
+        ("--num-distributed-optimizer-instances 2", 4),
+        ("--num-distributed-optimizer-instances 1", 8),
+        ("--num-distributed-optimizer-instances 4 --data-parallel-shard-degree 2", 2),
+        ("--shard-within-node", 4),
+    ],
+)
+def test_the_groups_that_zero_shards_within(flags: str, degree: int) -> None:
+    """Of eight replicas of two ranks, on nodes of eight ranks."""
+    config, _ = parse(shlex.split(f"{BASE.removesuffix(' --dp 2')} --tp 2 --zero-stage 1 {flags}"))
+    check_config(config, 16)
+    assert config.parallel.shard_degree_among(8, 8) == degree
+
+
+@pytest.mark.parametrize(
+    ("tp", "replicas", "node", "degree"),
+    [(1, 12, 8, 4), (2, 6, 8, 2), (8, 4, 8, 1), (3, 4, 8, 1), (1, 2, 8, 2)],
+)
+def test_groups_within_nodes_never_span_two(tp: int, replicas: int, node: int, degree: int) -> None:
+    config, _ = parse(shlex.split(f"{BASE} --zero-stage 1 --shard-within-node"))
+    parallel = replace(config.parallel, tensor_model_parallel_size=tp)
+    assert parallel.shard_degree_among(replicas, node) == degree
+    for stage in range(2):
+        first = stage * replicas * tp
+        for group in range(replicas // degree):
+            ranks = [first + (group * degree + i) * tp for i in range(degree)]
+            assert degree == 1 or len({rank // node for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--zero-stage 1 --data-parallel-shard-degree 3",
+            "--data-parallel-shard-degree 3 does not divide the data-parallel size 8: pass 2, or another "
+            "divisor of it",
+        ),
+        (
+            "--zero-stage 3 --num-distributed-optimizer-instances 16",
+            "--num-distributed-optimizer-instances 16 does not divide the data-parallel size 8: pass 8, or "
+            "another divisor of it",
+        ),
+        (
+            "--data-parallel-shard-degree 4",
+            "--data-parallel-shard-degree 4 with --zero-stage 0, which shards nothing: pass --zero-stage 1, "
+            "2 or 3 too, or remove it",
+        ),
+        (
+            "--num-distributed-optimizer-instances 2",
+            "--num-distributed-optimizer-instances 2 with --zero-stage 0, which shards nothing: pass "
+            "--zero-stage 1, 2 or 3 too, or remove it",
+        ),
+        (
+            "--zero-stage 1 --data-parallel-shard-degree 4 --num-distributed-optimizer-instances 4",
+            "--data-parallel-shard-degree 4 and --num-distributed-optimizer-instances 4 contradict each "
+            "other with 8 replicas: remove one of them",
+        ),
+        (
+            "--zero-stage 1 --shard-within-node --dry-run",
+            "--data-parallel-shard-degree 0 (--shard-within-node) with --dry-run, which knows no nodes: pass "
+            "--data-parallel-shard-degree N, the replicas of a node",
+        ),
+        (
+            "--zero-stage 1 --data-parallel-shard-degree -1",
+            "--data-parallel-shard-degree -1 is out of range: it must be at least 0",
+        ),
+    ],
+)
+def test_groups_that_cannot_be(flags: str, message: str) -> None:
+    config, _ = parse(shlex.split(f"{BASE.removesuffix(' --dp 2')} {flags}"))
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, 8)
+    assert caught.value.problems == (message,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "notice"),
+    [
+        (
+            "--zero-stage 1 --data-parallel-shard-degree 1",
+            "--zero-stage 1 has no effect: each group that it shards within is one rank",
+        ),
+        (
+            "--num-distributed-optimizer-instances 1",
+            "--num-distributed-optimizer-instances 1 has no effect: with --zero-stage 0 nothing is sharded",
+        ),
+    ],
+)
+def test_groups_without_effect(flags: str, notice: str) -> None:
+    _, notices = parse(shlex.split(f"{BASE} {flags}"))
+    assert notice in notices

@@ -4,6 +4,7 @@ import itertools
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +55,35 @@ def test_ranks_of_a_large_world(rank):
             assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
             assert (axis.is_first, axis.is_last) == (axis.rank == 0, axis.rank == axis.size - 1)
         assert topology.is_reporter == (rank == 4095)
+
+
+@pytest.mark.parametrize("rank", [0, 5, 21, 46, 47])
+def test_zero_shards_over_neighbours(rank):
+    """Six replicas of two ranks, in groups of three, on each of four stages."""
+    parallel = replace(layout(2, 4, 6), zero_stage=1, data_parallel_shard_degree=3)
+    with Topology.fake(parallel, 48, rank) as topology:
+        dp = topology.dp
+        assert dp.shard.ranks == dp.ranks[dp.rank // 3 * 3 :][:3]
+        assert dp.replicate.ranks == dp.ranks[dp.rank % 3 :: 3]
+        assert (dp.shard.rank, dp.replicate.rank) == (dp.rank % 3, dp.rank // 3)
+        assert topology.mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist() == list(dp.ranks)
+        for axis in dp.parts:
+            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+            assert axis.ranks[axis.rank] == rank
+            assert axis.observers is dp.observers
+
+
+def test_one_group_is_the_axis_itself():
+    with Topology.fake(layout(1, 1, 4), 4, 2) as topology:
+        assert topology.dp.shard is topology.dp
+        assert topology.dp.parts == (topology.dp,)
+
+
+def test_a_node_that_holds_one_replica_has_nothing_to_shard():
+    parallel = replace(layout(4, 1, 2), zero_stage=1, data_parallel_shard_degree=0)
+    message = "pass --data-parallel-shard-degree N, or remove it"
+    with pytest.raises(UserError, match=message), Topology.start(parallel, Launch(0, 8, 0, 4)):
+        pass
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 4), (2, 1), (4, 1), (2, 3)])
