@@ -208,6 +208,15 @@ def replicas_of(run: PlannedRun) -> Group:
     return Group(run.cluster, run.num_sharing, run.tp, run.program.one_adapter)
 
 
+def sharing_of(run: PlannedRun) -> tuple[Group, Group]:
+    """Return the group of ranks that ZeRO shards over, and that of the ranks with the same shards."""
+    degree = run.num_shards
+    return (
+        Group(run.cluster, degree, run.tp, run.program.one_adapter),
+        Group(run.cluster, run.num_sharing // degree, run.tp * degree, run.program.one_adapter),
+    )
+
+
 def gradient_bytes(run: PlannedRun) -> int:
     """Return the bytes of a gradient's element when it is communicated."""
     dtype = run.config.parallel.grad_communication_dtype
@@ -233,7 +242,7 @@ def zero3_work(
     """
     if run.zero_stage != 3:
         return WorkSeconds(), WorkSeconds()
-    group, layer = replicas_of(run), layer_parameters_of_rank(run)
+    (group, _), layer = sharing_of(run), layer_parameters_of_rank(run)
     rest = rank_parameters(run, 0) - num_layers * layer  # there is one stage
 
     def seconds(element: int) -> float:
@@ -250,22 +259,30 @@ def zero3_work(
 
 
 def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
-    """Return the time to reduce gradients and gather weights, as far as backward passes do not hide it."""
+    """Return the time to reduce gradients and gather weights, as far as backward passes do not hide it.
+
+    Ranks with the same shards reduce them once, after the last microbatch.
+    """
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
-    group, zero = replicas_of(run), run.zero_stage
+    (group, copies), zero = sharing_of(run), run.zero_stage
     buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
     gradients, weights = count * gradient_bytes(run), count * run.element_bytes
     tied, rounds = _tied_seconds(run), run.num_microbatches if zero == 2 else 1
-    if zero == 3 or run.num_sharing == 1:
+    between = copies.reduce_seconds(gradients / group.size, buckets)
+    if run.num_sharing == 1:
         return WorkSeconds(dp=tied)
+    if zero == 3:  # `zero3_work` has what is communicated within the group
+        return WorkSeconds(dp=tied + between / buckets + exposed_seconds(backward_seconds, between))
     if zero == 0:
-        reduced, gathered = group.reduce_seconds(gradients, buckets), 0.0
+        reduced, gathered = replicas_of(run).reduce_seconds(gradients, buckets), 0.0
+        last = reduced / buckets
     else:
-        reduced = rounds * group.gather_seconds(gradients, buckets)
+        within = group.gather_seconds(gradients, buckets)
+        reduced, last = rounds * within + between, (within + between) / buckets
         gathered = group.gather_seconds(weights, buckets)
         backward_seconds *= rounds
     if run.config.parallel.overlap_grad_reduce:
-        last = reduced / rounds / buckets  # nothing overlaps with the last bucket
+        # Nothing overlaps with the last bucket.
         reduced = last + exposed_seconds(backward_seconds, reduced - last)
     if run.gathers_under_forward:
         gathered = exposed_seconds(backward_seconds / 2, gathered)
@@ -295,5 +312,5 @@ def _tied_seconds(run: PlannedRun) -> float:
 def update_seconds(run: PlannedRun) -> WorkSeconds:
     """Return the time of the optimizer's update."""
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
-    shards = run.num_sharing if run.zero_stage else 1
+    shards = run.num_shards if run.zero_stage else 1
     return WorkSeconds(memory_bound=memory_seconds(run, count * UPDATE_BYTES / shards))

@@ -18,6 +18,7 @@ LAYOUT_FIELDS = {
     "recompute_granularity": "recompute",
     "recompute_modules": "recompute",
     "zero_stage": "parallel",
+    "data_parallel_shard_degree": "parallel",
     "sequence_parallel": "parallel",
     "pipeline_layers": "parallel",
 }

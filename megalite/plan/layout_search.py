@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import product
+from math import gcd
 from typing import Any
 
 from megalite.config import Config
@@ -116,8 +117,20 @@ def _choices(request: Request, tp: int, pp: int, dp: int) -> Iterator[dict[str, 
     recomputes: list[dict[str, Any]] = [{}]
     if not fixed & {"recompute_granularity", "recompute_modules"}:
         recomputes = _recomputes(request.planned_run())
+    degree = _degree_within_node(request, tp, dp)
     for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
-        yield {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
+        choice = {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
+        yield choice
+        if degree is not None and choice.get("zero_stage", base.parallel.zero_stage) > 0:
+            yield {**choice, "data_parallel_shard_degree": degree}
+
+
+def _degree_within_node(request: Request, tp: int, dp: int) -> int | None:
+    """Return the replicas of a node to shard over, where a node has some but not all; None otherwise."""
+    if request.fixed_fields & {"data_parallel_shard_degree", "num_distributed_optimizer_instances"}:
+        return None
+    degree = gcd(dp, request.cluster.gpus_per_node // tp)
+    return degree if 1 < degree < dp else None
 
 
 def _micro_batches(base: Config, dp: int) -> list[int]:

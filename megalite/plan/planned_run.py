@@ -176,6 +176,11 @@ class PlannedRun:
         """Return the number of ranks with the same weights, which reduce gradients or shard their state."""
         return self.dp * self.cp
 
+    @property
+    def num_shards(self) -> int:
+        """Return the number of ranks that ZeRO shards over; the groups of them replicate the shards."""
+        return self.config.parallel.shard_degree_among(self.num_sharing, self.cluster.gpus_per_node)
+
     @cached_property
     def num_microbatches(self) -> int:
         return max(1, self.config.num_microbatches(self.dp))
@@ -191,7 +196,7 @@ class PlannedRun:
 
     @property
     def zero_stage(self) -> int:
-        return self.config.parallel.zero_stage_among(self.num_sharing)
+        return self.config.parallel.zero_stage_among(self.num_shards)
 
     @property
     def gathers_under_forward(self) -> bool:

@@ -69,7 +69,7 @@ def _buffers(run: PlannedRun, rank: int) -> float:
 
 def _state(run: PlannedRun, rank: int) -> tuple[float, float, float]:
     """Return weights, gradients and optimizer state, sharded by the ZeRO stage."""
-    count, zero, shares = rank_parameters(run, rank), run.zero_stage, run.num_sharing
+    count, zero, shares = rank_parameters(run, rank), run.zero_stage, run.num_shards
     element = run.element_bytes
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element

@@ -7,6 +7,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -76,6 +77,9 @@ def _lines(error: BaseException, config: Config, topology: Topology) -> Iterator
     # With the words that people search a log for: "RuntimeError" and "CUDA out of memory".
     name = f"RuntimeError: {topology.device.type.upper()} out of memory"
     yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested} ({name}): {usage}"
+    if config.parallel.shards_within_node:  # the advice knows no nodes
+        parallel = replace(config.parallel, data_parallel_shard_degree=topology.dp.shard.size)
+        config = replace(config, parallel=parallel)
     yield from advise(config, topology.world_size, topology.pp.rank, limits).lines()
 
 
