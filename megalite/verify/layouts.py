@@ -55,7 +55,7 @@ class Layout:
     """Sizes of the mesh axes, and the options that replace the config's.
 
     Attributes:
-        shard: number of replicas that ZeRO shards over; None for the config's.
+        shard: number of replicas that ZeRO shards over; None for all of them.
         mbs: micro-batch size; None for the config's.
         v: chunks per rank of an interleaved pipeline; None for the config's schedule.
         schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
@@ -146,7 +146,8 @@ class Layout:
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             data_parallel_size=self.dp,
-            data_parallel_shard_degree=self.shard or config.parallel.data_parallel_shard_degree,
+            data_parallel_shard_degree=self.shard,
+            num_distributed_optimizer_instances=None,
             sequence_parallel=self.sp or config.parallel.sequence_parallel,
             zero_stage=config.parallel.zero_stage if self.zero is None else self.zero,
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,

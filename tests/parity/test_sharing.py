@@ -10,7 +10,8 @@ from tests.parity import test_layout_table as table
 
 LAYOUTS = ("dp2+zero1", "dp4+zero1+gather", "dp2+zero2", "dp4+zero2+gather", "pp2dp2+zero2")
 MORE_LAYOUTS = ("tp2dp2+zero1", "tp2dp2+zero2", "pp2dp2+zero1+gather", "dp2mbs1+zero2", "tp2pp2dp2+zero2")
-CORE = [("fp64", "dp4+zero2+gather"), ("fp64", "pp2dp2+zero2")]
+GROUPS = ("pp2dp4shard2+zero2", "tp2dp4shard2+sp+zero3", "tp2dp4shard2+zero1+gather")
+CORE = [("fp64", "dp4+zero2+gather"), ("fp64", "pp2dp2+zero2"), ("fp64", GROUPS[0]), ("fp64", GROUPS[1])]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,12 @@ CORE = [("fp64", "dp4+zero2+gather"), ("fp64", "pp2dp2+zero2")]
     [
         pytest.param(dtype, name, marks=() if (dtype, name) in CORE else pytest.mark.slow)
         for dtype in ("fp64", "fp32")
-        for name in (*LAYOUTS, *MORE_LAYOUTS, *(("tp2pp2dp2+sp+zero1+gather",) if dtype == "fp32" else ()))
+        for name in (
+            *LAYOUTS,
+            *MORE_LAYOUTS,
+            *GROUPS,
+            *(("tp2pp2dp2+sp+zero1+gather",) if dtype == "fp32" else ()),
+        )
     ],
 )
 def test_same_run(dtype: str, name: str, corpus: str) -> None:
