@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -190,7 +190,8 @@ class Topology:
                 starts; or ranks were started with different settings.
         """
         sizes = _axis_sizes(parallel, launch.world_size)
-        shard_degree = _shard_degree(parallel, sizes[AXES.index("dp")], launch.local_world_size)
+        with refusal_reported() if init_file is None else nullcontext():  # nodes may differ
+            shard_degree = _shard_degree(parallel, sizes[AXES.index("dp")], launch.local_world_size)
         if parallel.distributed_backend != "gloo":
             prepare_environment(settings_for(parallel.tp, parallel.zero_stage))
         device = _pick_device(parallel.distributed_backend, launch)

@@ -135,10 +135,16 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
     if dp > 1 and parallel.zero_stage < 2:
         gradients = with_layout(config, zero_stage=2)
         yield Change("zero", "--zero-stage 2", "at the cost of a reduction for each microbatch", gradients)
-    if parallel.zero_stage > 0 and dp > parallel.shard_degree_among(dp, parallel.tp * dp):
+    if parallel.zero_stage > 0 and (
+        parallel.shards_within_node or dp > parallel.shard_degree_among(dp, parallel.tp * dp)
+    ):
         whole = replace(parallel, data_parallel_shard_degree=None, num_distributed_optimizer_instances=None)
         cost = "at the cost of more communication between nodes"
-        yield Change("groups", f"--data-parallel-shard-degree {dp}", cost, replace(config, parallel=whole))
+        has_number = parallel.num_distributed_optimizer_instances is not None
+        flags = (
+            "--num-distributed-optimizer-instances 1" if has_number else f"--data-parallel-shard-degree {dp}"
+        )
+        yield Change("groups", flags, cost, replace(config, parallel=whole))
     if parallel.tp > 1 and not parallel.sequence_parallel:
         sharded = with_layout(config, sequence_parallel=True)
         yield Change("sequence", "--sequence-parallel", "at no cost", sharded)

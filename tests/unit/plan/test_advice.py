@@ -34,6 +34,7 @@ LINES = [
     ("--preset gpt3-175b --tp 8 --pp 8 --micro-batch-size 4 --global-batch-size 1536", 1024),
     ("--preset gpt2-124m --micro-batch-size 8", 1),
     ("--preset llama3-70b --tp 8 --use-distributed-optimizer --recompute-granularity full", 16),
+    ("--preset llama3-8b --zero-stage 2 --recompute-granularity full --data-parallel-shard-degree 4", 16),
 ]
 
 
@@ -61,6 +62,29 @@ def test_none_of_the_others_would_save_more(line: str, world_size: int) -> None:
         if change.kind not in kinds and change.world_size is None:
             saved = totals(config, world_size)[0] - totals(change.config, world_size)[0]
             assert saved <= message[-1].saved
+
+
+@pytest.mark.parametrize(
+    ("groups", "advised"),
+    [
+        ("--data-parallel-shard-degree 4", "--data-parallel-shard-degree 16"),
+        ("--num-distributed-optimizer-instances 4", "--num-distributed-optimizer-instances 1"),
+        ("--shard-within-node", "--data-parallel-shard-degree 16"),
+        ("", None),
+        ("--data-parallel-shard-degree 16", None),
+    ],
+)
+def test_one_group_of_all_replicas_is_advised_where_there_are_several(
+    groups: str, advised: str | None
+) -> None:
+    config = config_of(f"--preset llama3-8b --zero-stage 3 --recompute-granularity full {groups}")
+    found = [
+        remedy.change for remedy in advise(config, 16, 0, DEVICE).remedies if remedy.change.kind == "groups"
+    ]
+    assert [change.flags for change in found] == ([advised] if advised else [])
+    for change in found:
+        flags = config_of(f"--preset llama3-8b --zero-stage 3 --recompute-granularity full {change.flags}")
+        assert totals(flags, 16) == totals(change.config, 16)
 
 
 def test_what_is_on_already_or_refused_is_not_advised() -> None:

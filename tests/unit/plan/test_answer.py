@@ -148,6 +148,23 @@ def test_the_search_is_in_order_and_its_command_plans_alike() -> None:
     assert any("--zero-stage 3" in text for text in found["refused"])
 
 
+def test_the_search_tries_groups_of_a_nodes_replicas() -> None:
+    words = "--preset llama3-8b --gpu h100 --world-size 512 --global-batch-size 2048 --bf16 --tp 2 --pp 1"
+
+    def commands(flags: str) -> list[str]:
+        return [each["command"] for each in plan(f"{words} --search --top 40 {flags}")["layouts"]]
+
+    found = commands("--micro-batch-size 1 --recompute-granularity full")
+    for stage in (1, 2, 3):
+        of_stage = [command for command in found if f"--zero-stage {stage}" in command]
+        assert len([each for each in of_stage if each.endswith("--data-parallel-shard-degree 4")]) >= 1
+        assert len([each for each in of_stage if "shard-degree" not in each]) >= 1
+    assert not any("shard-degree" in each for each in found if "--zero-stage" not in each)
+    fixed = commands("--data-parallel-shard-degree 16")
+    assert fixed
+    assert all("--data-parallel-shard-degree 16" in each for each in fixed)
+
+
 def test_the_search_leaves_alone_what_was_given() -> None:
     found = plan(f"{SMALL} --search --tp 2 --recompute-granularity full --top 20")
     assert all("--tp 2" in each["command"] for each in found["layouts"])
