@@ -28,7 +28,7 @@ def planned(name: str, dtype: str) -> PlannedRun:
     config = config_of(layout, dtype, {"attention_dropout": 0.0}, grad_communication_dtype="bf16")
     config = replace(config, parallel=replace(config.parallel, ddp_bucket_size=None))
     cluster = Cluster(gpu, layout.world_size, 4, gpu.node_gbps, gpu.network_gbps)
-    return PlannedRun(config, cluster, own_program(config.model))
+    return PlannedRun(config, cluster, own_program(config.model, gpu))
 
 
 def bytes_of(calls: Counter[CollectiveCall], axis: str) -> dict[str, int]:
