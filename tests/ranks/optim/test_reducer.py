@@ -10,6 +10,7 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.optim import gradient_buckets
 from megalite.optim.flat_buffers import make_buckets
 from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MAX_IN_FLIGHT, GradReducer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -22,8 +23,10 @@ WAYS = [(0, True), (0, False), (1, True), (1, False), (2, True), (2, False)]
 """ZeRO stage, and whether gradients are reduced under backward."""
 
 
-def parallel(dp: int) -> ParallelConfig:
-    return ParallelConfig(data_parallel_size=dp, distributed_backend="gloo")
+def parallel(dp: int, shard: int | None = None) -> ParallelConfig:
+    return ParallelConfig(
+        data_parallel_size=dp, data_parallel_shard_degree=shard, zero_stage=1, distributed_backend="gloo"
+    )
 
 
 class Chain(nn.Module):
@@ -120,9 +123,45 @@ def compare_sums(topology) -> None:
                 assert all(sums[f"layers.{number}"].any() for number in range(NUM_LAYERS))
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-def test_sums_are_those_of_plain_all_reduces(dp):
-    run_ranks(compare_sums, parallel(dp), dp, timeout=60.0)
+@pytest.mark.parametrize(("dp", "shard"), [(2, None), (4, None), (4, 2)])
+def test_sums_are_those_of_plain_all_reduces(dp, shard):
+    run_ranks(compare_sums, parallel(dp, shard), dp, timeout=60.0)
+
+
+def record_course_of_groups(topology, stage: int) -> list[str]:
+    """An iteration of one microbatch in order, where the shards of two groups are replicated."""
+    events: list[str] = []
+    net = Chain(topology, watch=lambda number: events.append(f"backward {number}"))
+    del net.unused
+    reducer = reducer_of(net, topology, 1, stage, True)
+    started = {"reduce-scatter": 0, "all-reduce": 0}
+
+    def recorded(name: str, function):
+        def call(*args):
+            started[name] += 1
+            events.append(f"{name} {NUM_LAYERS - started[name]}")
+            return function(*args)
+
+        return call
+
+    reducer.begin(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for function, name in (("flat_reduce_scatter", "reduce-scatter"), ("start_all_reduce", "all-reduce")):
+            patch.setattr(gradient_buckets, function, recorded(name, getattr(gradient_buckets, function)))
+        net.backward(0)
+        events.append("end")
+        reducer.finish()
+    return events
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_groups_reduce_a_bucket_between_them_once_the_next_bucket_is_full(stage):
+    expected = ["backward 3", "reduce-scatter 3"]
+    for number in (2, 1, 0):
+        expected += [f"backward {number}", f"reduce-scatter {number}", f"all-reduce {number + 1}"]
+    expected += ["end", "all-reduce 0"]
+    for events in run_ranks(record_course_of_groups, parallel(4, 2), 4, stage):
+        assert events == expected
 
 
 def record_course(topology, overlap: bool) -> list[str]:
