@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.config.stage_layers import layers_per_stage
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, own_program, run_problems
@@ -129,6 +130,11 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
             "at the cost of a little more computation",
             selective,
         )
+    most = max(layers_per_stage(config))
+    if recompute.recompute_granularity == "full" and recompute.cpu_offload_activations < most:
+        offloaded = with_layout(config, cpu_offload_activations=most)
+        cost = "at the cost of host memory, and of copies that may be slower than the computation"
+        yield Change("offload", f"--cpu-offload-activations {most}", cost, offloaded)
     if dp > 1 and parallel.zero_stage == 0:
         sharded = with_layout(config, zero_stage=1)
         yield Change("zero", "--use-distributed-optimizer", "at no cost", sharded)
