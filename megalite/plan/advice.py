@@ -83,10 +83,10 @@ class Advice:
 
 def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Advice:
     """Plan the memory of a pipeline rank as it is, and with each change that training would accept."""
-    memory = rank_memories(_planned_run(config, world_size, device))[pp_rank]
+    memory = rank_memories(planned_on(config, world_size, device))[pp_rank]
     best: dict[str, Remedy] = {}
     for change in changes(config, world_size):
-        run = _planned_run(change.config, change.world_size or world_size, device)
+        run = planned_on(change.config, change.world_size or world_size, device)
         if run_problems(change.config, run.cluster):
             continue
         totals = [each.total for each in rank_memories(run)]
@@ -96,7 +96,8 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
     return Advice(memory, sorted(best.values(), key=lambda remedy: -remedy.saved)[:NUM_REMEDIES])
 
 
-def _planned_run(config: Config, world_size: int, device: Device) -> PlannedRun:
+def planned_on(config: Config, world_size: int, device: Device) -> PlannedRun:
+    """Return the run as it is planned on ranks of a device, whose speed is not known."""
     # The speed of the GPU and its links does not change the memory.
     gpu = replace(
         GPUS["a100-80"],
