@@ -21,7 +21,7 @@ from megalite.log import configure_logging, log
 from megalite.model.stage import StageProvider
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, train
-from megalite.train.out_of_memory import explain_out_of_memory
+from megalite.train.out_of_memory import check_host_memory, explain_out_of_memory
 from megalite.train.resume import resume
 from megalite.train.run_context import DatasetProvider, Providers, resolve_run
 from megalite.train.run_datasets import build_data
@@ -128,6 +128,7 @@ def train_rank(
         exit_if_switched_off(config.training, topology)
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
+            check_host_memory(run.config, topology, launch.local_world_size)
             datasets = build_data(run)
             with (
                 open_writers(run) as writers,

@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
+from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
@@ -21,6 +22,7 @@ def build_stage(
     layers: Iterable[int],
     *,
     recompute: RecomputeConfig | None = None,
+    offload: ActivationOffload | None = None,
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
     **context: Any,
 ) -> Any:
@@ -39,4 +41,6 @@ def build_stage(
     )
     if recompute is not None:
         apply_recompute(stage, recompute)
+        if offload is not None:
+            apply_offload(stage, recompute.cpu_offload_activations, offload)
     return stage

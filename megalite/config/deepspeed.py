@@ -16,8 +16,10 @@ from megalite.config.config import Config
 from megalite.config.fields import fields_by_flag, nearest_hint
 from megalite.config.flags import flag_of
 from megalite.config.rules.parallel_rules import replicas
+from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.files import parse_json
 
+_CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 _AUTO = "auto"
 """A value that leaves the setting to the program, as in files for transformers."""
 
@@ -100,9 +102,6 @@ _REFUSED: Mapping[str, str] = {
     ),
     "zero_optimization.cpu_offload": (
         "the optimizer's state is not offloaded: remove it, and pass --zero-stage 1, 2 or 3"
-    ),
-    "activation_checkpointing.cpu_checkpointing": (
-        "activations are not offloaded: remove it, and pass --recompute-granularity full"
     ),
     "zero_optimization.zero_hpz_partition_size": (
         "weights have one partition: remove it; zero_optimization.mics_shard_size shards weights, gradients "
@@ -229,7 +228,27 @@ class DeepSpeedFile:
                 diagnostics.notices.append(
                     f"{setting.name} is {self.values[key]}, but {flag_of(name)} {used} is used"
                 )
+        config = self._with_offload(config, diagnostics)
         return self._with_accumulation(config, world_size, diagnostics)
+
+    def _with_offload(self, config: Config, diagnostics: Diagnostics) -> Config:
+        """Offload the inputs of recomputed layers, those of every layer, if the file says so."""
+        key, recompute = _CPU_CHECKPOINTING, config.recompute
+        if not self.values.get(key):
+            return config
+        # A config with another mistake in its layout has no stages; the rules report it.
+        number = max(layers_per_stage(config)) if num_stages(config) <= config.model.num_layers else 0
+        if recompute.recompute_granularity != "full":
+            diagnostics.add_problem(
+                f"{self.path}: {key} is true, but no layer is recomputed: pass --recompute-granularity full, "
+                "or set it to false and pass --cpu-offload-activations"
+            )
+        elif recompute.cpu_offload_activations not in (0, number):
+            diagnostics.add_problem(
+                f"{self.path}: {key} is true, which offloads the {number} layers of a stage, but "
+                f"--cpu-offload-activations is {recompute.cpu_offload_activations}: make them equal"
+            )
+        return replace(config, recompute=replace(recompute, cpu_offload_activations=number))
 
     def _with_accumulation(self, config: Config, world_size: int | None, diagnostics: Diagnostics) -> Config:
         """Set the global batch from the accumulation steps, or compare it with them."""
@@ -384,6 +403,7 @@ _SOFT: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 """Settings that any other overrides, with their field and its value."""
 _LATER = (
+    _CPU_CHECKPOINTING,
     "gradient_accumulation_steps",
     "scheduler.params.warmup_type",
     "scheduler.params.cos_min_ratio",

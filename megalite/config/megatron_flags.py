@@ -138,6 +138,11 @@ ACCEPTED = (
         "the zero-bubble schedules (--pipeline-schedule) delay weight gradients",
         "defer-embedding-wgrad-compute delay-wgrad-compute",
     ),
+    AcceptedFlags(
+        "recompute",
+        "--cpu-offload-activations above 0 turns it on, with copies that overlap computation",
+        "cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering",
+    ),
     AcceptedFlags("optimizer", "adam is AdamW, whose weight decay is decoupled", "decoupled-weight-decay"),
     AcceptedFlags("data", "--fim-rate above 0 turns it on", "fim-data"),
     AcceptedFlags("data", _NO_WORKERS, "num-workers valid-num-workers num-dataset-builder-threads", 1),
@@ -286,10 +291,16 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "recompute",
-        "activations in host memory",
-        "remove it; --recompute-granularity full also saves activation memory",
+        "recomputation's inputs alone in host memory",
+        "remove it; --cpu-offload-activations with the number of a stage's layers moves them to the host",
         "checkpoint-in-cpu",
-        "cpu-offloading fine-grained-",
+        "fine-grained-",
+    ),
+    UnsupportedFeature(
+        "recompute",
+        "weights in host memory",
+        "remove it; --zero-stage 3 shards them over data-parallel ranks",
+        "cpu-offloading-weights",
     ),
     UnsupportedFeature(
         "parallel",

@@ -53,7 +53,7 @@ _FIELDS_OF_RANGE = {
         norm_epsilon init_method_std lr min_lr decoupled_lr decoupled_min_lr
         lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
         start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration
-        profile_step_start profile_ranks profile_modules_depth rank""",
+        profile_step_start profile_ranks profile_modules_depth rank cpu_offload_activations""",
     FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
     ABOVE_ONE: "spiky_loss_factor",
     ZERO_STAGE: "zero_stage",

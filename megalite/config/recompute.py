@@ -1,4 +1,4 @@
-"""The configuration of activation recomputation."""
+"""The configuration of activation recomputation and offload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Module = Literal["core_attn", "mlp", "mlp_act", "layernorm"]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Describe which activations backward recomputes: less memory for more time.
+    """Describe which activations backward recomputes, or the host holds: less memory for more time.
 
     The run stays bitwise the same, except that --cross-entropy-chunks changes the order in which a weight
     gradient is summed.
@@ -47,17 +47,23 @@ class RecomputeConfig:
     """Number of chunks of logits and loss. Backward recomputes each, which saves the memory of full
     logits."""
 
+    cpu_offload_activations: int = field(default=0, metadata=flags("--cpu-offloading-num-layers"))
+    """Layers of each pipeline stage, its first ones, whose saved activations are in host memory from forward
+    to backward. A stage with fewer layers offloads them all."""
+
     @property
     def modules(self) -> frozenset[Module]:
         """Return the parts of every layer that are recomputed; empty unless the granularity is selective."""
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     def groups(self, num_layers: int) -> list[tuple[range, bool]]:
-        """Return a stage's layers, counted from 0, in groups, each with whether it is fully recomputed."""
+        """Return a stage's layers, counted from 0, in groups, each with whether it is fully recomputed.
+
+        Layers that are not have a group each.
+        """
         if self.recompute_granularity != "full":
-            return [(range(num_layers), False)]
+            return [(range(i, i + 1), False) for i in range(num_layers)]
         if self.recompute_method == "block":
-            count = min(self.recompute_num_layers, num_layers)
-            return [(range(i, i + 1), True) for i in range(count)] + [(range(count, num_layers), False)]
+            return [(range(i, i + 1), i < self.recompute_num_layers) for i in range(num_layers)]
         step = self.recompute_num_layers
         return [(range(i, min(i + step, num_layers)), True) for i in range(0, num_layers, step)]

@@ -58,7 +58,7 @@ _NAMES: Mapping[OnResume, str] = {
         overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
         distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
         recompute_granularity recompute_method recompute_num_layers recompute_modules
-        distribute_saved_activations cross_entropy_chunks
+        distribute_saved_activations cross_entropy_chunks cpu_offload_activations
         data_cache_path micro_batch_size
         exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout
         save load load_iteration save_interval async_save non_persistent_save_interval

@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.num_layers,
     parallel_rules.modules,
     parallel_rules.saved_slices,
+    parallel_rules.offloaded_layers,
     training_rules.ramp_up,
     training_rules.batch_size_schedule,
     training_rules.enough_samples,

@@ -61,6 +61,7 @@ class Counts:
         calls: number of each collective and message in an iteration.
         actions: the rank's pipeline schedule of an iteration.
         peak_bytes: largest total size of tensors during the iteration, without the buffers.
+        host_bytes: size of the buffers in host memory for offloaded activations.
     """
 
     num_parameters: int
@@ -68,6 +69,7 @@ class Counts:
     calls: Counter[CollectiveCall]
     actions: tuple[Action, ...]
     peak_bytes: int
+    host_bytes: int
 
 
 PROGRESS_SECONDS = 5.0
@@ -158,6 +160,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         calls,
         actions,
         peak - held,
+        trainer.activation_offload.buffers.num_bytes,
     )
 
 

@@ -63,6 +63,8 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
     yield _row("all buffers", buffers.total)
     yield _row("other tensors at the peak", counts.peak_bytes)
     yield _row("total at the peak", buffers.total + counts.peak_bytes)
+    if counts.host_bytes:
+        yield _row("activations on the host", counts.host_bytes)
 
 
 def _row(name: str, size: int) -> str:
@@ -159,6 +161,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
         "parameters": {"rank": counts.num_parameters, "model": found.model_parameters},
         "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},
         "peak_bytes": counts.peak_bytes,
+        "host_bytes": counts.host_bytes,
         "collectives": [{**call._asdict(), "count": count} for call, count in sorted(counts.calls.items())],
         "schedule": {
             "name": found.config.parallel.schedule,

@@ -22,7 +22,7 @@ _GIB = 2.0**30
 class Gpu:
     """One kind of GPU and the links of its usual server; rates per second.
 
-    The first seven figures are the vendor's, the others are what a good program reaches.
+    The first eight figures are the vendor's, the others are what a good program reaches.
 
     Attributes:
         tflops: dense 16-bit TFLOP/s of the data sheet.
@@ -32,11 +32,15 @@ class Gpu:
         node_gbps: GB/s to the other GPUs of a node, one way.
         network_gbps: GB/s to other nodes, one way: its share of the node's adapters.
         gpus_per_node: of the usual server.
+        host_link_bandwidth: bytes a second between the GPU's memory and the host's, one way; for offloading.
+            Half of what the data sheets give for both ways: PCIe x16 of generation 3 (V100), 4 (A100) and
+            5 (H100, H200, B200), and NVLink-C2C (GH200).
         product_share: share of `tflops` that a large GEMM reaches once a run has warmed the GPU up.
         attention_share: share of `tflops` that fused attention reaches.
         memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
-        link_share: share of both links that a collective of long messages reaches: 235 of 300 GB/s between 8
-            A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md).
+        link_share: share of a link that a collective of long messages reaches: 235 of 300 GB/s between 8
+            A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). Also
+            assumed of `host_link_bandwidth` for pinned memory.
         has_triton: it runs Triton's kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.
@@ -49,6 +53,7 @@ class Gpu:
     node_gbps: float
     network_gbps: float
     gpus_per_node: int
+    host_link_bandwidth: float
     product_share: float
     attention_share: float
     memory_share: float = 0.80
@@ -62,9 +67,9 @@ class Gpu:
         return (self.memory_gib - 0.6) * _GIB
 
 
-_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, product_share=0.82, attention_share=0.31, has_triton=False)
-_A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, product_share=0.76, attention_share=0.56)
-_H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, product_share=0.74, attention_share=0.33)
+_V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, 16e9, product_share=0.82, attention_share=0.31, has_triton=False)
+_A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, 32e9, product_share=0.76, attention_share=0.56)
+_H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, 64e9, product_share=0.74, attention_share=0.33)
 
 GPUS: Mapping[str, Gpu] = {
     "v100-16": replace(_V100, memory_gib=16),
@@ -76,7 +81,8 @@ GPUS: Mapping[str, Gpu] = {
     "h800-80": replace(_H100, node_gbps=200),
     "h100-96-500w": replace(_H100, memory_gib=96, memory_gbps=2400, product_share=0.50),
     "h200": replace(_H100, memory_gib=141, memory_gbps=4800),
-    "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, product_share=0.70, attention_share=0.33),
+    "gh200-96": replace(_H100, memory_gib=96, memory_gbps=4000, gpus_per_node=1, host_link_bandwidth=450e9),
+    "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, 64e9, product_share=0.70, attention_share=0.33),
 }
 """By the name that ``--gpu`` accepts."""
 ALIASES: Mapping[str, str] = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}

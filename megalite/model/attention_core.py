@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -64,6 +64,8 @@ class Core(Protocol):
 
     def prepare(self, seq_length: int) -> None: ...
 
+    def tables(self) -> Iterable[Tensor]: ...
+
     def for_layer(self, layer: int) -> LayerCore: ...
 
 
@@ -89,6 +91,11 @@ class AttentionCore(ABC):
     def prepare(self, seq_length: int) -> None:
         """Build the tables for samples of this length, for layers that are then compiled."""
         self.rotate.table(seq_length)
+
+    def tables(self) -> Iterable[Tensor]:
+        """Yield the tables that all layers share and autograd may save."""
+        for angles in self.rotate.tables.values():
+            yield from angles
 
     def for_layer(self, layer: int) -> LayerCore:
         """Return the core of one layer: this object, which holds nothing per layer."""
@@ -131,6 +138,11 @@ class SdpaCore(AttentionCore):
         super().prepare(seq_length)
         if self.has_bias:
             self.bias(seq_length)
+
+    def tables(self) -> Iterable[Tensor]:
+        """Yield the angles, and the biases."""
+        yield from super().tables()
+        yield from self.biases.values()
 
     def mask(self, document_ids: Tensor) -> Tensor:
         """Return the bias ``[b, n or 1, s, s]``."""

@@ -82,7 +82,7 @@ class NoRotation:
     """Replace `Rotary` in models with another position embedding."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        pass
+        self.tables: dict[int, Angles] = {}
 
     def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
         return x

@@ -92,19 +92,18 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
 
 
 def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
-    run_layers, groups = stage.run_layers, config.groups(len(stage.layers))
+    run_group, groups = stage.run_group, config.groups(len(stage.layers))
     is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
     keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
+    recomputed = {group for group, is_recomputed in groups if is_recomputed}
 
-    def run_groups(layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
-        def run(group: range, x: Tensor) -> Tensor:
-            return run_layers([layers[i] for i in group], x, *inputs)
+    def run_recomputed(group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+        if group not in recomputed:
+            return run_group(group, layers, x, *inputs)
+        return recompute(lambda x: run_group(group, layers, x, *inputs), x, keep=keep)
 
-        for group, is_recomputed in groups:
-            x = recompute(partial(run, group), x, keep=keep) if is_recomputed else run(group, x)
-        return x
-
-    stage.run_layers = run_groups  # type: ignore[method-assign]
+    stage.layer_groups = [group for group, _ in groups]
+    stage.run_group = run_recomputed  # type: ignore[method-assign]
 
 
 def _compute_losses_in_chunks(stage: TransformerStage, num_chunks: int) -> None:
@@ -148,10 +147,29 @@ def losses_in_chunks(
     return torch.cat([chunk_losses(x, y) for x, y in chunks], dim=1).flatten(0, 1)
 
 
+class _Keep(torch.autograd.Function):
+    """Save a tensor for backward as any operator does; the result's node holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.view_as(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        raise AssertionError("it has no gradient")
+
+
 def keep_whole(x: Tensor) -> Callable[[], Tensor]:
-    """Keep the tensor itself."""
-    kept = x.detach()
-    return lambda: kept
+    """Keep the tensor itself.
+
+    Autograd keeps it, so that the hooks around this call apply, such as those that offload activations.
+    """
+    if not torch.is_grad_enabled():
+        return x.detach
+    anchor = x.new_empty(0, requires_grad=True)  # makes autograd save; x itself would stay as its leaf
+    node: Any = _Keep.apply(x.detach(), anchor).grad_fn
+    return lambda: node.saved_tensors[0]
 
 
 def keep_slice(tp: Axis) -> Keep:
@@ -163,8 +181,8 @@ def keep_slice(tp: Axis) -> Keep:
         return keep_whole
 
     def keep(x: Tensor) -> Callable[[], Tensor]:
-        own_slice = x.detach().chunk(tp.size)[tp.rank].clone()
-        return lambda: start_all_gather(own_slice, tp).wait()
+        own_slice = keep_whole(x.detach().chunk(tp.size)[tp.rank].clone())
+        return lambda: start_all_gather(own_slice(), tp).wait()
 
     return keep
 

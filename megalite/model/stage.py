@@ -7,7 +7,7 @@ slice, ``[s/tp, b, h]``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ class Stage(nn.Module, ABC):
 
     Attributes:
         layers: by their numbers in the whole model.
+        layer_groups: indices of the layers that are recomputed together; by default each layer is a group.
     """
 
     layers: nn.ModuleDict
+    layer_groups: Sequence[range] | None = None
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, *, is_first: bool = True, is_last: bool = True
@@ -97,9 +99,27 @@ class Stage(nn.Module, ABC):
         Args:
             inputs: what each layer takes besides x.
         """
-        for layer in layers:
-            x = layer(x, *inputs)
+        for group in self.groups_of(len(layers)):
+            x = self.run_group(group, layers, x, *inputs)
         return x
+
+    def groups_of(self, num_layers: int) -> Sequence[range]:
+        """Return the indices of the layers that run together, group by group."""
+        return self.layer_groups or [range(i, i + 1) for i in range(num_layers)]
+
+    def run_group(self, group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+        """Run the layers of one group, as `run_layers`.
+
+        Args:
+            group: indices into `layers`.
+        """
+        for i in group:
+            x = layers[i](x, *inputs)
+        return x
+
+    def tables(self) -> Iterable[Tensor]:
+        """Return the tensors that layers compute with and the stage holds, besides parameters."""
+        return self.buffers()
 
     def initialize(self) -> None:
         """Fill all parameters with their initial values; call it once all modules are built."""

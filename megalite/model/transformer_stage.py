@@ -120,6 +120,10 @@ class TransformerStage(Stage):
         positions = self.core.position_info(microbatch)
         return self.run_layers([*self.layers.values()], hidden, microbatch.sample_numbers, positions)
 
+    def tables(self) -> Iterable[Tensor]:
+        """Return those of the attention core; call it once the core has built them."""
+        return self.core.tables()
+
     @property
     def description(self) -> str:
         """Return the attention kernel and why it was chosen."""

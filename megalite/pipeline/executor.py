@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,18 +40,35 @@ class StageFunction(Protocol[M_contra]):
 
 
 class InFlight(NamedTuple):
-    """Tensors of a forward that its backward needs.
+    """What a backward needs of its forward, besides autograd's graph.
 
-    Of the output, only its edge in autograd's graph is kept: once the output has been sent, its memory is
-    free unless the graph itself saved it.
+    Neither input nor output is kept: once the output has been sent, the memory of both is free unless the
+    graph itself saved it.
 
     Attributes:
-        hidden: the input, whose ``.grad`` backward fills.
+        input_gradient: backward puts the input's gradient there.
         end: root of the backward: the output's edge, or the loss on the last stage.
     """
 
-    hidden: Tensor | None
+    input_gradient: list[Tensor]
     end: Tensor | GradientEdge
+
+
+class _StageInput(torch.autograd.Function):
+    """Return a stage's input as a part of the graph, which does not keep it; backward returns its gradient.
+
+    A leaf tensor with a ``.grad`` would stay in memory until backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.gradient.append(grad)
+        return None, None, None
 
 
 class ScheduleRun(Generic[M]):
@@ -120,15 +137,18 @@ class ScheduleRun(Generic[M]):
         microbatch = self._microbatch(action)  # loaded while the hidden states arrive
         hidden = self._input(action)
         training = torch.is_grad_enabled()
-        if hidden is not None:
-            hidden.requires_grad_(training)
+        gradient: list[Tensor] = []
+        if hidden is not None and training:
+            # The anchor makes the result a part of the graph; it has no gradient.
+            anchor = torch.empty(0, device=hidden.device, requires_grad=True)
+            hidden = _StageInput.apply(hidden, anchor, gradient)
         output = self._chunks[chunk](microbatch, hidden)
         is_last = self._is_last(action)
         if is_last:
             output = output / self._num_tokens
         if training:
             end = output if is_last else get_gradient_edge(output)
-            self._in_flight[number, chunk] = InFlight(hidden, end)
+            self._in_flight[number, chunk] = InFlight(gradient, end)
         if is_last:
             self.losses[number] = output.detach()
             return None
@@ -143,13 +163,13 @@ class ScheduleRun(Generic[M]):
         return self._microbatches[action.microbatch]
 
     def _backward(self, action: Action) -> Tensor | None:
-        hidden, end = self._in_flight.pop((action.microbatch, action.chunk))
+        input_gradient, end = self._in_flight.pop((action.microbatch, action.chunk))
         gradient = self._input(action)
         if self._is_last(action):
             assert isinstance(end, Tensor)
             gradient = torch.full_like(end, self._loss_scale)
         torch.autograd.backward(end, gradient)
-        return None if hidden is None else hidden.grad
+        return input_gradient.pop() if input_gradient else None
 
     def _is_last(self, action: Action) -> bool:
         return self._stages.stage_of(self._rank, action.chunk) == self._stages.num_stages - 1

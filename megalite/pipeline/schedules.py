@@ -87,6 +87,22 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
     return peak
 
 
+def peak_deferred(actions: Sequence[Action]) -> int:
+    """Return the largest number of microbatches whose weight gradients a rank has deferred at once.
+
+    Args:
+        actions: of one rank, in order.
+    """
+    peak = deferred = 0
+    for action in actions:
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            deferred += 1
+            peak = max(peak, deferred)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            deferred -= 1
+    return peak
+
+
 @dataclass(frozen=True)
 class StageMap:
     """Map between global stages and the ranks' chunks. A microbatch passes each rank once per chunk.

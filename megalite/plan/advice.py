@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.config.stage_layers import layers_per_stage
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, own_program, run_problems
@@ -82,10 +83,10 @@ class Advice:
 
 def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Advice:
     """Plan the memory of a pipeline rank as it is, and with each change that training would accept."""
-    memory = rank_memories(_planned_run(config, world_size, device))[pp_rank]
+    memory = rank_memories(planned_on(config, world_size, device))[pp_rank]
     best: dict[str, Remedy] = {}
     for change in changes(config, world_size):
-        run = _planned_run(change.config, change.world_size or world_size, device)
+        run = planned_on(change.config, change.world_size or world_size, device)
         if run_problems(change.config, run.cluster):
             continue
         totals = [each.total for each in rank_memories(run)]
@@ -95,7 +96,8 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
     return Advice(memory, sorted(best.values(), key=lambda remedy: -remedy.saved)[:NUM_REMEDIES])
 
 
-def _planned_run(config: Config, world_size: int, device: Device) -> PlannedRun:
+def planned_on(config: Config, world_size: int, device: Device) -> PlannedRun:
+    """Return the run as it is planned on ranks of a device, whose speed is not known."""
     # The speed of the GPU and its links does not change the memory.
     gpu = replace(
         GPUS["a100-80"],
@@ -129,6 +131,11 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
             "at the cost of a little more computation",
             selective,
         )
+    most = max(layers_per_stage(config))
+    if recompute.recompute_granularity == "full" and recompute.cpu_offload_activations < most:
+        offloaded = with_layout(config, cpu_offload_activations=most)
+        cost = "at the cost of host memory, and of copies that may be slower than the computation"
+        yield Change("offload", f"--cpu-offload-activations {most}", cost, offloaded)
     if dp > 1 and parallel.zero_stage == 0:
         sharded = with_layout(config, zero_stage=1)
         yield Change("zero", "--use-distributed-optimizer", "at no cost", sharded)

@@ -56,6 +56,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
         node_gbps=link,
         network_gbps=link,
         gpus_per_node=ranks,
+        host_link_bandwidth=_host_link_rate(device, copy, is_quick),
         product_share=1.0,
         attention_share=attention / rate,
         memory_share=1.0,
@@ -121,6 +122,15 @@ def _copy_rate(device: torch.device, is_quick: bool) -> float:
     source = torch.zeros(count // 4, device=device)
     target = torch.empty_like(source)
     return _rate(2.0 * 4 * source.numel(), lambda: target.copy_(source), device, is_quick)
+
+
+def _host_link_rate(device: torch.device, copy: float, is_quick: bool) -> float:
+    """Return the bytes per second of a copy to pinned memory; on a CPU those of any copy, `copy` / 2."""
+    if device.type == "cpu":
+        return copy / 2  # which counts bytes read and written
+    source = torch.zeros(1_000_000 if is_quick else 64_000_000, device=device)
+    target = torch.empty(source.shape, pin_memory=True)
+    return _rate(4.0 * source.numel(), lambda: target.copy_(source, non_blocking=True), device, is_quick)
 
 
 def _num_ranks(device: torch.device) -> int:

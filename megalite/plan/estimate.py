@@ -10,7 +10,7 @@ from megalite.plan.iteration_time import IterationTime, time_iteration
 from megalite.plan.model_flops import CONVENTION, flops_per_token, flops_per_token_by_convention
 from megalite.plan.model_parameters import total_parameters
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.rank_memory import RankMemory, rank_memories
+from megalite.plan.rank_memory import RankMemory, host_activations, rank_memories
 
 _GB = 1e9
 TIGHT_SHARE = 0.94
@@ -57,6 +57,11 @@ class RunPlan:
     def memory_bytes(self) -> float:
         """Return the memory of the largest rank."""
         return max(memory.total for memory in self.memories)
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Return the host memory of the rank that offloads most activations."""
+        return max(host_activations(self.run))
 
     @property
     def fits(self) -> bool:
@@ -124,6 +129,7 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
         "memory_gb_by_stage_and_kind": [
             {kind: size / _GB for kind, size in asdict(memory).items()} for memory in plan.memories
         ],
+        "host_memory_gb_by_stage": [size / _GB for size in host_activations(plan.run)],
         "memory_gb_available": plan.run.cluster.gpu.memory_bytes / _GB,
         "bubble_fraction": plan.time.bubble_fraction,
         "seconds_by_kind": {**work, "bubble": plan.time.waiting},

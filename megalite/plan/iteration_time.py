@@ -14,6 +14,7 @@ from megalite.pipeline.schedules import (
     ScheduleName,
     StageMap,
     actions_by_rank,
+    peak_deferred,
     peak_in_flight,
 )
 from megalite.plan.communication import Group
@@ -25,6 +26,7 @@ from megalite.plan.layer_time import (
     head_work,
     layer_work,
     memory_seconds,
+    offload_work,
     recomputation,
     total_work,
 )
@@ -132,8 +134,9 @@ def _stage(run: PlannedRun, layer: MicrobatchWork, num_layers: int, is_first: bo
     message = _message(run)
     again = recomputation(run, layer, num_layers)
     gather_forward, gather_backward = zero3_work(run, num_layers, work.forward, work.backward + again)
-    forward = work.forward + message + gather_forward
-    backward_input = work.backward_input + again + message + gather_backward
+    down, up = offload_work(run, layer, num_layers)
+    forward = work.forward + message + gather_forward + down
+    backward_input = work.backward_input + again + message + gather_backward + up
     if SCHEDULES[run.config.parallel.schedule].splits_backward:
         return {
             ActionKind.FORWARD: forward,
@@ -180,12 +183,25 @@ def _actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) ->
 
 
 @lru_cache(maxsize=256)
-def _peaks(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> tuple[int, ...]:
-    return tuple(peak_in_flight(own) for own in _actions(schedule, stages, num_microbatches))
+def _peaks(
+    schedule: ScheduleName, stages: StageMap, num_microbatches: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the microbatches in flight, and those with deferred weight gradients, of each rank."""
+    actions = _actions(schedule, stages, num_microbatches)
+    return tuple(map(peak_in_flight, actions)), tuple(map(peak_deferred, actions))
 
 
 def peaks_in_flight(run: PlannedRun) -> tuple[int, ...]:
     """Return, per pipeline rank, the most microbatches whose activations it holds; each chunk counts."""
+    return _peaks_of(run)[0]
+
+
+def peaks_deferred(run: PlannedRun) -> tuple[int, ...]:
+    """Return, per pipeline rank, the most microbatches with deferred weight gradients; each chunk counts."""
+    return _peaks_of(run)[1]
+
+
+def _peaks_of(run: PlannedRun) -> tuple[tuple[int, ...], tuple[int, ...]]:
     schedule, rounds = run.config.parallel.schedule, MAX_ROUNDS * run.pp
     num_microbatches = run.num_microbatches
     if not SCHEDULES[schedule].keeps_all_microbatches:

@@ -11,6 +11,7 @@ from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import Group
 from megalite.plan.model_parameters import layer_parameters_of_rank, table_parameters
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.saved_activations import group_elements
 
 LAUNCH_SECONDS = 7e-6
 """Host time per kernel: the host runs ahead of the GPU, so only kernels that are shorter wait for it."""
@@ -28,6 +29,7 @@ class WorkSeconds:
         dp: waiting for data-parallel communication.
         pp: waiting for messages between stages.
         launch: waiting for the host, which launches the kernels.
+        offload: waiting for copies between the GPU's memory and the host's.
     """
 
     gemms: float = 0.0
@@ -37,6 +39,7 @@ class WorkSeconds:
     dp: float = 0.0
     pp: float = 0.0
     launch: float = 0.0
+    offload: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -313,6 +316,32 @@ def _recomputed_modules(run: PlannedRun, layer: MicrobatchWork) -> WorkSeconds:
         gemm = _gemm(run, run.tokens, outputs, inputs)
         work += WorkSeconds(gemm, memory_bound=norm + activation, tp=layer.forward.tp / 4)
     return work
+
+
+def offload_work(run: PlannedRun, layer: MicrobatchWork, num_layers: int) -> tuple[WorkSeconds, WorkSeconds]:
+    """Return what a stage's forward and backward of one microbatch wait for copies of activations.
+
+    The copies of a group overlap with the next group's computation, in the order of forward or backward. If
+    all groups are offloaded, those of the last one back to the GPU overlap with nothing.
+
+    Args:
+        layer: the work of one layer.
+        num_layers: number of layers of the stage.
+    """
+    recompute, gpu = run.config.recompute, run.cluster.gpu
+    bandwidth = gpu.host_link_bandwidth * gpu.link_share
+    groups = recompute.groups(num_layers)
+    down = up = 0.0
+    for (group, is_again), elements in zip(groups, group_elements(run, num_layers), strict=True):
+        if group.start >= recompute.cpu_offload_activations:
+            break
+        seconds = elements * run.element_bytes / bandwidth
+        forward = len(group) * layer.forward.seconds
+        backward = len(group) * layer.backward.seconds + (forward if is_again else 0.0)
+        is_first_in_backward = group.stop == num_layers
+        down += max(0.0, seconds - forward)
+        up += max(0.0, seconds - (0.0 if is_first_in_backward else backward))
+    return WorkSeconds(offload=down), WorkSeconds(offload=up)
 
 
 def embedding_work(run: PlannedRun) -> MicrobatchWork:

@@ -17,6 +17,7 @@ LAYOUT_FIELDS = {
     "micro_batch_size": "training",
     "recompute_granularity": "recompute",
     "recompute_modules": "recompute",
+    "cpu_offload_activations": "recompute",
     "zero_stage": "parallel",
     "data_parallel_shard_degree": "parallel",
     "sequence_parallel": "parallel",

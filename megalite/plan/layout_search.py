@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 from megalite.config import Config
+from megalite.config.stage_layers import layers_per_stage
 from megalite.errors import UserError
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
@@ -49,13 +50,28 @@ class SearchResult:
 
 
 def search(request: Request, cluster: Cluster | None = None) -> SearchResult:
-    """Plan every layout; `fitting` is not sorted."""
-    cluster, found, reasons = cluster or request.cluster, SearchResult(), dict[tuple[str, ...], str]()
+    """Plan every layout; `fitting` is not sorted.
+
+    If none fits, plan those that offload all activations to the host.
+    """
+    cluster = cluster or request.cluster
+    found = _search(request, cluster, offloads=False)
+    if found.fitting or "cpu_offload_activations" in request.fixed_fields:
+        return found
+    offloaded = _search(request, cluster, offloads=True)
+    return offloaded if offloaded.fitting else found
+
+
+def _search(request: Request, cluster: Cluster, *, offloads: bool) -> SearchResult:
+    """Plan every layout, each with all activations in host memory if `offloads`."""
+    found, reasons = SearchResult(), dict[tuple[str, ...], str]()
     for config in _configs(request, cluster):
         problem = first_problem(config, cluster, request.cp)
         if problem is not None:
             found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
             continue
+        if offloads:
+            config = with_layout(config, cpu_offload_activations=max(layers_per_stage(config)))
         plan = RunPlan(request.planned_run(config, cluster))
         if plan.fits:
             found.fitting.append(plan)

@@ -27,6 +27,7 @@ _KINDS = {
     "dp": "dp communication",
     "pp": "pp communication",
     "launch": "kernel launches",
+    "offload": "copies to and from the host",
 }
 """Names of the fields of `WorkSeconds`."""
 _COST_COLUMNS = {"days": "days", "GPU hours": "gpu_hours", "MWh": "energy_mwh", "price": "price"}
@@ -140,6 +141,13 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
     left = (available - plan.memory_bytes) / _GB
     result = f"fits, {left:.1f} GB are left" if plan.fits else f"does not fit: {-left:.1f} GB too much"
     yield f"of {available / _GB:.1f} GB (10^9 bytes) per GPU: {result}"
+    if plan.host_bytes:
+        cluster = plan.run.cluster
+        ranks = min(cluster.world_size, cluster.gpus_per_node)
+        yield (
+            f"host memory    {plan.host_bytes / _GB:.1f} GB of activations per rank, up to "
+            f"{plan.host_bytes * ranks / _GB:.1f} GB per node"
+        )
     if plan.is_tight:
         yield f"warning: {_tight(plan)}"
 

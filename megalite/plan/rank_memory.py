@@ -1,17 +1,20 @@
-"""Memory of a rank, by kind.
-
-Activations are counted in elements per token, after Korthikanti et al. 2022 (table 2), but without dropout
-masks, which megalite does not save. tests/ranks/tensor_parallel/test_recompute.py compares the model with
-these numbers.
-"""
+"""Memory of a rank, by kind."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megalite.plan.iteration_time import peaks_in_flight
+from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters, table_parameters
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.saved_activations import (
+    kept_elements,
+    layer_elements,
+    linear_input_elements,
+    offloaded_elements,
+    stage_elements,
+)
 
 FRAGMENTS = 0.06
 """Memory lost to fragmentation, as a share of what tensors hold."""
@@ -47,6 +50,20 @@ class RankMemory:
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
     """Return the memory of each pipeline rank."""
     return [_rank_memory(run, rank, peak) for rank, peak in enumerate(peaks_in_flight(run))]
+
+
+def host_activations(run: PlannedRun) -> list[float]:
+    """Return the bytes of activations in host memory of each pipeline rank."""
+    return [
+        peak * _average(run, rank, [sum(groups) for groups in offloaded_elements(run)]) * run.element_bytes
+        for rank, peak in enumerate(peaks_in_flight(run))
+    ]
+
+
+def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
+    """Return the mean over a rank's stages: each chunk in flight counts at the average size."""
+    stages = run.stages.stages_of(rank)
+    return sum(by_stage[stage] for stage in stages) / len(stages)
 
 
 def _rank_memory(run: PlannedRun, rank: int, peak: int) -> RankMemory:
@@ -94,63 +111,20 @@ def _tied_parameters(run: PlannedRun, rank: int) -> float:
     return table_parameters(model, run.tp) / run.tp
 
 
-def layer_elements(run: PlannedRun) -> dict[str, float]:
-    """Return the elements that one layer saves of a microbatch without recomputation, by part."""
-    model, tp = run.config.model, run.tp
-    hidden, program = model.hidden_size, run.program
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    norm = hidden / (1 if program.keeps_gathered else run.num_sequence_shards)
-    halves = 2 if model.is_gated else 1
-    parts = {
-        "residual": 2 * hidden / run.num_sequence_shards,
-        "attention norm": norm,
-        "mlp norm": norm,
-        "qkv": 2 * (queries + keys) / tp,
-        "rotated": 0.0,
-        "core": 0.0,
-        "hidden": halves * model.ffn_size / tp,
-        "activation": (2 if halves == 2 and program.keeps_gate else 1) * model.ffn_size / tp,
-    }
-    if model.position_embedding_type == "rope" and not program.fused_elementwise:
-        parts["rotated"] = (queries + keys) / tp  # besides the QKV output, which the values are a view of
-    if program.keeps_scores:
-        scores = 2 if model.attention_dropout > 0 else 1
-        parts["core"] = (scores * model.num_attention_heads * model.seq_length + queries) / tp
-    return {name: run.tokens * size for name, size in parts.items()}
-
-
-_DROPPED = {
-    "core_attn": ("core", "rotated"),
-    "mlp": ("mlp norm", "hidden", "activation"),
-    "mlp_act": ("activation",),
-    "layernorm": ("attention norm", "mlp norm"),
-}
-"""Parts of `layer_elements` that a recomputed module does not save."""
-
-
-def kept_elements(run: PlannedRun) -> float:
-    """Return the elements that one layer saves of a microbatch, unless it is fully recomputed."""
-    parts = layer_elements(run)
-    dropped = {part for module in run.config.recompute.modules for part in _DROPPED[module]}
-    return sum(size for name, size in parts.items() if name not in dropped)
-
-
-def _stage_elements(run: PlannedRun, num_layers: int) -> float:
-    """Return the elements that a stage saves of one microbatch."""
-    recompute, hidden = run.config.recompute, run.config.model.hidden_size
-    is_sharded = recompute.distribute_saved_activations or run.num_sequence_shards > 1
-    group_input = run.tokens * hidden / (run.tp if is_sharded else 1)
-    return sum(
-        group_input if is_again else len(group) * kept_elements(run)
-        for group, is_again in recompute.groups(num_layers)
-    )
-
-
 def _activations(run: PlannedRun, rank: int, peak: int) -> float:
-    """Return the activations of the microbatches in flight; each chunk counts at the average size."""
-    stages = run.stages.stages_of(rank)
-    elements = sum(_stage_elements(run, run.layers[stage]) for stage in stages) / len(stages)
-    return peak * elements * run.element_bytes
+    """Return the activations of the microbatches in flight that are on the device.
+
+    Of offloaded layers, those of the two groups on their way, and the linear layers' inputs of microbatches
+    whose weight gradients are deferred.
+    """
+    offloaded = offloaded_elements(run)
+    held = [stage_elements(run, num) - sum(down) for num, down in zip(run.layers, offloaded, strict=True)]
+    moving = [sum(sorted(groups)[-2:]) for groups in offloaded]
+    deferred = [min(sum(groups), linear_input_elements(run) * len(groups)) for groups in offloaded]
+    elements = peak * _average(run, rank, held)
+    elements += max(moving[stage] for stage in run.stages.stages_of(rank))
+    elements += peaks_deferred(run)[rank] * _average(run, rank, deferred)
+    return elements * run.element_bytes
 
 
 def _logits(run: PlannedRun) -> float:

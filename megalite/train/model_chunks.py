@@ -9,6 +9,7 @@ from torch import nn
 from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
+from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.recompute import apply_recompute
@@ -24,6 +25,7 @@ def build_chunks(
     store: WeightGradientStore | None = None,
     *,
     fuses_weight_gradients: bool = False,
+    offload: ActivationOffload | None = None,
     build_stage: StageProvider | None = None,
 ) -> list[Stage]:
     """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
@@ -33,6 +35,7 @@ def build_chunks(
     Args:
         store: takes the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
+        offload: takes the activations that the config offloads; None if no backward follows.
         build_stage: of a model of your own; by default that of the config's architecture.
     """
     training, has_device = config.training, topology.device.type != "meta"
@@ -66,6 +69,8 @@ def build_chunks(
             **(chunks[0].shared_modules() if holds_first else {}),
         )
         apply_recompute(chunk, config.recompute)
+        if offload is not None and config.recompute.cpu_offload_activations > 0:
+            apply_offload(chunk, config.recompute.cpu_offload_activations, offload)
         chunks.append(chunk)
     if training.compile and has_device:
         with topology.agreed():

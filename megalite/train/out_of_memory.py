@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: the sizes of its causes, and the flags that save most."""
+"""Check the host's memory before training, and explain an out-of-memory error: its causes, and what helps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from megalite.config import Config
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
-from megalite.plan.advice import Device, advise
+from megalite.hardware.host_memory import free_bytes
+from megalite.plan.advice import Device, advise, planned_on
+from megalite.plan.rank_memory import host_activations
 
 _GB = 1e9
 _MESSAGE = re.compile(
@@ -92,3 +94,26 @@ def device_of(device: torch.device) -> Device:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # shared by its ranks
     memory = machine if limit == resource.RLIM_INFINITY else min(machine, limit)
     return Device(float(memory), _CPU_RESIDUAL_BYTES)
+
+
+def check_host_memory(config: Config, topology: Topology, local_world_size: int) -> None:
+    """Check that the host has the memory for the activations that its ranks offload.
+
+    Args:
+        local_world_size: ranks of this machine, which are counted with this rank's size.
+
+    Raises:
+        UserError: it has not; on every rank.
+    """
+    number, free = config.recompute.cpu_offload_activations, free_bytes()
+    if number == 0 or free is None:
+        return
+    run = planned_on(config, topology.world_size, device_of(topology.device))
+    needed = local_world_size * host_activations(run)[topology.pp.rank]
+    with topology.agreed():
+        if needed > free:
+            raise UserError(
+                f"--cpu-offload-activations {number} needs {needed / _GB:.1f} GB of host memory for the "
+                f"{local_world_size} ranks of a machine, of which {free / _GB:.1f} GB are free: pass a "
+                "smaller number"
+            )

@@ -93,6 +93,8 @@ def announce(trainer: Trainer) -> None:
         )
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
+    if offloaded := config.recompute.cpu_offload_activations:
+        log.info("activations: of %d layers of each stage, in host memory until backward", offloaded)
     if config.training.compile:
         log.info("transformer layers: torch.compile compiles them when they first run")
     log.info(

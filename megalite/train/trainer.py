@@ -22,6 +22,7 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.microbatch import Microbatch
+from megalite.model.activation_offload import ActivationOffload
 from megalite.model.stage import DTYPES, Stage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.pipeline.executor import Pipeline
@@ -70,6 +71,7 @@ class Trainer:
     Attributes:
         config: the run's; resuming may change it.
         chunks: the parts of the model that this rank holds.
+        activation_offload: holds their activations in host memory, if the config offloads any.
         progress: iterations and samples so far; `step` advances it.
         global_batch_size: samples of a batch after the ramp-up, and of a batch in an evaluation.
     """
@@ -87,8 +89,14 @@ class Trainer:
         with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
             fuses = weight_gradient_fusion(config, topology).is_on
+            self.activation_offload = ActivationOffload(topology.device)
             self.chunks = build_chunks(
-                config, topology, store, fuses_weight_gradients=fuses, build_stage=run.providers.model
+                config,
+                topology,
+                store,
+                fuses_weight_gradients=fuses,
+                offload=self.activation_offload,
+                build_stage=run.providers.model,
             )
             self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
         self.pipeline = build_pipeline(self.chunks, config, topology, store)

@@ -26,6 +26,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "full": ("recompute", "full"),
     "selective": ("recompute", "selective"),
     "uneven": ("uneven", True),
+    "offload": ("offload", True),
 }
 """Names after a plus, each with the attribute and value that it sets."""
 
@@ -37,6 +38,7 @@ TABLE = (
     *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
     "tp2pp2dp2+sp+zero1+gather+full",
+    *("tp2+sp+offload", "pp4zb+selective+offload", "pp2v2+full+offload"),
 )
 """Each technique alone, and the combinations that runs use: the layouts of ``--layouts all``."""
 
@@ -64,6 +66,7 @@ class Layout:
         gather: turn on `overlap_param_gather`, which the config may have on already, as GPUs have by default.
         recompute: full or selective; None for the config's.
         uneven: give the first pipeline rank a single layer.
+        offload: offload the activations of each stage's first layer, which the config may do already.
     """
 
     tp: int = 1
@@ -78,6 +81,7 @@ class Layout:
     gather: bool = False
     recompute: Granularity | None = None
     uneven: bool = False
+    offload: bool = False
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -163,8 +167,11 @@ class Layout:
             micro_batch_size=self.mbs or config.training.micro_batch_size,
             global_batch_size=global_batch_size,
         )
+        offloaded = config.recompute.cpu_offload_activations
         recompute = dataclasses.replace(
-            config.recompute, recompute_granularity=self.recompute or config.recompute.recompute_granularity
+            config.recompute,
+            recompute_granularity=self.recompute or config.recompute.recompute_granularity,
+            cpu_offload_activations=max(1, offloaded) if self.offload else offloaded,
         )
         applied = dataclasses.replace(config, parallel=parallel, training=training, recompute=recompute)
         check_config(applied, self.world_size)

@@ -13,6 +13,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.stage_layers import (
     even_partition,
     layers_per_rank_with_ends,
+    layers_per_stage,
     num_chunks,
     num_stages,
     weights_by_name,
@@ -402,4 +403,19 @@ def saved_slices(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("distribute_saved_activations", "seq_length", _TP),
             f"--distribute-saved-activations with --seq-length {seq_length}, which is not divisible by "
             f"--tp {tp}: change one, or keep the inputs whole",
+        )
+
+
+def offloaded_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that some stage has as many layers as each is to offload."""
+    number = config.recompute.cpu_offload_activations
+    if number == 0 or any([*split(config, world_size), *layers(config, world_size)]):
+        return
+    most = max(layers_per_stage(config))
+    if number > most:
+        stage = f"{_stages(config)} have at most" if num_stages(config) > 1 else "the model has"
+        yield Problem(
+            ("cpu_offload_activations", "num_layers", *_SHAPE),
+            f"--cpu-offload-activations {number} offloads more layers than there are: {stage} {most} layers: "
+            "pass at most that",
         )

@@ -100,10 +100,11 @@ def test_counts_are_those_of_a_real_run(name: str, dtype: str, model: dict[str, 
     ("dtype", "recompute"),
     [
         ("fp32", RecomputeConfig()),
+        ("fp32", RecomputeConfig(cpu_offload_activations=2)),
         ("bf16", RecomputeConfig("full")),
         ("bf16", RecomputeConfig("selective", recompute_modules=("core_attn", "mlp_act", "layernorm"))),
     ],
-    ids=["nothing", "full", "parts"],
+    ids=["nothing", "offload", "full", "parts"],
 )
 def test_peak_is_that_of_a_real_run(dtype: str, recompute: RecomputeConfig) -> None:
     """One rank only: gloo's threads free tensors of messages at any time.
@@ -118,3 +119,5 @@ def test_peak_is_that_of_a_real_run(dtype: str, recompute: RecomputeConfig) -> N
     dry = dry_run_of(config, 1, 0)
     assert dry.counts.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.005)
     assert dry.counts.peak_bytes > 100_000
+    assert dry.counts.host_bytes == ran.host_bytes
+    assert (ran.host_bytes > 100_000) == (recompute.cpu_offload_activations > 0)

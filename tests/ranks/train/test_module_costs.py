@@ -12,7 +12,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.plan.model_flops import flops_per_token_by_convention
 from megalite.plan.model_parameters import total_parameters
-from megalite.plan.rank_memory import _stage_elements
+from megalite.plan.saved_activations import stage_elements
 from megalite.train.callbacks.module_profile import file_of_rank
 from megalite.train.callbacks.profiler import profiler
 from megalite.train.module_costs import ModuleCosts, Phase, module_costs
@@ -101,7 +101,7 @@ def check_activations(costs: dict[str, ModuleCosts], config: Config, layout: Lay
 
 def kept_bytes(config: Config, layout: Layout) -> float:
     """Return what a layer keeps: the planner's bytes, and the statistics that it leaves out."""
-    planned = _stage_elements(replace(run_of(MODEL, layout.tp, 1), config=config), 1)
+    planned = stage_elements(replace(run_of(MODEL, layout.tp, 1), config=config), 1)
     norms = 4 * TOKENS // (layout.tp if layout.sp else 1)
     softmax = TOKENS * MODEL.num_attention_heads // layout.tp
     return 8 * (planned + (0 if layout.recompute else norms + softmax))

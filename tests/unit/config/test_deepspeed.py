@@ -165,7 +165,16 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
             "",
             ["known setting; nearest is zero_optimization.stage: remove"],
         ),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "", ["cpu_checkpointing is True"]),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "",
+            ["cpu_checkpointing is true, but no layer is recomputed"],
+        ),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "--checkpoint-activations --cpu-offload-activations 1",
+            ["cpu_checkpointing is true, which offloads the 12 layers", "--cpu-offload-activations is 1"],
+        ),
         ({"optimizer": {"type": "Lamb"}}, "", ["optimizer.type is Lamb", "choose one of Adam"]),
         ({"optimizer": {"params": {"betas": 1}}}, "", ["optimizer.params.betas is 1"]),
         ({"scheduler": {"type": "WarmupLR"}}, "", ["logarithmic warm-up"]),

@@ -71,6 +71,10 @@ def test_parts_that_are_recomputed():
             "--checkpoint-activations --distribute-saved-activations --seq-length 9 --tp 2",
             "--seq-length 9, which is not divisible by --tp 2",
         ),
+        ("--num-layers 4 --cpu-offload-activations 5", "the model has 4 layers: pass at most that"),
+        ("--num-layers 4 --pp 2 --cpu-offload-activations 3", "--pp 2 stages have at most 2 layers: pass"),
+        ("--cpu-offload-activations -1", "-1 is out of range: it must be at least 0"),
+        ("--cpu-offloading-weights", "--cpu-offloading-weights (weights in host memory) is not supported"),
         (
             "--sequence-parallel --seq-length 1023 --tp 4",
             "--sequence-parallel with --seq-length 1023, which is not divisible by --tp 4: "
@@ -104,3 +108,8 @@ def test_what_cannot_be_is_refused(line, message):
 def test_what_does_nothing_is_told(line, idle):
     _, notices = parse(shlex.split(line))
     assert [notice.split()[0] for notice in notices] == idle
+
+
+def test_offloaded_layers_by_either_name() -> None:
+    assert recompute("--cpu-offload-activations 2").cpu_offload_activations == 2
+    assert recompute("--cpu-offloading-num-layers 2 --cpu-offloading").cpu_offload_activations == 2

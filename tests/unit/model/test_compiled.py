@@ -28,6 +28,7 @@ from megalite.errors import UserError
 from megalite.kernels.library import compile_problem
 from megalite.kernels.norm import NormFunctions, after_sum, rms_norm, rms_norm_with_residual
 from megalite.microbatch import Microbatch
+from megalite.model.activation_offload import ActivationOffload
 from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.flex_attention import FlexCore
@@ -172,6 +173,29 @@ def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology)
     assert compiled.hooked == expected.hooked
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2  # for training and for evaluation
+
+
+@pytest.mark.parametrize("case", [next(iter(CASES)), "parts"])
+def test_what_graphs_save_is_offloaded(
+    case: str, one_rank: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients' buffers are not, which graphs save and add to."""
+    monkeypatch.setattr("megalite.model.activation_offload.MIN_BYTES", 1)
+    model, recompute = CASES[case]
+    offload = ActivationOffload(one_rank.device)
+    kinds = [(None, recompute), (offload, replace(recompute, cpu_offload_activations=2))]
+    stages = [
+        build_stage(
+            model, one_rank, range(3), seed=1, recompute=each, offload=to, fuses_weight_gradients=True
+        )
+        for to, each in kinds
+    ]
+    for stage in stages:
+        compile_layers(stage, "aot_eager")
+    expected, offloaded = map(_results, stages)
+    torch.testing.assert_close(offloaded.grads, expected.grads, rtol=0, atol=0)
+    assert offloaded.losses == expected.losses
+    assert offload.buffers.num_bytes > 0
 
 
 def test_no_gemm_of_a_graph_computes_gelu(one_rank: Topology, monkeypatch: pytest.MonkeyPatch) -> None:

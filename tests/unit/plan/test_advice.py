@@ -11,6 +11,7 @@ from megalite.config import Config
 from megalite.config.command_line import parse
 from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes
+from megalite.plan.layout_fields import with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, own_program
 from megalite.plan.rank_memory import rank_memories
 
@@ -95,7 +96,18 @@ def test_what_is_on_already_or_refused_is_not_advised() -> None:
     message = advise(config, 1, 0, DEVICE).remedies
     assert [remedy.change.flags for remedy in message] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
     flags = {change.flags for change in changes(config, 1)}
-    assert flags == {"--tp 2", "--pp 2"}
+    assert flags == {"--tp 2", "--pp 2", "--cpu-offload-activations 2"}
+    offloaded = with_layout(config, cpu_offload_activations=2)
+    assert {change.flags for change in changes(offloaded, 1)} == {"--tp 2", "--pp 2"}
+
+
+def test_offload_is_advised_where_layers_are_recomputed_already() -> None:
+    line = (
+        "--preset llama3-70b --tp 8 --seq-length 65536 --max-position-embeddings 65536 --micro-batch-size 1"
+    )
+    config = with_layout(config_of(line), recompute_granularity="full")
+    found = {change.flags: saved for change, saved in advise(config, 64, 0, DEVICE).remedies}
+    assert found["--cpu-offload-activations 80"] > 50e9
 
 
 def test_lines_say_what_takes_it_and_what_would_help() -> None:

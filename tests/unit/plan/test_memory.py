@@ -10,9 +10,11 @@ import torch
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
+from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.model_parameters import rank_parameters
-from megalite.plan.planned_run import PROGRAMS, Program, in_dtype
-from megalite.plan.rank_memory import _stage_elements, rank_memories
+from megalite.plan.planned_run import PROGRAMS, PlannedRun, Program, in_dtype
+from megalite.plan.rank_memory import host_activations, rank_memories
+from megalite.plan.saved_activations import kept_elements, stage_elements
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage
 from tests.unit.plan.test_parameters import run_of
@@ -78,9 +80,35 @@ def test_activations_are_those_that_the_model_keeps(name: str, mode: str, one_ra
         run.config, recompute=recompute, training=replace(run.config.training, micro_batch_size=2)
     )
     run = replace(run, config=config)
-    planned = _stage_elements(run, 4) - _stage_elements(run, 2)
+    planned = stage_elements(run, 4) - stage_elements(run, 2)
     kept = _kept(one_rank, model, 4, recompute) - _kept(one_rank, model, 2, recompute)
     assert kept == pytest.approx(planned, rel=SLACK)
+
+
+def offloading(num_layers: int, schedule: str, pp: int) -> PlannedRun:
+    run = run_of(replace(GPT, num_layers=16), 1, pp)
+    parallel = replace(run.config.parallel, pipeline_schedule=schedule)
+    training = replace(run.config.training, global_batch_size=32)
+    recompute = RecomputeConfig(cpu_offload_activations=num_layers)
+    config = replace(run.config, parallel=parallel, training=training, recompute=recompute)
+    return replace(run, config=config)
+
+
+@pytest.mark.parametrize(("schedule", "linear_inputs"), [("1f1b", 0.0), ("zb-h1", 7 / 16)])
+def test_offloaded_layers_hold_two_layers_and_what_deferred_gradients_need(
+    schedule: str, linear_inputs: float
+) -> None:
+    """Leave of 16 elements those of linear layers' inputs for each microbatch with deferred gradients."""
+    without, offloaded = (offloading(num, schedule, 4) for num in (0, 4))
+    layer = kept_elements(without) * without.element_bytes
+    for rank, (peak, deferred) in enumerate(
+        zip(peaks_in_flight(without), peaks_deferred(without), strict=True)
+    ):
+        assert rank_memories(without)[rank].activations == pytest.approx(4 * layer * peak)
+        kept = 2 + 4 * deferred * linear_inputs
+        assert rank_memories(offloaded)[rank].activations == pytest.approx(kept * layer)
+        assert host_activations(offloaded)[rank] == pytest.approx(4 * layer * peak)
+        assert (deferred > 0) == (schedule == "zb-h1")
 
 
 @pytest.mark.parametrize(

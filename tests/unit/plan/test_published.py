@@ -108,7 +108,9 @@ def test_planned_by_their_flags_alone() -> None:
 
 
 def test_a_kind_of_gpu_has_a_dozen_constants() -> None:
-    assert len(fields(Gpu)) <= 14
+    """Leave out what explains no published run: they do not offload, and none depends on Triton."""
+    unused = {"host_link_bandwidth", "has_triton"}
+    assert len([field for field in fields(Gpu) if field.name not in unused]) <= 12
 
 
 def test_every_source_that_has_a_program_of_its_own_is_in_the_table() -> None:

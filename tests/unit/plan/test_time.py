@@ -26,9 +26,11 @@ from megalite.plan.layer_time import (
     attention_seconds,
     gemm_seconds,
     layer_work,
+    offload_work,
 )
 from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters
 from megalite.plan.planned_run import Cluster, PlannedRun, Program, own_program
+from megalite.plan.saved_activations import kept_elements
 
 GPU = GPUS["a100-80"]
 CLUSTER = Cluster(GPU, 64, 8, 300.0, 25.0)
@@ -324,3 +326,29 @@ def test_the_first_gathering_is_never_hidden() -> None:
     first, layers = group.gather_seconds(2 * rest), MODEL.num_layers * group.gather_seconds(2 * layer)
     forward, _ = zero3_work(run, MODEL.num_layers, WorkSeconds(gemms=1e6), WorkSeconds(gemms=1e6))
     assert forward.dp == pytest.approx(first + CONTENTION * layers)
+
+
+def offloading(num_layers: int, **gpu) -> PlannedRun:
+    run = run_of(replace(CLUSTER, gpu=replace(GPU, **gpu)))
+    recompute = RecomputeConfig(cpu_offload_activations=num_layers)
+    return replace(run, config=replace(run.config, recompute=recompute))
+
+
+def test_copies_to_a_fast_host_cost_only_those_of_the_last_layer() -> None:
+    some, every = (offloading(num, host_link_bandwidth=450e9) for num in (15, 16))
+    down, up = offload_work(some, layer_work(some), 16)
+    assert down.seconds == up.seconds == 0.0
+    down, up = offload_work(every, layer_work(every), 16)
+    assert down.seconds == 0.0
+    assert up.offload == pytest.approx(kept_elements(every) * 2 / (450e9 * GPU.link_share))
+
+
+def test_copies_to_a_slow_host_cost_what_computation_does_not_hide() -> None:
+    run = offloading(4, host_link_bandwidth=1e9)
+    layer = layer_work(run)
+    copy = kept_elements(run) * 2 / (1e9 * GPU.link_share)
+    down, up = offload_work(run, layer, 16)
+    assert down.offload == pytest.approx(4 * (copy - layer.forward.seconds))
+    assert up.offload == pytest.approx(4 * (copy - layer.backward.seconds))
+    waits = time_iteration(run).work.offload
+    assert waits == pytest.approx(run.num_microbatches * (down.offload + up.offload))

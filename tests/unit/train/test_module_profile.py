@@ -27,7 +27,7 @@ from megalite.kernels import CausalSoftmax, flash_attention
 from megalite.kernels.weight_gradient import add_weight_gradient_
 from megalite.plan.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.plan.model_parameters import total_parameters
-from megalite.plan.rank_memory import _stage_elements
+from megalite.plan.saved_activations import stage_elements
 from megalite.train.callbacks.module_profile import check_file, log_module_profile, profile_tables
 from megalite.train.module_costs import FORMULAS, NUM_TIMED, ModuleCosts, Phase, module_costs
 from megalite.train.trainer import Trainer, start_trainer
@@ -167,7 +167,7 @@ def test_a_layer_keeps_what_the_planner_says(
     run = run_of(MODEL, 1, 1)
     training = replace(run.config.training, micro_batch_size=2)
     run = replace(run, config=replace(run.config, recompute=recompute, training=training))
-    planned = _stage_elements(run, 1) + TOKENS * left_out
+    planned = stage_elements(run, 1) + TOKENS * left_out
     for i in range(MODEL.num_layers):
         assert costs[f"layers.{i}"].activation_bytes == planned * run.element_bytes
     parts = ("embedding", "layers.0", "layers.1", "layers.2", "final_norm")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainingConfig,
+)
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import dropout
-from megalite.train.out_of_memory import device_of, explain_out_of_memory
+from megalite.train.out_of_memory import check_host_memory, device_of, explain_out_of_memory
 
 CONFIG = Config(
     model=ModelConfig(
@@ -78,3 +88,18 @@ def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(torch.device("cpu")).memory_bytes == 3e9
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert device_of(torch.device("cpu")).memory_bytes > 3e9
+
+
+def test_host_memory_for_offloaded_activations_is_checked_before_training(
+    rank_6: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloading = replace(CONFIG, recompute=RecomputeConfig(cpu_offload_activations=12))
+    monkeypatch.setattr("megalite.train.out_of_memory.free_bytes", lambda: 10_000_000_000)
+    check_host_memory(CONFIG, rank_6, 4)
+    with pytest.raises(UserError) as caught:
+        check_host_memory(offloading, rank_6, 4)
+    text = str(caught.value)
+    assert text.startswith("--cpu-offload-activations 12 needs ")
+    assert text.endswith("of a machine, of which 10.0 GB are free: pass a smaller number")
+    monkeypatch.setattr("megalite.train.out_of_memory.free_bytes", lambda: 10**15)
+    check_host_memory(offloading, rank_6, 4)

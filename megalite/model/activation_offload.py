@@ -1,0 +1,249 @@
+"""Activation offload: saved tensors of some layers are in host memory from their forward to their backward.
+
+`apply_offload` wraps a built stage, after `apply_recompute` and before `compile_layers`. The modules do not
+know of it.
+
+    when                        what
+    a tensor is saved           a copy of its storage to the host starts
+    the next group has run      the storage is released: later work waits for the copy
+    backward of a group begins  copies back start, for this group (unless it is still there) and the next one
+    a saved tensor is used      the device waits for the copies of its group
+
+A group is a layer, or several layers that are recomputed together and save their input. A device holds the
+offloaded tensors of at most two groups: of the one that runs, and of the one before or after it.
+
+A storage is copied once, however many tensors of it are saved. What others hold anyway is not copied:
+parameters and their gradients, tables, and the inputs that all layers share. With stored weight gradients
+(zero bubble), the inputs of linear layers are on the device again from the backward of a layer's input to
+that of its weights: a second copy would take longer than they are there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from megalite.errors import UserError
+from megalite.hardware.host_buffers import HostBuffer, HostBuffers
+from megalite.model.stage import Stage
+from megalite.model.transformer_stage import TransformerStage
+from megalite.tensor_parallel.weight_gradient_store import main_grad_of
+
+MIN_BYTES = 1 << 14
+"""Smallest storage to copy: starting a copy takes as long as copying this many bytes."""
+
+
+class ActivationOffload:
+    """Move saved tensors of a rank's stages to the host and back.
+
+    Args:
+        device: of the stages.
+
+    Attributes:
+        buffers: the copies in host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffers = HostBuffers(device)
+        self.device = device
+        self._leaving: _SavedGroup | None = None  # the latest group, whose storages are still on the device
+
+    def ran(self, group: _SavedGroup | None) -> None:
+        """Release the storages of the group before; `group` has run, None if it is not offloaded."""
+        self._release()
+        self._leaving = group
+        if group is not None:
+            group.copied = self.buffers.mark_copied()
+
+    def begin_backward(self, group: _SavedGroup | None, before: _SavedGroup | None, grad: Tensor) -> None:
+        """Start the copies back for a group, and for the one that ran before it and is next."""
+        if group is self._leaving:
+            self._leaving = None
+        self._release()
+        for each in (group, before):
+            if each is not None:
+                each.fetch()
+
+    def _release(self) -> None:
+        if self._leaving is not None:
+            self._leaving.release()
+            self._leaving = None
+
+
+class _Piece:
+    """Hold a saved storage: on the device, on the host, or both while it is copied."""
+
+    def __init__(self, storage: torch.UntypedStorage, offload: ActivationOffload) -> None:
+        whole = torch.empty(0, dtype=torch.uint8, device=offload.device)
+        self.on_device: Tensor | None = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        self._buffers = offload.buffers
+        self._on_host: HostBuffer | None = None
+        self._on_host = self._buffers.copy_to_host(self.on_device)
+
+    def fetch(self) -> None:
+        """Start to copy it back, unless it is on the device."""
+        if self.on_device is None:
+            assert self._on_host is not None
+            self.on_device, self._on_host = self._buffers.copy_to_device(self._on_host), None
+
+    def __del__(self) -> None:
+        if self._on_host is not None:
+            self._buffers.give_back(self._on_host)
+
+
+class _Saved(NamedTuple):
+    """Stand for a saved tensor in autograd's graph."""
+
+    piece: _Piece
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _SavedGroup:
+    """The saved tensors of one group of layers for one microbatch.
+
+    Args:
+        layers: of the group.
+        kept: storages that stay on the device, besides those of the layers' parameters.
+        before: the group that ran before it, which may have saved the same storages.
+
+    Attributes:
+        pieces: by storage, until they are released.
+        copied: end of their copies to the host.
+    """
+
+    def __init__(
+        self,
+        offload: ActivationOffload,
+        layers: Sequence[nn.Module],
+        kept: set[int],
+        before: _SavedGroup | None,
+    ) -> None:
+        self.pieces: dict[int, _Piece] = {}
+        self.copied: torch.cuda.Event | None = None
+        self._offload = offload
+        self._layers: Sequence[nn.Module] | None = layers
+        self._kept = kept
+        self._before = {} if before is None else before.pieces
+        self._released: list[weakref.ref[_Piece]] = []
+        self._arrived: torch.cuda.Event | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which the group runs."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def release(self) -> None:
+        """Release the storages on the device; its later work waits for their copies."""
+        self._offload.buffers.wait(self.copied)
+        for piece in self.pieces.values():
+            piece.on_device = None
+        self._forget()
+
+    def fetch(self) -> None:
+        """Start to copy back what backward still needs."""
+        self._forget()
+        pieces = [piece for each in self._released if (piece := each()) is not None]
+        if any(piece.on_device is None for piece in pieces):
+            for piece in pieces:
+                piece.fetch()
+            self._arrived = self._offload.buffers.mark_arrived()
+
+    def _forget(self) -> None:
+        """Leave the pieces to autograd's graph, which frees each as soon as it has been used."""
+        self._released += map(weakref.ref, self.pieces.values())
+        self.pieces, self._before = {}, {}
+
+    def _pack(self, tensor: Tensor) -> _Saved | Tensor:
+        storage = tensor.untyped_storage()
+        if not tensor.is_floating_point() or storage.nbytes() < MIN_BYTES:
+            return tensor.detach()
+        if self._layers is not None:  # the first tensor: ZeRO stage 3 has gathered the parameters by now
+            self._kept, self._layers = self._kept | _storages(_parameters(self._layers)), None
+        number = storage._cdata
+        if number in self._kept:
+            return tensor.detach()
+        piece = self.pieces.get(number) or self._before.get(number)
+        if piece is None or piece.on_device is None:  # released: another storage had this number
+            piece = self._copied(storage)
+        self.pieces[number] = piece
+        return _Saved(piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _copied(self, storage: torch.UntypedStorage) -> _Piece:
+        try:
+            return _Piece(storage, self._offload)
+        except (RuntimeError, OSError) as error:
+            held = self._offload.buffers.num_bytes
+            raise UserError(
+                f"--cpu-offload-activations: {storage.nbytes():,} bytes of host memory cannot be allocated "
+                f"and pinned besides {held:,} bytes ({str(error).splitlines()[0]}): pass fewer layers"
+            ) from None
+
+    def _unpack(self, saved: _Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.piece.on_device is None:  # backward did not begin at the group's output
+            self.fetch()
+        if self._arrived is not None:
+            self._offload.buffers.wait(self._arrived)
+            self._arrived = None
+        whole = saved.piece.on_device
+        assert whole is not None
+        tensor = torch.empty(0, dtype=saved.dtype, device=whole.device)
+        return tensor.set_(whole.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+
+def _parameters(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parameters, and the buffers of their gradients, which compiled layers save."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            yield parameter
+            main_grad = main_grad_of(parameter)
+            if main_grad is not None and main_grad.fixed_buffer is not None:
+                yield main_grad.fixed_buffer
+
+
+def _storages(tensors: Iterable[Any]) -> set[int]:
+    """Return the numbers of the tensors' storages, each valid as long as its storage exists."""
+    return {each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}
+
+
+def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> None:
+    """Offload what the first layers of a stage save; call it after `apply_recompute`.
+
+    Args:
+        num_layers: a group of layers is offloaded if its first layer is one of this many.
+    """
+    if isinstance(stage, TransformerStage):
+        stage.core.prepare(stage.config.seq_length)
+    run_layers = stage.run_layers
+
+    def run_offloaded(layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return run_layers(layers, x, *inputs)
+        kept = _storages([*tree_leaves(inputs), *stage.tables()])
+        before: _SavedGroup | None = None
+        for group in stage.groups_of(len(layers)):
+            run = partial(stage.run_group, group, layers)
+            saved = None
+            if group.start < num_layers:
+                saved = _SavedGroup(offload, [layers[i] for i in group], kept, before)
+                with saved.hooks():
+                    x = run(x, *inputs)
+            else:
+                x = run(x, *inputs)
+            offload.ran(saved)
+            if x.requires_grad:
+                x.register_hook(partial(offload.begin_backward, saved, before))
+            before = saved
+        return x
+
+    stage.run_layers = run_offloaded  # type: ignore[method-assign]

@@ -1,0 +1,90 @@
+"""Activations that layers save for backward, and those that are offloaded.
+
+They are counted in elements per token, after Korthikanti et al. 2022 (table 2), but without dropout masks,
+which megalite does not save. tests/ranks/tensor_parallel/test_recompute.py compares the model with these
+numbers.
+"""
+
+from __future__ import annotations
+
+from megalite.plan.planned_run import PlannedRun
+
+
+def layer_elements(run: PlannedRun) -> dict[str, float]:
+    """Return the elements that one layer saves of a microbatch without recomputation, by part."""
+    model, tp = run.config.model, run.tp
+    hidden, program = model.hidden_size, run.program
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    norm = hidden / (1 if program.keeps_gathered else run.num_sequence_shards)
+    halves = 2 if model.is_gated else 1
+    parts = {
+        "residual": 2 * hidden / run.num_sequence_shards,
+        "attention norm": norm,
+        "mlp norm": norm,
+        "qkv": 2 * (queries + keys) / tp,
+        "rotated": 0.0,
+        "core": 0.0,
+        "hidden": halves * model.ffn_size / tp,
+        "activation": (2 if halves == 2 and program.keeps_gate else 1) * model.ffn_size / tp,
+    }
+    if model.position_embedding_type == "rope" and not program.fused_elementwise:
+        parts["rotated"] = (queries + keys) / tp  # besides the QKV output, which the values are a view of
+    if program.keeps_scores:
+        scores = 2 if model.attention_dropout > 0 else 1
+        parts["core"] = (scores * model.num_attention_heads * model.seq_length + queries) / tp
+    return {name: run.tokens * size for name, size in parts.items()}
+
+
+_DROPPED = {
+    "core_attn": ("core", "rotated"),
+    "mlp": ("mlp norm", "hidden", "activation"),
+    "mlp_act": ("activation",),
+    "layernorm": ("attention norm", "mlp norm"),
+}
+"""Parts of `layer_elements` that a recomputed module does not save."""
+
+
+def kept_elements(run: PlannedRun) -> float:
+    """Return the elements that one layer saves of a microbatch, unless it is fully recomputed."""
+    parts = layer_elements(run)
+    dropped = {part for module in run.config.recompute.modules for part in _DROPPED[module]}
+    return sum(size for name, size in parts.items() if name not in dropped)
+
+
+def group_elements(run: PlannedRun, num_layers: int) -> list[float]:
+    """Return the elements that each group of a stage's layers saves of one microbatch."""
+    recompute, hidden = run.config.recompute, run.config.model.hidden_size
+    is_sharded = recompute.distribute_saved_activations or run.num_sequence_shards > 1
+    group_input = run.tokens * hidden / (run.tp if is_sharded else 1)
+    return [
+        group_input if is_again else len(group) * kept_elements(run)
+        for group, is_again in recompute.groups(num_layers)
+    ]
+
+
+def stage_elements(run: PlannedRun, num_layers: int) -> float:
+    """Return the elements that a stage saves of one microbatch."""
+    return sum(group_elements(run, num_layers))
+
+
+def offloaded_elements(run: PlannedRun) -> list[list[float]]:
+    """Return, per stage, the elements of one microbatch that each offloaded group saves."""
+    recompute = run.config.recompute
+    return [
+        [
+            elements
+            for (group, _), elements in zip(
+                recompute.groups(num_layers), group_elements(run, num_layers), strict=True
+            )
+            if group.start < recompute.cpu_offload_activations
+        ]
+        for num_layers in run.layers
+    ]
+
+
+def linear_input_elements(run: PlannedRun) -> float:
+    """Return the elements of the inputs of one layer's linear layers."""
+    model = run.config.model
+    inputs = 2 * model.hidden_size / run.num_sequence_shards  # of the two column-parallel layers
+    inputs += (model.num_attention_heads * model.head_dim + model.ffn_size) / run.tp
+    return run.tokens * inputs
