@@ -208,7 +208,7 @@ class FullyShardedOptimizer(BaseOptimizer):
         self.num_left = 0
         # FSDP sums the microbatches of a shard in the messages' dtype until it all-reduces them.
         if topology.dp.replicate is not None and message_dtype in (None, main_dtype(dtype)):
-            module.register_full_backward_pre_hook(self._before_backward)
+            module.register_forward_hook(self._after_forward)
         super().__init__(self.local, config, parallel, topology, dtype)
 
     def begin(self, num_microbatches: int) -> None:
@@ -217,7 +217,11 @@ class FullyShardedOptimizer(BaseOptimizer):
         for each in self.parameters:
             each.parameter.grad = None
 
-    def _before_backward(self, *_: object) -> None:
+    def _after_forward(self, module: nn.Module, arguments: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: Tensor) -> None:
         """Reduce shards over their replicas in the iteration's last backward alone."""
         self.num_left -= 1
         self.root.set_requires_all_reduce(self.num_left <= 0)
