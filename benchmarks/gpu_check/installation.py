@@ -92,7 +92,10 @@ def _triton_attention() -> Result:
 
 def operator_tests(context: CheckContext) -> Iterator[Result]:
     """Run the tests of compiled operators, of copies to the GPU and of NCCL."""
-    others = (f"tests/gpu/test_{name}.py" for name in ("host_copy", "communication", "gelu_in_gemms"))
+    others = (
+        f"tests/gpu/test_{name}.py"
+        for name in ("host_copy", "activation_offload", "communication", "gelu_in_gemms")
+    )
     return _tests("operator tests", "tests/gpu/test_kernels.py", *others, "-k", "not at_run_time")
 
 

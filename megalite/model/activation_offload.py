@@ -13,7 +13,7 @@ A group is a layer, or several layers that are recomputed together and save thei
 offloaded tensors of at most two groups: of the one that runs, and of the one before or after it.
 
 A storage is copied once, however many tensors of it are saved. What others hold anyway is not copied:
-parameters and their gradients, tables, and the inputs that all layers share. With stored weight gradients
+parameters, tables, and the inputs that all layers share. With stored weight gradients
 (zero bubble), the inputs of linear layers are on the device again from the backward of a layer's input to
 that of its weights: a second copy would take longer than they are there.
 """
@@ -21,7 +21,7 @@ that of its weights: a second copy would take longer than they are there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ from megalite.errors import UserError
 from megalite.hardware.host_buffers import HostBuffer, HostBuffers
 from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
-from megalite.tensor_parallel.weight_gradient_store import main_grad_of
 
 MIN_BYTES = 1 << 14
 """Smallest storage to copy: starting a copy takes as long as copying this many bytes."""
@@ -167,7 +166,8 @@ class _SavedGroup:
         if not tensor.is_floating_point() or storage.nbytes() < MIN_BYTES:
             return tensor.detach()
         if self._layers is not None:  # the first tensor: ZeRO stage 3 has gathered the parameters by now
-            self._kept, self._layers = self._kept | _storages(_parameters(self._layers)), None
+            parameters = (parameter for layer in self._layers for parameter in layer.parameters())
+            self._kept, self._layers = self._kept | _storages(parameters), None
         number = storage._cdata
         if number in self._kept:
             return tensor.detach()
@@ -199,16 +199,6 @@ class _SavedGroup:
         assert whole is not None
         tensor = torch.empty(0, dtype=saved.dtype, device=whole.device)
         return tensor.set_(whole.untyped_storage(), saved.offset, saved.size, saved.stride)
-
-
-def _parameters(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the parameters, and the buffers of their gradients, which compiled layers save."""
-    for layer in layers:
-        for parameter in layer.parameters():
-            yield parameter
-            main_grad = main_grad_of(parameter)
-            if main_grad is not None and main_grad.fixed_buffer is not None:
-                yield main_grad.fixed_buffer
 
 
 def _storages(tensors: Iterable[Any]) -> set[int]:

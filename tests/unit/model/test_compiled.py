@@ -179,7 +179,6 @@ def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology)
 def test_what_graphs_save_is_offloaded(
     case: str, one_rank: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradients' buffers are not, which graphs save and add to."""
     monkeypatch.setattr("megalite.model.activation_offload.MIN_BYTES", 1)
     model, recompute = CASES[case]
     offload = ActivationOffload(one_rank.device)
