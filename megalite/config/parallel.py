@@ -10,6 +10,7 @@ from megalite.pipeline.schedules import ScheduleName
 
 GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
+ReshardAfterForward = Literal["default", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class ParallelConfig:
     zero_stage: int = field(default=0, metadata=flags(sets={"--use-distributed-optimizer": 1}))
     """ZeRO stage: what data-parallel ranks shard. 0: nothing, 1: the optimizer state, 2: gradients too, 3:
     weights too."""
+    fsdp_reshard_after_forward: ReshardAfterForward = "default"
+    """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
+    (never). By default never in a pipeline where they fit."""
     overlap_grad_reduce: bool = True
     """Overlap the gradient reduction over data-parallel ranks with the backward pass."""
     overlap_param_gather: bool | None = None

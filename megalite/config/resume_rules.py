@@ -54,7 +54,8 @@ _NAMES: Mapping[OnResume, str] = {
         pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage
         pipeline_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pp_partition_method
-        ddp_bucket_size zero_stage overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
+        ddp_bucket_size zero_stage fsdp_reshard_after_forward overlap_grad_reduce overlap_param_gather
+        gradient_accumulation_fusion
         distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks

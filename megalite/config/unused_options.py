@@ -84,6 +84,8 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     if config.parallel.distributed_backend == "nccl":
         yield "distributed_backend", "ranks on GPUs use nccl anyway, and ranks on CPUs can only use gloo"
+    if config.parallel.zero_stage < 3:
+        yield "fsdp_reshard_after_forward", "only --zero-stage 3 shards weights"
     if config.parallel.zero_stage == 0:
         yield "overlap_param_gather", "with --zero-stage 0 weights are not gathered"
     elif config.parallel.zero_stage == 3:
@@ -93,6 +95,7 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     if replicas(config, world_size) == 1:
         for name in (
             "zero_stage",
+            "fsdp_reshard_after_forward",
             "overlap_grad_reduce",
             "overlap_param_gather",
             "grad_communication_dtype",
