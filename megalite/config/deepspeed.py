@@ -59,6 +59,7 @@ _SWITCHED = ("tensorboard", "wandb", "nebula", "flops_profiler")
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """The decay after the warm-up of each scheduler."""
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam")
+_GATHERED = "weights are gathered and freed layer by layer, or with --fsdp-reshard-after-forward never once"
 _NOT_NEEDED: Mapping[str, str] = {
     "zero_optimization.contiguous_gradients": "gradients are always in contiguous buffers",
     "zero_optimization.reduce_scatter": "sharded gradients are always reduce-scattered",
@@ -66,8 +67,8 @@ _NOT_NEEDED: Mapping[str, str] = {
     "zero_optimization.allgather_bucket_size": "weights are gathered in the gradients' buckets",
     "zero_optimization.round_robin_gradients": "gradients are divided by elements",
     "zero_optimization.sub_group_size": "the update is one kernel over all elements",
-    "zero_optimization.stage3_max_live_parameters": "weights are gathered and freed layer by layer",
-    "zero_optimization.stage3_max_reuse_distance": "weights are gathered and freed layer by layer",
+    "zero_optimization.stage3_max_live_parameters": _GATHERED,
+    "zero_optimization.stage3_max_reuse_distance": _GATHERED,
     "zero_optimization.stage3_prefetch_bucket_size": "the next layer's weights are gathered ahead",
     "zero_optimization.stage3_param_persistence_threshold": "all weights are sharded",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "checkpoints hold all weights",

@@ -314,9 +314,10 @@ UNSUPPORTED = (
         "remove it; --zero-stage 1, 2 or 3 shards over data-parallel ranks",
         """
         use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp data-parallel-sharding-strategy
-        outer-dp-sharding-strategy use-layer-wise-distributed-optimizer
+        outer-dp-sharding-strategy use-layer-wise-distributed-optimizer fsdp-double-buffer
+        fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration
         """,
-        "fsdp- megatron-fsdp- torch-fsdp2- gtp-",
+        "megatron-fsdp- torch-fsdp2- gtp-",
     ),
     UnsupportedFeature(
         "parallel",

@@ -11,6 +11,7 @@ from megalite.pipeline.schedules import ScheduleName
 
 GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
+ReshardAfterForward = Literal["default", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class ParallelConfig:
     replicas; 0: those of a node."""
     num_distributed_optimizer_instances: int | None = None
     """Number of groups that ZeRO shards within, instead of their size."""
+    fsdp_reshard_after_forward: ReshardAfterForward = "default"
+    """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
+    (never). By default never in a pipeline where they fit."""
     overlap_grad_reduce: bool = True
     """Overlap the gradient reduction over data-parallel ranks with the backward pass."""
     overlap_param_gather: bool | None = None

@@ -55,7 +55,7 @@ _NAMES: Mapping[OnResume, str] = {
         pipeline_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pp_partition_method
         ddp_bucket_size zero_stage data_parallel_shard_degree num_distributed_optimizer_instances
-        overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
+        fsdp_reshard_after_forward overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
         distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks cpu_offload_activations

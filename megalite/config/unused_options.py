@@ -93,6 +93,8 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
 
 def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
+    if parallel.zero_stage < 3:
+        yield "fsdp_reshard_after_forward", "only --zero-stage 3 shards weights"
     if parallel.zero_stage == 0:
         yield "overlap_param_gather", "with --zero-stage 0 weights are not gathered"
         yield "num_distributed_optimizer_instances", "with --zero-stage 0 nothing is sharded"
@@ -106,6 +108,7 @@ def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[s
             "zero_stage",
             "data_parallel_shard_degree",
             "num_distributed_optimizer_instances",
+            "fsdp_reshard_after_forward",
             "overlap_grad_reduce",
             "overlap_param_gather",
             "grad_communication_dtype",

@@ -43,7 +43,6 @@ RULES: tuple[Rule, ...] = (
     training_rules.weight_decay,
     model_rules.loss_scale,
     model_rules.gradient_messages,
-    model_rules.zero_stage,
     parallel_rules.shard_groups,
     model_rules.fp8,
     training_rules.run_length,
@@ -67,7 +66,6 @@ RULES: tuple[Rule, ...] = (
     logging_rules.profiled_ranks,
     logging_rules.layer_norms,
     data_rules.dry_run_rank,
-    data_rules.dry_run_zero,
     data_rules.dry_run_json,
 )
 """Every rule between fields, in the order of their messages."""

@@ -13,7 +13,8 @@ from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.repetition import Repetition
 from megalite.dry_run.traffic import CollectiveCall, Traffic
 from megalite.log import log
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.flat_buffers import ParameterShard
+from megalite.optim.optimizer import BaseOptimizer, Optimizer
 from megalite.pipeline.schedules import Action
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
@@ -37,14 +38,31 @@ class Buffers:
     moments: int
 
     @staticmethod
-    def of(optimizer: Optimizer) -> Buffers:
+    def of(optimizer: BaseOptimizer) -> Buffers:
         """Return the sizes of an optimizer's buffers."""
+        if not isinstance(optimizer, Optimizer):
+            return Buffers._of_parameters(optimizer)
         states = optimizer.states
         return Buffers(
             weights=sum(state.bucket.weight.nbytes for state in states),
             gradients=sum(each.owned_grad.untyped_storage().nbytes() for each in optimizer.buffers),
             main_weights=sum(state.main.nbytes for state in states if state.has_own_main),
             moments=sum(moment.nbytes for state in states for moment in state.moments.values()),
+        )
+
+    @staticmethod
+    def _of_parameters(optimizer: BaseOptimizer) -> Buffers:
+        """Return the sizes with ZeRO stage 3, which has no buckets."""
+        sizes = optimizer.parameter_bytes().values()
+        state = {
+            name: each.tensor for name, each in optimizer.state().items() if isinstance(each, ParameterShard)
+        }
+        main_weights = sum(tensor.nbytes for name, tensor in state.items() if name.endswith(".main"))
+        return Buffers(
+            weights=sum(each.weights for each in sizes),
+            gradients=sum(each.gradients for each in sizes),
+            main_weights=main_weights,
+            moments=sum(tensor.nbytes for tensor in state.values()) - main_weights,
         )
 
     @property
@@ -127,7 +145,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
     """Build this rank's part of a run, train the first iteration, and count.
 
     Args:
-        run: without ZeRO stage 3; its topology may be a fake one.
+        run: its topology may be a fake one.
         datasets: the data to train on.
         repetition: run its shorter iteration, and add the repeated parts. If the counts of the repeated part
             differ from those of the part before it, the whole iteration runs instead.
@@ -141,8 +159,9 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         )
     traffic = Traffic(topology)
     with LiveBytes() as live, Trainer(run, datasets) as trainer:
-        assert isinstance(trainer.optimizer, Optimizer), "ZeRO stage 3 has no Optimizer"
         held = live.peak = live.now
+        if not isinstance(trainer.optimizer, Optimizer):
+            held += Buffers.of(trainer.optimizer).gradients  # FSDP allocates them in the first backward
         observer = _ActionObserver(live, traffic, marked, _num_actions(trainer, repetition))
         trainer.pipeline.observers.append(observer)
         with traffic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.dry_run.corpus_estimate import corpora_of
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
+from megalite.dry_run.fsdp_on_meta import fsdp_on_meta
 from megalite.dry_run.meta_tensors import meta_tensors
 from megalite.dry_run.repetition import Repetition, repetition_of
 from megalite.errors import UserError
@@ -24,7 +26,8 @@ from megalite.plan.model_parameters import total_parameters
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
-from megalite.train.setup import prepare_process
+from megalite.train.setup import describe_gathering, prepare_process
+from megalite.train.weight_gathering import choose_weight_gathering
 
 
 def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None = None) -> None:
@@ -60,9 +63,13 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
             config = resolve_run(config, topology).config
         corpora = corpora_of(config, topology.dp.size)
         config_to_run = _without_files(config)
-        with meta_tensors():
+        is_sharded = config.parallel.zero_stage_among(topology.dp.shard.size) == 3
+        with meta_tensors(), fsdp_on_meta() if is_sharded else nullcontext():
             run = resolve_run(config_to_run, topology, providers=Providers(model))
             counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
+        if is_sharded:
+            gathering = choose_weight_gathering(config, topology)
+            log.info("gathered weights: %s", describe_gathering(gathering, topology.pp.size))
         axes = (topology.pp, *topology.dp.parts, topology.tp)
         return DryRun(
             config,

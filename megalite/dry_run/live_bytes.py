@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,14 @@ class Mode(TorchDispatchMode):
         return False
 
 
+@dataclass
+class _Held:
+    """A storage, and its bytes."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    size: int
+
+
 class LiveBytes(Mode):
     """Count the bytes of storages that operators in this block made and that are still referenced.
 
@@ -35,7 +45,31 @@ class LiveBytes(Mode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the storage's address
+        self._held: dict[int, _Held] = {}  # by the storage's address
+
+    def __enter__(self) -> LiveBytes:
+        self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resize)
+        self._resizing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
+
+    @property
+    def _resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """Return a method of storages that resizes them and counts: FSDP frees gathered weights so."""
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            out = original(storage, size)
+            if held := self._held.get(storage._cdata):
+                self._add(size - held.size)
+                held.size = size
+            return out
+
+        return resize
 
     def __torch_dispatch__(
         self,
@@ -56,10 +90,12 @@ class LiveBytes(Mode):
             return
 
         def forget(_: object) -> None:
-            del self._held[address]
-            self.now -= size
+            self.now -= self._held.pop(address).size
 
-        self._held[address] = weakref.ref(storage, forget)
+        self._held[address] = _Held(weakref.ref(storage, forget), size)
+        self._add(size)
+
+    def _add(self, size: int) -> None:
         self.now += size
         self.peak = max(self.peak, self.now)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from megalite.config import OptimizerConfig, ParallelConfig
@@ -18,8 +20,11 @@ from megalite.distributed.topology import Axis, Topology
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.gradient_buckets import MESSAGE_DTYPES, main_dtype
 from megalite.optim.optimizer import BaseOptimizer, CountedShard
+from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, num_used, spec_of
+from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
+from megalite.tensor_parallel.weight_gradient_store import WeightGradient, run_stored
 
 
 class FullyShardedParameter:
@@ -105,7 +110,8 @@ def shard_module(
     weights.
 
     Args:
-        module: its parameters are on the meta device, and are replaced.
+        module: its parameters are on the meta device, and are replaced, except those that belong to a module
+            that is sharded already: the tied embedding, if the rank holds the first and the last stage.
         blocks: parts of it that are all-gathered one at a time; the rest is all-gathered as one unit, and
             stays full from forward to backward.
         seed: key of the initial weights.
@@ -114,7 +120,8 @@ def shard_module(
     """
     main = main_dtype(dtype)
     policy = MixedPrecisionPolicy(dtype, message_dtype or main, cast_forward_inputs=False)
-    named = dict(module.named_parameters())
+    shared: set[nn.Parameter] = {each for each in module.parameters() if isinstance(each, DTensor)}
+    named = {name: each for name, each in module.named_parameters() if each not in shared}
     names = {parameter: name for name, parameter in named.items()}
     dp = topology.dp
     mesh = topology.mesh["dp"] if dp.replicate is None else topology.mesh[dp.replicate.name, dp.shard.name]
@@ -125,7 +132,7 @@ def shard_module(
                     weight = torch.empty(parameter.shape, dtype=main, device=topology.device)
                     fill_initial(weight, name, spec_of(parameter), seed, topology)
                     setattr(owner, key, nn.Parameter(_flat_outputs(weight, key)))
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=shared)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is a mean already
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -133,6 +140,8 @@ def shard_module(
         unit.set_custom_reduce_scatter(_PostedReduceScatter(topology.events, dp.shard.name))
     sharded = []
     for name, parameter in module.named_parameters():
+        if parameter in shared:
+            continue
         parameter.spec = spec_of(named[name])  # type: ignore[attr-defined]
         sharded.append(FullyShardedParameter(name, parameter, tuple(named[name].shape), dp))
     return sharded
@@ -172,63 +181,158 @@ def _flat_outputs(weight: Tensor, key: str) -> Tensor:
     return weight.flatten(0, -2) if weight.dim() > 1 else weight
 
 
-class FullyShardedOptimizer(BaseOptimizer):
-    """ZeRO stage 3: this rank has a shard of each parameter.
+class ShardedChunk:
+    """A pipeline stage under FSDP: how long its full weights stay, and when its gradients are reduced.
 
-    Attributes:
-        parameters: this rank's shards, some of which may be empty.
-        local: those that are not empty, in the order of AdamW's states.
-        num_left: backward passes that this iteration is still to start.
+    Gradients are reduce-scattered in every microbatch, as soon as they are computed. Without a pipeline,
+    weights are gathered for every microbatch. In a pipeline some microbatch is nearly always between its
+    forward and its backward, so what is in no block stays full from the first forward of an iteration to its
+    last backward.
+
+    Args:
+        root: sharded by `shard_module`, with these blocks.
+        keeps_rest: what is in no block stays full for a whole iteration.
+        keeps_blocks: so do the blocks.
+        all_reduces_once: ranks that replicate a shard all-reduce its sum over the microbatches, instead of
+            each microbatch's.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        root: nn.Module,
         blocks: Iterable[nn.Module],
-        config: OptimizerConfig,
-        parallel: ParallelConfig,
-        topology: Topology,
-        dtype: torch.dtype,
-        seed: int,
+        *,
+        keeps_rest: bool,
+        keeps_blocks: bool,
+        all_reduces_once: bool,
     ) -> None:
-        """Give the module its initial weights, as `shard_module` does, and allocate the state.
-
-        Args:
-            module: the whole model; `blocks` are its parts that are all-gathered one at a time.
-            parallel: dtype of gradient messages, and sequence parallelism.
-            dtype: in which the model computes.
-            seed: key of the initial weights.
-        """
-        message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
-        self.dtype = dtype
-        self.parameters = shard_module(module, blocks, seed, topology, dtype, message_dtype)
-        assert isinstance(module, FSDPModule)
-        self.root = module
-        self.local = [each for each in self.parameters if each.main.numel() > 0]
-        self.num_left = 0
-        # FSDP sums the microbatches of a shard in the messages' dtype until it all-reduces them.
-        if topology.dp.replicate is not None and message_dtype in (None, main_dtype(dtype)):
-            module.register_forward_hook(self._after_forward)
-        super().__init__(self.local, config, parallel, topology, dtype)
+        self._units = [unit for unit in (*blocks, root) if isinstance(unit, FSDPModule)]
+        *block_units, root_unit = self._units
+        if keeps_rest:
+            root_unit.set_reshard_after_backward(False, recurse=False)
+            # FSDP's own order of gathering for backward is wrong where other microbatches' forwards came
+            # between a microbatch's forward and its backward.
+            for unit, earlier in zip(self._units, [root_unit, *block_units], strict=True):
+                unit.set_modules_to_backward_prefetch([earlier])
+        for unit in block_units if keeps_blocks else ():
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+        self._root = root_unit
+        self._num_left = 0
+        if all_reduces_once:
+            root.register_forward_hook(self._after_forward)
 
     def begin(self, num_microbatches: int) -> None:
-        self.finish_weights()
-        self.num_left = num_microbatches
-        for each in self.parameters:
-            each.parameter.grad = None
+        """Free the full weights, and start an iteration of that many backward passes."""
+        self.free_weights()
+        self._num_left = num_microbatches
 
     def _after_forward(self, module: nn.Module, arguments: object, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
-        """Reduce shards over their replicas in the iteration's last backward alone."""
-        self.num_left -= 1
-        self.root.set_requires_all_reduce(self.num_left <= 0)
+        """All-reduce shards in the iteration's last backward alone."""
+        self._num_left -= 1
+        self._root.set_requires_all_reduce(self._num_left <= 0)
+
+    def groups(self) -> Iterator[FSDPParamGroup]:
+        """Yield the groups of parameters that are communicated together."""
+        for unit in self._units:
+            state = unit._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # an older torch has one group a unit
+                yield state._fsdp_param_group
+
+    def wait_for_reductions(self) -> None:
+        """Let the device wait for reductions that began outside of a backward pass."""
+        self._units[-1]._get_fsdp_state()._root_post_backward_final_callback()
+
+    def free_weights(self) -> None:
+        """Free the full weights."""
+        for unit in self._units:
+            unit.reshard()
+
+
+class FullyShardedOptimizer(BaseOptimizer):
+    """ZeRO stage 3: this rank has a shard of each parameter.
+
+    Attributes:
+        parameters: this rank's shards, some of which may be empty.
+        local: those that are not empty, in the order of AdamW's states.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[nn.Module, Sequence[nn.Module]]],
+        tied: TiedWeight | None,
+        config: OptimizerConfig,
+        parallel: ParallelConfig,
+        topology: Topology,
+        dtype: torch.dtype,
+        seed: int,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        """Give the modules their initial weights, as `shard_module` does, and allocate the state.
+
+        Args:
+            modules: this rank's pipeline stages, each with its parts that are all-gathered one at a time.
+            tied: the tied word embedding, if the pipeline has more than one rank and this rank holds the
+                first or the last stage.
+            parallel: dtype of gradient messages, and sequence parallelism.
+            dtype: in which the model computes.
+            seed: key of the initial weights.
+            keeps_weights: all-gather each weight once an iteration, and keep it until the last backward.
+        """
+        message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
+        self.dtype = dtype
+        self._copied: str | None = None  # the weight that another stage has a copy of
+        if tied is not None and tied.has_other_copy:
+            named = (pair for module, _ in modules for pair in module.named_parameters())
+            self._copied = next(name for name, parameter in named if parameter is tied.weight)
+        self.parameters: list[FullyShardedParameter] = []
+        self._chunks: list[ShardedChunk] = []
+        # FSDP sums the microbatches of a shard in the messages' dtype until it all-reduces them. It cannot
+        # where a zero bubble reduces some gradients of a layer in B and the others in W.
+        has_one_reduction = not SCHEDULES[parallel.schedule].splits_backward
+        for module, blocks in modules:
+            self.parameters += shard_module(module, blocks, seed, topology, dtype, message_dtype)
+            self._chunks.append(
+                ShardedChunk(
+                    module,
+                    blocks,
+                    keeps_rest=keeps_weights or topology.pp.size > 1,
+                    keeps_blocks=keeps_weights,
+                    all_reduces_once=topology.dp.replicate is not None
+                    and message_dtype in (None, main_dtype(dtype))
+                    and has_one_reduction,
+                )
+            )
+        self._group_of: dict[nn.Parameter, FSDPParamGroup] = {}
+        self.local = [each for each in self.parameters if each.main.numel() > 0]
+        super().__init__(self.local, config, parallel, topology, dtype)
+
+    def begin(self, num_microbatches: int) -> None:
+        for chunk in self._chunks:
+            chunk.begin(num_microbatches)
+        for each in self.parameters:
+            each.parameter.grad = None
 
     def finish_weights(self) -> None:
         """Free the full weights that an evaluation has left, before weights are read or changed."""
-        self.root.reshard()
+        for chunk in self._chunks:
+            chunk.free_weights()
+
+    def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
+        """Compute stored weight gradients, and reduce-scatter each layer's before the next layer's."""
+        if not self._group_of:  # the full parameters exist since the first forward
+            groups = (group for chunk in self._chunks for group in chunk.groups())
+            self._group_of = {each.unsharded_param: group for group in groups for each in group.fsdp_params}
+        for group, of_group in groupby(gradients, lambda each: self._group_of[each.weight]):
+            run_stored(of_group)
+            group.post_backward()
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter's main weights in its local shape; every rank of dp must call it."""
@@ -265,7 +369,11 @@ class FullyShardedOptimizer(BaseOptimizer):
             yield each.name, 0 if rounds else each.main.nbytes, each.main.nbytes
 
     def _finish_reduction(self) -> None:
-        """Do nothing: FSDP has summed the gradients in backward."""
+        for chunk in self._chunks:
+            chunk.wait_for_reductions()
+        self.finish_weights()
+        if self._copied is not None and (gradient := self._find(self._copied).gradient).numel() > 0:
+            sum_tied_embedding_grads(gradient, self.topology.pp)
 
     def _owned_gradients(self) -> list[Tensor]:
         return [each.gradient for each in self.local]
@@ -278,6 +386,8 @@ class FullyShardedOptimizer(BaseOptimizer):
         if replicate is not None and not replicate.is_first:
             return
         for each in self.local:
+            if each.name == self._copied and not self.topology.pp.is_first:
+                continue  # the first stage counts it
             if each.is_cut or self.topology.tp.is_first:
                 used = max(0, num_used(each.spec, self.topology) - each.start)
                 yield CountedShard(each.name, each.main, each.gradient, used)

@@ -23,6 +23,7 @@ from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import num_used
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
+from megalite.tensor_parallel.weight_gradient_store import WeightGradient, run_stored
 
 BLOCKS = {"cpu": 2**16}
 """Elements whose squares are summed in one call, by device; elsewhere all, which the op itself splits.
@@ -105,6 +106,10 @@ class BaseOptimizer(ABC):
     @abstractmethod
     def finish_weights(self) -> None:
         """Wait until weights can be read or changed outside of forward."""
+
+    def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
+        """Compute and accumulate the weight gradients that a schedule with split backward has stored."""
+        run_stored(gradients)
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor:

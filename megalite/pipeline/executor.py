@@ -89,6 +89,7 @@ class ScheduleRun(Generic[M]):
         exchange: PointToPoint,
         load: Callable[[int], M],
         store: WeightGradientStore,
+        run_weight_gradients: Callable[[Sequence[WeightGradient]], None],
         num_tokens: float | Tensor,
         loss_scale: float,
     ) -> None:
@@ -99,6 +100,7 @@ class ScheduleRun(Generic[M]):
         self._exchange = exchange
         self._load = load
         self._store = store
+        self._run_weight_gradients = run_weight_gradients
         self._num_tokens = num_tokens
         self._loss_scale = loss_scale
         self._compute = {
@@ -181,7 +183,7 @@ class ScheduleRun(Generic[M]):
         return gradient
 
     def _backward_weight(self, action: Action) -> None:
-        run_stored(self._stored.pop((action.microbatch, action.chunk)))
+        self._run_weight_gradients(self._stored.pop((action.microbatch, action.chunk)))
 
 
 class Pipeline(Generic[M]):
@@ -204,6 +206,7 @@ class Pipeline(Generic[M]):
         dtype: torch.dtype,
         device: torch.device,
         store: WeightGradientStore | None = None,
+        run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
     ) -> None:
         """Build the pipeline without any communication.
 
@@ -215,6 +218,7 @@ class Pipeline(Generic[M]):
             dtype: of the hidden states.
             device: of the hidden states.
             store: collects the weight gradients of the chunks' layers, for a schedule with split backward.
+            run_weight_gradients: computes and accumulates them.
         """
         self._chunks = chunks
         self._pp = pp
@@ -224,6 +228,7 @@ class Pipeline(Generic[M]):
         self.observers: list[Observer[Action]] = []
         self._exchange = PointToPoint(pp, hidden_shape, dtype, device)
         self._store = store or WeightGradientStore()
+        self._run_weight_gradients = run_weight_gradients
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
 
     def train_step(
@@ -276,6 +281,7 @@ class Pipeline(Generic[M]):
             self._exchange,
             load,
             self._store,
+            self._run_weight_gradients,
             num_tokens,
             loss_scale,
         )

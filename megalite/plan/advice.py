@@ -11,7 +11,7 @@ from megalite.config.stage_layers import layers_per_stage
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, own_program, run_problems
-from megalite.plan.rank_memory import RankMemory, rank_memories
+from megalite.plan.rank_memory import RankMemory, choose_gathering, rank_memories
 
 _GB = 1e9
 NUM_REMEDIES = 3
@@ -83,22 +83,21 @@ class Advice:
 
 def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Advice:
     """Plan the memory of a pipeline rank as it is, and with each change that training would accept."""
-    memory = rank_memories(planned_on(config, world_size, device))[pp_rank]
+    memory = _memories(planned_run_on(config, world_size, device))[pp_rank]
     best: dict[str, Remedy] = {}
     for change in changes(config, world_size):
-        run = planned_on(change.config, change.world_size or world_size, device)
+        run = planned_run_on(change.config, change.world_size or world_size, device)
         if run_problems(change.config, run.cluster):
             continue
-        totals = [each.total for each in rank_memories(run)]
+        totals = [each.total for each in _memories(run)]
         saved = memory.total - (totals[pp_rank] if change.world_size is None else max(totals))
         if saved > max(MIN_SHARE * memory.total, best[change.kind].saved if change.kind in best else 0.0):
             best[change.kind] = Remedy(change, saved)
     return Advice(memory, sorted(best.values(), key=lambda remedy: -remedy.saved)[:NUM_REMEDIES])
 
 
-def planned_on(config: Config, world_size: int, device: Device) -> PlannedRun:
-    """Return the run as it is planned on ranks of a device, whose speed is not known."""
-    # The speed of the GPU and its links does not change the memory.
+def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRun:
+    """Return the plan of a run on ranks with this memory; the speed of GPU and links does not change it."""
     gpu = replace(
         GPUS["a100-80"],
         memory_gib=device.memory_bytes / 2**30,
@@ -106,6 +105,11 @@ def planned_on(config: Config, world_size: int, device: Device) -> PlannedRun:
     )
     cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
     return PlannedRun(config, cluster, own_program(config.model, gpu))
+
+
+def _memories(run: PlannedRun) -> list[RankMemory]:
+    """Return the memory of each pipeline rank, with the weights that a run on this device would keep."""
+    return rank_memories(choose_gathering(run))
 
 
 def changes(config: Config, world_size: int) -> Iterator[Change]:
@@ -152,6 +156,10 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
             "--num-distributed-optimizer-instances 1" if has_number else f"--data-parallel-shard-degree {dp}"
         )
         yield Change("groups", flags, cost, replace(config, parallel=whole))
+    if dp > 1 and parallel.zero_stage == 3 and parallel.fsdp_reshard_after_forward != "always":
+        freed = replace(config, parallel=replace(parallel, fsdp_reshard_after_forward="always"))
+        cost = "at the cost of gathering weights for each microbatch"
+        yield Change("gathering", "--fsdp-reshard-after-forward always", cost, freed)
     if parallel.tp > 1 and not parallel.sequence_parallel:
         sharded = with_layout(config, sequence_parallel=True)
         yield Change("sequence", "--sequence-parallel", "at no cost", sharded)

@@ -10,13 +10,15 @@ from megalite.plan.iteration_time import IterationTime, time_iteration
 from megalite.plan.model_flops import CONVENTION, flops_per_token, flops_per_token_by_convention
 from megalite.plan.model_parameters import total_parameters
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.rank_memory import RankMemory, host_activations, rank_memories
+from megalite.plan.rank_memory import (
+    TIGHT_SHARE,
+    RankMemory,
+    choose_gathering,
+    host_activations,
+    rank_memories,
+)
 
 _GB = 1e9
-TIGHT_SHARE = 0.94
-"""Share of a GPU's memory above which a plan that fits may still run out of memory.
-
-Plans of published runs are typically off by 4 to 8%."""
 _DAY = 86400.0
 _JSON_KINDS = {"gemms": "products", "memory_bound": "passes"}
 """Names in --json of the kinds of `WorkSeconds` that have another name there."""
@@ -41,7 +43,7 @@ class RunPlan:
     """Plan a run; each number is computed when it is first requested."""
 
     def __init__(self, run: PlannedRun) -> None:
-        self.run = run
+        self.run = choose_gathering(run)
 
     @cached_property
     def parameters(self) -> int:

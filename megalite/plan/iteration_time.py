@@ -30,7 +30,12 @@ from megalite.plan.layer_time import (
     recomputation,
     total_work,
 )
-from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters, table_parameters
+from megalite.plan.model_parameters import (
+    edge_parameters,
+    layer_parameters_of_rank,
+    rank_parameters,
+    table_parameters,
+)
 from megalite.plan.planned_run import PlannedRun
 
 MAX_ROUNDS = 3
@@ -133,17 +138,25 @@ def _stage(run: PlannedRun, layer: MicrobatchWork, num_layers: int, is_first: bo
         work += head_work(run)
     message = _message(run)
     again = recomputation(run, layer, num_layers)
-    gather_forward, gather_backward = zero3_work(run, num_layers, work.forward, work.backward + again)
     down, up = offload_work(run, layer, num_layers)
-    forward = work.forward + message + gather_forward + down
-    backward_input = work.backward_input + again + message + gather_backward + up
+    sharding = zero3_communication(run, num_layers, edge_parameters(run, is_first, is_last))
+    forward = work.forward + message + sharding.in_forward(work.forward) + down
     if SCHEDULES[run.config.parallel.schedule].splits_backward:
+        backward_input = work.backward_input + again
+        backward_weight = work.backward_weight
         return {
             ActionKind.FORWARD: forward,
-            ActionKind.BACKWARD_INPUT: backward_input,
-            ActionKind.BACKWARD_WEIGHT: work.backward_weight,
+            ActionKind.BACKWARD_INPUT: backward_input
+            + message
+            + sharding.in_backward_input(backward_input)
+            + up,
+            ActionKind.BACKWARD_WEIGHT: backward_weight + sharding.in_backward_weight(backward_weight),
         }
-    return {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward_input + work.backward_weight}
+    backward = work.backward + again
+    return {
+        ActionKind.FORWARD: forward,
+        ActionKind.BACKWARD: backward + message + sharding.in_backward(backward) + up,
+    }
 
 
 def _message(run: PlannedRun) -> WorkSeconds:
@@ -246,32 +259,75 @@ def exposed_seconds(compute: float, communication: float) -> float:
     return CONTENTION * min(compute, communication) + max(0.0, communication - compute)
 
 
-def zero3_work(
-    run: PlannedRun, num_layers: int, forward: WorkSeconds, backward: WorkSeconds
-) -> tuple[WorkSeconds, WorkSeconds]:
-    """Return what a forward and a backward wait for weights and gradients with ZeRO stage 3.
+@dataclass(frozen=True)
+class ShardedStageSeconds:
+    """Hold the seconds of a stage's communication with ZeRO stage 3, for one microbatch.
+
+    Attributes:
+        edge_weights: all-gather of what is in no layer. Nothing overlaps with it in forward.
+        layer_weights: all-gathers of the layers' weights; for backward they are gathered again.
+        edge_gradients: reduce-scatter of what is in no layer. Nothing overlaps with it in backward.
+        layer_gradients: reduce-scatters of the layers' gradients.
+    """
+
+    edge_weights: float = 0.0
+    layer_weights: float = 0.0
+    edge_gradients: float = 0.0
+    layer_gradients: float = 0.0
+
+    def in_forward(self, work: WorkSeconds) -> WorkSeconds:
+        """Return what a forward of this work waits for."""
+        return WorkSeconds(dp=self.edge_weights + exposed_seconds(work.seconds, self.layer_weights))
+
+    def in_backward(self, work: WorkSeconds) -> WorkSeconds:
+        """Return what a backward waits for, the recomputed forward included."""
+        overlapped = self.edge_weights + self.layer_weights + self.layer_gradients
+        return WorkSeconds(dp=self.edge_gradients + exposed_seconds(work.seconds, overlapped))
+
+    def in_backward_input(self, work: WorkSeconds) -> WorkSeconds:
+        """Return what the input gradients of a split backward wait for."""
+        return WorkSeconds(dp=exposed_seconds(work.seconds, self.layer_weights))
+
+    def in_backward_weight(self, work: WorkSeconds) -> WorkSeconds:
+        """Return what the weight gradients of a split backward wait for."""
+        return WorkSeconds(dp=self.edge_gradients + exposed_seconds(work.seconds, self.layer_gradients))
+
+
+def zero3_communication(run: PlannedRun, num_layers: int, edge: float) -> ShardedStageSeconds:
+    """Return the seconds of a stage's communication with ZeRO stage 3; all are 0 with another stage.
 
     Args:
         num_layers: number of layers of the stage.
-        forward: the work that overlaps with the forward's communication.
-        backward: the same, including the recomputed forward.
+        edge: its parameters that are in no layer, which a pipeline gathers once per iteration.
     """
     if run.zero_stage != 3:
-        return WorkSeconds(), WorkSeconds()
+        return ShardedStageSeconds()
     (group, _), layer = sharing_of(run), layer_parameters_of_rank(run)
-    rest = rank_parameters(run, 0) - num_layers * layer  # there is one stage
 
-    def seconds(element: int) -> float:
-        return num_layers * group.gather_seconds(layer * element)
+    def seconds(count: float, element: int) -> float:
+        return group.gather_seconds(count * element)
 
-    # Nothing overlaps with the first all-gather of a forward, and with the last reduce-scatter of a backward.
-    first = group.gather_seconds(rest * run.element_bytes)
-    last = group.gather_seconds(rest * gradient_bytes(run))
-    weights, gradients = seconds(run.element_bytes), seconds(gradient_bytes(run))
-    return (
-        WorkSeconds(dp=first + exposed_seconds(forward.seconds, weights)),
-        WorkSeconds(dp=last + exposed_seconds(backward.seconds, first + weights + gradients)),
+    weight, gradient = run.element_bytes, gradient_bytes(run)
+    return ShardedStageSeconds(
+        edge_weights=0.0 if run.pp > 1 or run.gathers_once else seconds(edge, weight),
+        layer_weights=0.0 if run.gathers_once else num_layers * seconds(layer, weight),
+        edge_gradients=seconds(edge, gradient),
+        layer_gradients=num_layers * seconds(layer, gradient),
     )
+
+
+def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
+    """Return the seconds of the all-gathers that ZeRO stage 3 runs once per iteration, under a forward."""
+    (group, _), last = sharing_of(run), run.stages.num_stages - 1
+
+    def seconds(rank: int) -> float:
+        stages = run.stages.stages_of(rank)
+        edge = edge_parameters(run, 0 in stages, last in stages)
+        of_edge = group.gather_seconds(edge * run.element_bytes) if run.pp > 1 or run.gathers_once else 0.0
+        num_layers = sum(run.layers[stage] for stage in stages) if run.gathers_once else 0
+        return of_edge + num_layers * group.gather_seconds(layer_parameters_of_rank(run) * run.element_bytes)
+
+    return exposed_seconds(forward_seconds, max(seconds(rank) for rank in {0, run.pp - 1}))
 
 
 def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
@@ -287,8 +343,9 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
     between = copies.reduce_seconds(gradients / group.size, buckets)
     if run.num_sharing == 1:
         return WorkSeconds(dp=tied)
-    if zero == 3:  # `zero3_work` has what is communicated within the group
-        return WorkSeconds(dp=tied + between / buckets + exposed_seconds(backward_seconds, between))
+    if zero == 3:  # `zero3_communication` has what is communicated within the group for each microbatch
+        once = _gathered_once_seconds(run, backward_seconds / 2)
+        return WorkSeconds(dp=tied + once + between / buckets + exposed_seconds(backward_seconds, between))
     if zero == 0:
         reduced, gathered = replicas_of(run).reduce_seconds(gradients, buckets), 0.0
         last = reduced / buckets
@@ -322,7 +379,10 @@ def _tied_seconds(run: PlannedRun) -> float:
     if model.untie_embeddings_and_output_weights or run.pp == 1 or run.stages.v_shaped:
         return 0.0
     ends = Group(run.cluster, 2, run.cluster.world_size // run.pp * (run.pp - 1))
-    return ends.reduce_seconds(table_parameters(model, run.tp) / run.tp * gradient_bytes(run))
+    table = table_parameters(model, run.tp) / run.tp
+    if run.zero_stage == 3:
+        table /= run.num_sharing  # each replica's first and last stage exchange their shards
+    return ends.reduce_seconds(table * gradient_bytes(run))
 
 
 def update_seconds(run: PlannedRun) -> WorkSeconds:

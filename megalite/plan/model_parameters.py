@@ -77,9 +77,14 @@ def layer_parameters_of_rank(run: PlannedRun) -> float:
 
 def rank_parameters(run: PlannedRun, rank: int) -> float:
     """Return the parameters of a pipeline rank on one tp rank; both ends hold a tied embedding."""
-    model, stages = run.config.model, run.stages.stages_of(rank)
-    count = sum(run.layers[stage] for stage in stages) * layer_parameters_of_rank(run)
-    is_first, is_last = 0 in stages, run.stages.num_stages - 1 in stages
+    stages = run.stages.stages_of(rank)
+    layers = sum(run.layers[stage] for stage in stages) * layer_parameters_of_rank(run)
+    return layers + edge_parameters(run, 0 in stages, run.stages.num_stages - 1 in stages)
+
+
+def edge_parameters(run: PlannedRun, is_first: bool, is_last: bool) -> float:
+    """Return the parameters that are in no layer, on one tp rank that holds the first or the last stage."""
+    model, count = run.config.model, 0.0
     table = table_parameters(model, run.tp) / run.tp
     if is_first:
         count += table + embedding_extras(model)

@@ -10,13 +10,13 @@ from typing import Any
 
 from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS
-from megalite.plan.estimate import TIGHT_SHARE, RunPlan, as_object, run_costs
+from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import SearchResult, fastest, search
 from megalite.plan.model_flops import CONVENTION
 from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import OWN, run_problems
-from megalite.plan.rank_memory import RankMemory
+from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory
 
 _GB = 1e9
 _KINDS = {
@@ -148,6 +148,10 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
             f"host memory    {plan.host_bytes / _GB:.1f} GB of activations per rank, up to "
             f"{plan.host_bytes * ranks / _GB:.1f} GB per node"
         )
+    if plan.run.zero_stage == 3 and plan.run.pp > 1:
+        kept = "kept for an iteration" if plan.run.gathers_once else "freed after each use"
+        choice = plan.run.config.parallel.fsdp_reshard_after_forward
+        yield f"gathered weights are {kept} (--fsdp-reshard-after-forward {choice})"
     if plan.is_tight:
         yield f"warning: {_tight(plan)}"
 

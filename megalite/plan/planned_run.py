@@ -151,12 +151,15 @@ class PlannedRun:
         program: the training program.
         cp: context-parallel size: ranks that share a sample's positions. megalite does not have it, but the
             plan of another program's run may.
+        full_weights_fit: in a pipeline with ZeRO stage 3, a stage's full weights fit; `choose_gathering` sets
+            it.
     """
 
     config: Config
     cluster: Cluster
     program: Program
     cp: int = 1
+    full_weights_fit: bool = False
 
     @property
     def tp(self) -> int:
@@ -197,6 +200,13 @@ class PlannedRun:
     @property
     def zero_stage(self) -> int:
         return self.config.parallel.zero_stage_among(self.num_shards)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Return whether ZeRO stage 3 gathers each weight once per iteration, not for each microbatch."""
+        choice = self.config.parallel.fsdp_reshard_after_forward
+        fits = choice == "default" and self.pp > 1 and self.full_weights_fit
+        return self.zero_stage == 3 and (choice == "never" or fits)
 
     @property
     def gathers_under_forward(self) -> bool:

@@ -19,25 +19,27 @@ def build_optimizer(
     topology: Topology,
     *,
     fuses_weight_gradients: bool = False,
+    keeps_weights: bool = False,
 ) -> BaseOptimizer:
     """Build the optimizer of the chunks' weights. Main weights in fp32 start as the model's before rounding.
 
     Args:
         fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
+        keeps_weights: with ZeRO stage 3, gather each weight once an iteration.
     """
     dtype = DTYPES[config.model.params_dtype]
     if config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
         from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch imports DTensor for seconds
 
-        (model,) = chunks  # there is no pipeline
         optimizer: BaseOptimizer = FullyShardedOptimizer(
-            model,
-            model.layers.values(),
+            [(chunk, list(chunk.layers.values())) for chunk in chunks],
+            _tied_weight(chunks, topology),
             config.optimizer,
             config.parallel,
             topology,
             dtype,
             config.training.seed,
+            keeps_weights=keeps_weights,
         )
     else:
         optimizer = Optimizer(

@@ -16,7 +16,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.hardware.host_memory import free_bytes
-from megalite.plan.advice import Device, advise, planned_on
+from megalite.plan.advice import Device, advise, planned_run_on
 from megalite.plan.rank_memory import host_activations
 
 _GB = 1e9
@@ -108,7 +108,7 @@ def check_host_memory(config: Config, topology: Topology, local_world_size: int)
     number, free = config.recompute.cpu_offload_activations, free_bytes()
     if number == 0 or free is None:
         return
-    run = planned_on(config, topology.world_size, device_of(topology.device))
+    run = planned_run_on(config, topology.world_size, device_of(topology.device))
     needed = local_world_size * host_activations(run)[topology.pp.rank]
     with topology.agreed():
         if needed > free:

@@ -22,6 +22,7 @@ from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
+from megalite.train.weight_gathering import WeightGathering
 from megalite.train.weight_gradients import weight_gradient_fusion
 
 
@@ -86,6 +87,8 @@ def announce(trainer: Trainer) -> None:
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
     if topology.dp.size > 1:
         log.info("between replicas: %s", describe_replication(config.parallel, topology.device.type))
+        if config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
+            log.info("gathered weights: %s", describe_gathering(trainer.gathering, topology.pp.size))
     if topology.dp.replicate is not None:
         groups = topology.dp.replicate.size, topology.dp.shard.size
         log.info(
@@ -123,13 +126,24 @@ def announce(trainer: Trainer) -> None:
 def describe_replication(parallel: ParallelConfig, device_type: str) -> str:
     """Return when data-parallel ranks reduce gradients and gather weights, for the log."""
     if parallel.zero_stage == 3:
-        text = "weights of each layer are gathered before it runs, gradients are reduced during backward"
+        text = "weights are gathered before they are used, gradients are reduced during backward"
     else:
         text = f"gradients are reduced {'during' if parallel.overlap_grad_reduce else 'after'} backward"
         if parallel.zero_stage > 0:
             when = "during" if parallel.gathers_under_forward(device_type) else "before"
             text += f", weights are gathered {when} the next forward"
     return f"{text}, on a stream of high priority" if device_type == "cuda" else text
+
+
+def describe_gathering(gathering: WeightGathering, pp: int) -> str:
+    """Return when ZeRO stage 3 gathers and frees weights, and why, for the log."""
+    if gathering.keeps_weights:
+        text = "gathered once per iteration and kept until the last backward"
+    else:
+        text = "gathered for a layer's forward and again for its backward, in each microbatch"
+        if pp > 1:
+            text += "; those of embedding and output once per iteration"
+    return f"{text} ({gathering.reason})"
 
 
 def _log_datasets(trainer: Trainer) -> None:

@@ -27,7 +27,7 @@ from megalite.model.stage import DTYPES, Stage
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.tensor_parallel.weight_gradient_store import WeightGradient, WeightGradientStore, run_stored
 from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.iteration_plan import IterationPlanner
@@ -36,6 +36,7 @@ from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
+from megalite.train.weight_gathering import choose_weight_gathering
 from megalite.train.weight_gradients import weight_gradient_fusion
 
 
@@ -44,8 +45,9 @@ def build_pipeline(
     config: Config,
     topology: Topology,
     store: WeightGradientStore | None = None,
+    run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
 ) -> Pipeline[Microbatch]:
-    """Make the executor of this rank's chunks."""
+    """Make the executor of this rank's chunks; the last two arguments are those of `Pipeline`."""
     model, parallel = config.model, config.parallel
     num_positions = model.seq_length // (topology.tp.size if parallel.sequence_parallel else 1)
     return Pipeline(
@@ -56,6 +58,7 @@ def build_pipeline(
         dtype=DTYPES[model.params_dtype],
         device=topology.device,
         store=store,
+        run_weight_gradients=run_weight_gradients,
     )
 
 
@@ -73,6 +76,7 @@ class Trainer:
         chunks: the parts of the model that this rank holds.
         activation_offload: holds their activations in host memory, if the config offloads any.
         progress: iterations and samples so far; `step` advances it.
+        gathering: how long ZeRO stage 3 keeps gathered weights.
         global_batch_size: samples of a batch after the ramp-up, and of a batch in an evaluation.
     """
 
@@ -98,8 +102,15 @@ class Trainer:
                 offload=self.activation_offload,
                 build_stage=run.providers.model,
             )
-            self.optimizer = build_optimizer(self.chunks, config, topology, fuses_weight_gradients=fuses)
-        self.pipeline = build_pipeline(self.chunks, config, topology, store)
+            self.gathering = choose_weight_gathering(config, topology)
+            self.optimizer = build_optimizer(
+                self.chunks,
+                config,
+                topology,
+                fuses_weight_gradients=fuses,
+                keeps_weights=self.gathering.keeps_weights,
+            )
+        self.pipeline = build_pipeline(self.chunks, config, topology, store, self.optimizer.run_stored)
         assert datasets.train is not None
         # A masked batch is read whole before it runs: its samples are prepared while the one before runs.
         num_ahead = self.num_microbatches if run.samples.are_masked else 0

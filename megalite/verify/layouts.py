@@ -22,6 +22,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "zero1": ("zero", 1),
     "zero2": ("zero", 2),
     "zero3": ("zero", 3),
+    "kept": ("kept", True),
     "gather": ("gather", True),
     "full": ("recompute", "full"),
     "selective": ("recompute", "selective"),
@@ -33,8 +34,9 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
 TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
     *("tp2+sp", "tp4+sp", "pp2gpipe", "pp2v2", "pp4zb", "pp2zbv", "pp2+uneven"),
-    *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather"),
+    *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather", "tp2pp2dp2+sp+zero3"),
     *("dp4shard2+zero1+gather", "dp4shard2+zero2", "dp4shard2+zero3"),
+    *("pp2gpipedp2+zero3", "pp2v2dp2+zero3", "pp2zbdp2+zero3", "pp2zbvdp2+zero3", "pp2dp2+zero3+kept"),
     *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
     "tp2pp2dp2+sp+zero1+gather+full",
@@ -63,6 +65,7 @@ class Layout:
         schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
         sp: turn on sequence parallelism, which the config may have on already.
         zero: ZeRO stage; None for the config's.
+        kept: keep gathered weights for a whole iteration; otherwise as the config says.
         gather: turn on `overlap_param_gather`, which the config may have on already, as GPUs have by default.
         recompute: full or selective; None for the config's.
         uneven: give the first pipeline rank a single layer.
@@ -78,6 +81,7 @@ class Layout:
     schedule: str | None = None
     sp: bool = False
     zero: int | None = None
+    kept: bool = False
     gather: bool = False
     recompute: Granularity | None = None
     uneven: bool = False
@@ -154,6 +158,7 @@ class Layout:
             num_distributed_optimizer_instances=None,
             sequence_parallel=self.sp or config.parallel.sequence_parallel,
             zero_stage=config.parallel.zero_stage if self.zero is None else self.zero,
+            fsdp_reshard_after_forward=("never" if self.kept else config.parallel.fsdp_reshard_after_forward),
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )

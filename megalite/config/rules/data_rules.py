@@ -185,16 +185,6 @@ def dry_run_rank(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def dry_run_zero(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a dry run has no ZeRO 3, whose all-gathers FSDP does not do on meta tensors."""
-    if config.dry_run.dry_run and config.parallel.zero_stage == 3:
-        yield Problem(
-            ("dry_run", "zero_stage"),
-            "--dry-run with --zero-stage 3, whose weights torch's FSDP gathers: pass --zero-stage 2 to see "
-            f"the same rank with whole weights, or estimate it with {command_name('plan')}",
-        )
-
-
 def dry_run_json(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the folder of the dry run's report exists, before any work is done."""
     path = config.dry_run.dry_run_json

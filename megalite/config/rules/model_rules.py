@@ -165,17 +165,6 @@ def gradient_messages(config: Config, world_size: int | None) -> Iterator[Proble
         )
 
 
-def zero_stage(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that ZeRO 3, which gathers weights for each microbatch, is not combined with a pipeline."""
-    parallel = config.parallel
-    if parallel.zero_stage == 3 and parallel.pp > 1:
-        yield Problem(
-            ("zero_stage", "pipeline_model_parallel_size"),
-            f"--zero-stage 3 with --pp {parallel.pp}: each stage would gather its weights for each of many "
-            "microbatches; pass --zero-stage 2, or a larger --tp instead of --pp",
-        )
-
-
 def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that 8-bit GEMMs have dimensions that are multiples of 16, in a bf16 model."""
     model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format

@@ -50,9 +50,16 @@ LAYOUTS: dict[str, Layout] = {
         "zero_stage": 2,
     },
     "tp2 pp2 dp2 zero1": {**TP2_PP2, "data_parallel_size": 2, "zero_stage": 1},
+    "pp2 zb-v dp2 zero3": {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "zb-v",
+        "data_parallel_size": 2,
+        "zero_stage": 3,
+    },
+    "pp2 dp2 zero3": {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
     "dp4 zero3": {"data_parallel_size": 4, "zero_stage": 3},
 }
-FAST = ("one rank", "tp4", "pp2 uneven", "pp2 zb-v", "dp2 zero2", "tp2 dp2 zero3")
+FAST = ("one rank", "tp4", "pp2 uneven", "pp2 zb-v", "dp2 zero2", "tp2 dp2 zero3", "pp2 dp2 zero3")
 """The whole table is for the slow tests."""
 CASES = [
     *(

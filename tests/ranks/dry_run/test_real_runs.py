@@ -31,6 +31,7 @@ LAYOUTS = [
     ("pp2v2", "bf16", {"position_embedding_type": "alibi"}),
     ("pp2dp2+zero2", "fp16", {}),
     ("dp4shard2+zero2", "bf16", {}),
+    ("pp2dp2+zero3+kept", "bf16", {}),
     ("tp2pp2+sp+zero1+gather", "bf16", {"position_embedding_type": "rope", "activation": "swiglu"}),
 ]
 SLOW = [
@@ -41,6 +42,8 @@ SLOW = [
     ("pp2zbv+selective", "bf16", {}),
     ("tp2dp2+sp+zero2+full", "bf16", {"num_query_groups": 1}),
     ("pp4zb", "fp32", {}),
+    ("dp2+zero3", "fp32", {}),
+    ("pp2zbvdp2+zero3+kept", "fp32", {}),
     ("tp4+sp+selective", "bf16", {}),
     ("tp2pp2dp2+sp+zero1+gather+full", "bf16", {}),
 ]
@@ -121,3 +124,19 @@ def test_peak_is_that_of_a_real_run(dtype: str, recompute: RecomputeConfig) -> N
     assert dry.counts.peak_bytes > 100_000
     assert dry.counts.host_bytes == ran.host_bytes
     assert (ran.host_bytes > 100_000) == (recompute.cpu_offload_activations > 0)
+
+
+@pytest.mark.parametrize("choice", ["always", "never"])
+def test_peak_of_sharded_weights_is_that_of_a_real_run(choice: str) -> None:
+    """Within the bytes of a layer, which gloo's threads may hold a little longer."""
+    layout = Layout.parse("dp2+zero3")
+    config = config_of(layout, "fp32", {}, fsdp_reshard_after_forward=choice)
+    dry = dry_run_of(config, 2, 0).counts
+    layer = 12 * 64 * 64 * 4
+    for ran, _ in run_ranks(real, config.parallel, 2, config):
+        assert ran.buffers == dry.buffers
+        assert dry.peak_bytes == pytest.approx(ran.peak_bytes, abs=layer)
+    other = {"always": "never", "never": "always"}[choice]
+    config = config_of(layout, "fp32", {}, fsdp_reshard_after_forward=other)
+    difference = dry_run_of(config, 2, 0).counts.peak_bytes - dry.peak_bytes
+    assert 2 * layer < (difference if choice == "always" else -difference) < 4 * layer

@@ -3,13 +3,15 @@
 Rajbhandari et al. 2020: of P parameters and d ranks, a rank keeps 16 P / d bytes (section 5.3, but that the
 weights to compute with are made from the main ones each time), and moves 3 P (d - 1) / d elements a
 microbatch (section 7.2.2): weights are gathered for forward and for backward, gradients scattered. What is in
-no layer stays whole from forward to backward, and is gathered once.
+no layer stays whole from forward to backward, and is gathered once. In a pipeline that once is of an
+iteration; and so it is of every weight if gathered weights are kept.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -147,6 +149,135 @@ def test_groups_all_reduce_their_shards(messages, gradient, times) -> None:
             ("dp_replicate", "all-reduce", layer * gradient // 2): LAYERS * times,
             ("dp_replicate", "all-reduce", rest * gradient // 2): times,
         }
+
+
+class Piece(NamedTuple):
+    """A stage's layers and the elements of one of them, its other elements, and those that are computed late.
+
+    Attributes:
+        late: elements of a layer whose gradients a zero bubble computes in W: those of the GEMMs.
+        tied: elements of the tied embedding.
+    """
+
+    layers: int
+    layer: int
+    late: int
+    rest: int
+    tied: int
+    is_last: bool
+
+
+def pieces(trainer: Trainer) -> list[Piece]:
+    found = []
+    for chunk in trainer.chunks:
+        each = list(next(iter(chunk.layers.values())).named_parameters())
+        layer = sum(parameter.numel() for _, parameter in each)
+        # Kernels after the other GEMMs add their biases, and backward computes the gradients.
+        late = sum(part.numel() for name, part in each if part.dim() > 1 or name.endswith("qkv.bias"))
+        rest = sum(parameter.numel() for parameter in chunk.parameters()) - len(chunk.layers) * layer
+        tied = VOCAB * H if rest else 0
+        found.append(Piece(len(chunk.layers), layer, late, rest, tied, chunk.is_last))
+    return found
+
+
+def pipeline_traffic(topology: Topology, config: Config) -> tuple[Counter, list[Piece]]:
+    trainer = trainer_of(topology, config)
+    trainer.step()
+    with Traffic(topology) as counted:
+        trainer.step()
+    calls = by_bytes(counted.calls)
+    return Counter({call: count for call, count in calls.items() if call[0] == "dp"}), pieces(trainer)
+
+
+def expected_traffic(pieces: list[Piece], number: int, *, keeps: bool, splits: bool) -> Counter:
+    """In fp32: all-gathers once an iteration or twice a microbatch, reduce-scatters in every microbatch."""
+    expected: Counter = Counter()
+    for piece in pieces:
+        expected["dp", "all-gather", 4 * piece.layer] += piece.layers * (1 if keeps else 2 * number)
+        late = piece.late if splits else 0
+        expected["dp", "reduce-scatter", 4 * (piece.layer - late)] += piece.layers * number
+        expected["dp", "reduce-scatter", 4 * late] += piece.layers * number
+        late = piece.tied if splits and piece.is_last else 0
+        expected["dp", "all-gather", 4 * piece.rest] += 1
+        expected["dp", "reduce-scatter", 4 * (piece.rest - late)] += number
+        expected["dp", "reduce-scatter", 4 * late] += number
+    return Counter({call: count for call, count in expected.items() if call[2]})
+
+
+@pytest.mark.parametrize("choice", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_traffic_in_a_pipeline(schedule: str, choice: str) -> None:
+    """A stage has two layers or more, also one with layers alone; nothing is gathered that is not used."""
+    config = config_of(
+        2,
+        replace(MODEL, num_layers=8 if schedule == "interleaved" else 4),
+        batch=2 * 4,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule=schedule,
+        fsdp_reshard_after_forward=choice,
+    )
+    for calls, held in run_ranks(pipeline_traffic, config.parallel, 4, config):
+        of_loss = {call: count for call, count in calls.items() if call[1] == "all-reduce"}
+        assert set(of_loss) == {("dp", "all-reduce", 8)}
+        assert calls - Counter(of_loss) == expected_traffic(
+            held, 4, keeps=choice == "never", splits=schedule == "zb-h1"
+        )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_kept_weights_train_bitwise_alike(schedule: str) -> None:
+    base = config_of(
+        2,
+        replace(MODEL, num_layers=4, hidden_dropout=0.1),
+        pipeline_model_parallel_size=2,
+        pipeline_schedule=schedule,
+        batch=6,
+    )
+    runs = [
+        record_run(replace(base, parallel=replace(base.parallel, fsdp_reshard_after_forward=choice)), 3, 4)
+        for choice in ("always", "never")
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert all(runs[0].weights[name].equal(weight) for name, weight in runs[1].weights.items())
+
+
+def weights_in_use(topology: Topology, config: Config) -> tuple[list[int], int]:
+    """Layers of this rank that are whole at each action's end, and after the step."""
+    trainer = trainer_of(topology, config)
+    blocks = [block for chunk in trainer.chunks for block in chunk.layers.values()]
+    seen: list[int] = []
+
+    def count() -> int:
+        return sum(not isinstance(next(block.parameters()), DTensor) for block in blocks)
+
+    class Look:
+        def begins(self, what: object) -> None:
+            pass
+
+        def ends(self, what: object) -> None:
+            seen.append(count())
+
+    trainer.pipeline.observers.append(Look())
+    trainer.step()
+    after_step = count()
+    trainer.evaluate(trainer.datasets.train, 0)
+    trainer.step()
+    return seen, after_step
+
+
+@pytest.mark.parametrize(("choice", "num_whole"), [("always", 0), ("never", 2)])
+def test_layers_are_whole_as_long_as_it_is_chosen(choice: str, num_whole: int) -> None:
+    config = config_of(
+        2,
+        replace(MODEL, num_layers=4),
+        batch=6,
+        pipeline_model_parallel_size=2,
+        fsdp_reshard_after_forward=choice,
+    )
+    config = replace(config, training=replace(config.training, eval_iters=1))
+    for seen, after_step in run_ranks(weights_in_use, config.parallel, 4, config):
+        assert set(seen) == {num_whole}
+        assert after_step == 0
 
 
 @pytest.mark.parametrize("hidden_size", [20, 4], ids=["uneven rows", "a rank without rows"])

@@ -41,7 +41,11 @@ LAYOUTS = {
 }
 
 
-FIGURE_LAYOUTS = {**LAYOUTS, "dp2, fully sharded": ParallelConfig(1, 1, 2, zero_stage=3)}
+FIGURE_LAYOUTS = {
+    **LAYOUTS,
+    "dp2, fully sharded": ParallelConfig(1, 1, 2, zero_stage=3),
+    "pp2 dp2, fully sharded": ParallelConfig(1, 2, 2, zero_stage=3),
+}
 PADDED_LAYOUTS = {
     **FIGURE_LAYOUTS,
     "tp4": ParallelConfig(4),
@@ -90,7 +94,8 @@ def test_norms_of_layers_are_as_counted_by_hand() -> None:
 def test_any_layout_has_the_same_norms_of_layers(layout: str) -> None:
     config = replace(CONFIG, parallel=replace(FIGURE_LAYOUTS[layout], distributed_backend="gloo"))
     expected, _, _ = _norms_of_one_rank()
-    for norms_of_layers, _, _ in run_ranks(_layer_norms, config.parallel, 2, config):
+    num_ranks = config.parallel.tp * config.parallel.pp * (config.parallel.data_parallel_size or 1)
+    for norms_of_layers, _, _ in run_ranks(_layer_norms, config.parallel, num_ranks, config):
         assert norms_of_layers == pytest.approx(expected, rel=1e-11)
 
 

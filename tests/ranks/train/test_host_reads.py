@@ -64,6 +64,7 @@ CASES: dict[str, tuple[str, Config]] = {
     "zero 1": ("dp2+zero1+gather", CONFIG),
     "zero 2": ("dp2+zero2", CONFIG),
     "zero 3": ("dp2+zero3", CONFIG),
+    "zero 3 in a pipeline": ("pp2zbdp2+zero3", CONFIG),
 }
 
 

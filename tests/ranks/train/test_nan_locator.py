@@ -34,6 +34,9 @@ PARALLEL = {
     ),
     "dp2": ParallelConfig(data_parallel_size=2, zero_stage=2),
     "dp2 fully sharded": ParallelConfig(data_parallel_size=2, zero_stage=3),
+    "dp2 pp2 fully sharded": ParallelConfig(
+        data_parallel_size=2, pipeline_model_parallel_size=2, zero_stage=3
+    ),
 }
 LAYOUTS = list(PARALLEL)
 Change = Callable[[Tensor], Tensor]
@@ -106,9 +109,15 @@ def _anomaly_text(trainer: Trainer, result: StepResult) -> str | None:
     return None if result.anomaly is None else anomaly_text(trainer, result.anomaly, result.plan)
 
 
+def _num_ranks(layout: str) -> int:
+    parallel = PARALLEL[layout]
+    return parallel.tp * parallel.pp * (parallel.data_parallel_size or 1)
+
+
 def _weights(trainer: Trainer) -> list[Tensor]:
+    """Return copies of this rank's weights, or of its shards: comparing DTensors would be a collective."""
     trainer.optimizer.finish_weights()
-    return [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    return [shard.tensor.clone() for shard in trainer.optimizer.weights().values()]
 
 
 def _counts(results: list[StepResult]) -> tuple[int, int]:
@@ -121,7 +130,7 @@ def _results(
 ) -> list[tuple[StepResult, str | None]]:
     """Return result and anomaly of each iteration; they are the same on all ranks."""
     config = _config(layout, **training)
-    num_ranks = 1 if layout == "tp1" else 2
+    num_ranks = _num_ranks(layout)
     ranks = run_ranks(_run, config.parallel, num_ranks, config, module, sample, change, num_iterations)
     assert all(as_reported for _, as_reported in ranks)
     assert all(repr(results) == repr(ranks[0][0]) for results, _ in ranks)  # a NaN is no other NaN's equal
@@ -193,7 +202,7 @@ def _faults_of_spoilt_weights(
 def test_compiled_layers_do_not_hide_the_first_bad_part(layout: str, backend: str) -> None:
     """Test also that the second run compiles no graph: torch.compile gives up after some graphs."""
     config = _config(layout, compile=True)
-    num_ranks = 1 if layout == "tp1" else 2
+    num_ranks = _num_ranks(layout)
     expected = [
         f"the loss is nan, first in layers.{layer}.mlp in microbatch 0 (samples {first} to {first + 1}) and "
         "in 3 more microbatches; the update was skipped"

@@ -28,6 +28,10 @@ DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
         {"zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8}},
         {"zero_stage": 2, "overlap_grad_reduce": False, "ddp_bucket_size": 500_000_000},
     ),
+    (
+        {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}},
+        {"zero_stage": 3, "fsdp_reshard_after_forward": "default"},
+    ),
     ({"bf16": {"enabled": True}}, {"params_dtype": "bf16"}),
     ({"bfloat16": {"enabled": True}}, {"params_dtype": "bf16"}),
     (

@@ -220,7 +220,6 @@ RULES = [
     ("--tokenizer-type NullTokenizer", None, "the vocabulary size is unknown: pass --vocab-size"),
     ("--profile-execution", None, "--profile-execution needs --tensorboard-dir"),
     ("--min-loss-scale 4 --initial-loss-scale 2", None, "4.0 is above --initial-loss-scale 2.0: change one"),
-    ("--zero-stage 3 --pp 2", 2, "--zero-stage 3 with --pp 2: each stage would gather its weights"),
     ("--spiky-loss-factor 1", None, "--spiky-loss-factor 1.0 is out of range: it must be greater than 1"),
     ("--zero-stage 4", None, "--zero-stage 4 is out of range: it must be 0, 1, 2 or 3"),
     ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is there to verify layouts: remove"),

@@ -19,13 +19,19 @@ BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3
     ["", "--pipeline-schedule zb-h1", "--num-virtual-stages-per-pipeline-rank 2"],
     ids=["1f1b", "zero bubble", "interleaved"],
 )
-def test_stage_3_has_no_pipeline(schedule: str) -> None:
+def test_stage_3_goes_with_a_pipeline(schedule: str) -> None:
     config, _ = parse(shlex.split(f"{BASE} --zero-stage 3 --pp 2 --global-batch-size 8 {schedule}"))
-    with pytest.raises(ConfigError) as caught:
-        check_config(config, 4)
-    (message,) = caught.value.problems
-    assert message.startswith("--zero-stage 3 with --pp 2: ")
-    assert "--zero-stage 2" in message
+    check_config(config, 4)
+    assert config.parallel.fsdp_reshard_after_forward == "default"
+
+
+def test_gathered_weights_are_kept_with_stage_3_only() -> None:
+    config, notices = parse(shlex.split(f"{BASE} --zero-stage 3 --fsdp-reshard-after-forward never"))
+    assert config.parallel.fsdp_reshard_after_forward == "never"
+    assert notices == []
+    _, notices = parse(shlex.split(f"{BASE} --zero-stage 2 --fsdp-reshard-after-forward always"))
+    (notice,) = notices
+    assert notice.startswith("--fsdp-reshard-after-forward always has no effect: only --zero-stage 3")
 
 
 def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:

@@ -99,7 +99,6 @@ def test_it_leaves_no_process_group_and_no_meta_implementation_behind() -> None:
     ("flags", "world_size", "words"),
     [
         ("--rank 4 --tp 2", 4, "--rank 4 is not one of 4 ranks: pass 0 to 3"),
-        ("--zero-stage 3", 4, "--dry-run with --zero-stage 3"),
         ("--dry-run-json /no/such/folder/f.json", 1, "there is no folder /no/such/folder"),
         ("--tp 8 --pp 4", 48, "48"),
     ],

@@ -145,7 +145,6 @@ def test_the_search_is_in_order_and_its_command_plans_alike() -> None:
     again = plan(f"--gpu a100-80 --world-size 16 {words}")
     assert again["iteration_time_s"] == pytest.approx(times[0])
     assert found["fitting"] > 5
-    assert any("--zero-stage 3" in text for text in found["refused"])
 
 
 def test_the_search_tries_groups_of_a_nodes_replicas() -> None:

@@ -13,7 +13,7 @@ from megalite.microbatch import Microbatch
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.model_parameters import rank_parameters
 from megalite.plan.planned_run import PROGRAMS, PlannedRun, Program, in_dtype
-from megalite.plan.rank_memory import host_activations, rank_memories
+from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, host_activations, rank_memories
 from megalite.plan.saved_activations import kept_elements, stage_elements
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage
@@ -169,3 +169,32 @@ def test_buckets_are_no_larger_than_the_gradients(dtype: str, dp: int, expected:
         rank_memories(replace(run, program=each))[0].workspace for each in (program, no_buffers)
     )
     assert with_buffers - without == pytest.approx(expected * rank_parameters(run, 0))
+
+
+def sharded_pipeline(choice: str, gpu_gib: float) -> PlannedRun:
+    run = run_of(replace(GPT, params_dtype="bf16", num_layers=8, hidden_size=1024, vocab_size=50_000), 1, 2)
+    parallel = replace(run.config.parallel, zero_stage=3, fsdp_reshard_after_forward=choice)
+    gpu = replace(run.cluster.gpu, memory_gib=gpu_gib + 0.6, residual_gb=0.0)  # of which the driver keeps 0.6
+    cluster = replace(run.cluster, world_size=16, gpu=gpu)
+    return choose_gathering(replace(run, config=replace(run.config, parallel=parallel), cluster=cluster))
+
+
+def test_a_pipeline_keeps_the_weights_that_fit() -> None:
+    """A stage has four layers, 2 bytes an element."""
+    freed, kept = (sharded_pipeline(choice, 80.0) for choice in ("always", "never"))
+    layers = 4 * 12 * 1024 * 1024
+    difference = rank_memories(kept)[0].weights - rank_memories(freed)[0].weights
+    assert difference == pytest.approx(2 * layers, rel=0.01)
+    largest = max(memory.total for memory in rank_memories(kept)) / 2**30
+    assert largest > max(memory.total for memory in rank_memories(freed)) / 2**30
+    assert sharded_pipeline("default", largest / TIGHT_SHARE * 1.01).gathers_once
+    assert not sharded_pipeline("default", largest / TIGHT_SHARE * 0.99).gathers_once
+    assert not sharded_pipeline("always", 80.0).gathers_once
+    assert sharded_pipeline("never", 0.01).gathers_once
+
+
+def test_without_a_pipeline_weights_are_freed() -> None:
+    run = sharded_pipeline("default", 80.0)
+    parallel = replace(run.config.parallel, pipeline_model_parallel_size=1)
+    assert run.gathers_once
+    assert not choose_gathering(replace(run, config=replace(run.config, parallel=parallel))).gathers_once

@@ -18,7 +18,7 @@ from megalite.plan.iteration_time import (
     makespan,
     replicas_of,
     time_iteration,
-    zero3_work,
+    zero3_communication,
 )
 from megalite.plan.layer_time import (
     WorkSeconds,
@@ -324,7 +324,7 @@ def test_the_first_gathering_is_never_hidden() -> None:
     group, layer = replicas_of(run), layer_parameters_of_rank(run)
     rest = rank_parameters(run, 0) - MODEL.num_layers * layer
     first, layers = group.gather_seconds(2 * rest), MODEL.num_layers * group.gather_seconds(2 * layer)
-    forward, _ = zero3_work(run, MODEL.num_layers, WorkSeconds(gemms=1e6), WorkSeconds(gemms=1e6))
+    forward = zero3_communication(run, MODEL.num_layers, rest).in_forward(WorkSeconds(gemms=1e6))
     assert forward.dp == pytest.approx(first + CONTENTION * layers)
 
 
@@ -352,3 +352,21 @@ def test_copies_to_a_slow_host_cost_what_computation_does_not_hide() -> None:
     assert up.offload == pytest.approx(4 * (copy - layer.backward.seconds))
     waits = time_iteration(run).work.offload
     assert waits == pytest.approx(run.num_microbatches * (down.offload + up.offload))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_kept_weights_are_gathered_once_an_iteration(schedule: str) -> None:
+    pipeline = {"pipeline_model_parallel_size": 4, "pipeline_schedule": schedule, "zero_stage": 3}
+    often, once = (
+        run_of(replace(CLUSTER, network_gbps=2.0), fsdp_reshard_after_forward=choice, **pipeline)
+        for choice in ("always", "never")
+    )
+    assert time_iteration(once).work.dp < time_iteration(often).work.dp
+    layers = MODEL.num_layers // 4
+    sharding = zero3_communication(once, layers, 0.0)
+    assert sharding.in_forward(WorkSeconds(gemms=1.0)).dp == 0.0
+    assert sharding.in_backward(WorkSeconds(gemms=1e-9)).dp == pytest.approx(
+        layers * replicas_of(once).gather_seconds(4 * layer_parameters_of_rank(once)), rel=1e-3
+    )
+    one_gathering = layers * replicas_of(once).gather_seconds(2 * layer_parameters_of_rank(once))
+    assert exchange_seconds(once, 1e-9).dp - exchange_seconds(often, 1e-9).dp == pytest.approx(one_gathering)

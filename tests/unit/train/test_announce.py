@@ -61,7 +61,7 @@ def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
         (
             ParallelConfig(zero_stage=3),
             "cpu",
-            "weights of each layer are gathered before it runs, gradients are reduced during backward",
+            "weights are gathered before they are used, gradients are reduced during backward",
         ),
     ],
 )

@@ -1,0 +1,70 @@
+"""Choose how long ZeRO stage 3 keeps gathered weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from megalite.config import Config
+from megalite.distributed.collectives import all_reduce
+from megalite.distributed.topology import Launch, Topology
+from megalite.plan.advice import planned_run_on
+from megalite.plan.planned_run import PlannedRun
+from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, rank_memories
+from megalite.train.out_of_memory import device_of
+
+_GB = 1e9
+_FLAG = "--fsdp-reshard-after-forward"
+
+
+class WeightGathering(NamedTuple):
+    """The use of gathered weights with ZeRO stage 3.
+
+    Attributes:
+        keeps_weights: each weight is gathered once per iteration and kept until the last backward. Otherwise
+            a layer's are gathered before its forward and before its backward, for each microbatch.
+        reason: of the choice, for the log.
+    """
+
+    keeps_weights: bool
+    reason: str
+
+
+def choose_weight_gathering(config: Config, topology: Topology) -> WeightGathering:
+    """Resolve `fsdp_reshard_after_forward` for this run; a collective with ZeRO stage 3 in a pipeline.
+
+    Weights are kept only if the planned memory of every stage fits on every rank's device.
+    """
+    parallel = config.parallel
+    if parallel.zero_stage_among(topology.dp.shard.size) < 3:
+        return WeightGathering(False, "weights are not sharded")
+    if parallel.fsdp_reshard_after_forward != "default":
+        choice = parallel.fsdp_reshard_after_forward
+        return WeightGathering(choice == "never", f"{_FLAG} {choice}")
+    if parallel.pp == 1:
+        return WeightGathering(False, f"there is no pipeline; {_FLAG} never keeps them")
+    if topology.device.type == "meta":
+        return WeightGathering(False, f"a dry run has no GPU whose memory decides; {_FLAG} never keeps them")
+    run = _planned_run(config, topology)
+    fits = torch.tensor(float(choose_gathering(run).gathers_once), device=topology.device)
+    all_fit = all_reduce(fits, topology.world, of="the choice of gathered weights") == topology.world_size
+    keeps_weights = bool(topology.to_host(all_fit))
+    kept = rank_memories(replace(run, full_weights_fit=True))
+    needed, available = max(memory.total for memory in kept) / _GB, run.cluster.gpu.memory_bytes / _GB
+    relation = f"{'fits in' if keeps_weights else 'is more than'} {TIGHT_SHARE:.0%} of {available:.2f} GB"
+    if not keeps_weights and needed <= TIGHT_SHARE * available:
+        relation = "is too much for another rank's memory"
+    return WeightGathering(
+        keeps_weights, f"a stage with its full weights needs {needed:.2f} GB, which {relation}"
+    )
+
+
+def _planned_run(config: Config, topology: Topology) -> PlannedRun:
+    """Return the plan of this run on this rank's device; ranks on a CPU share the machine's memory."""
+    device = device_of(topology.device)
+    if topology.device.type == "cpu":
+        num_local = max(Launch.from_environment().local_world_size, 1)
+        device = replace(device, memory_bytes=device.memory_bytes / num_local)
+    return planned_run_on(config, topology.world_size, device)
