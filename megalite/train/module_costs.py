@@ -339,13 +339,16 @@ def _identity(tensor: Tensor) -> int:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count attention by its arguments' shapes: torch has formulas for its own kernels of GPUs only."""
-    return sdpa_flop_count(query, key, value)
+    """Count attention by its arguments' shapes: torch has formulas for its own kernels of GPUs only.
+
+    A key that several heads of queries share counts for each; before torch 2.12 its formula refused that.
+    """
+    return sdpa_flop_count(query, *((each[0], query[1], *each[2:]) for each in (key, value)))
 
 
 def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Count five GEMMs for the two of forward: the scores again, and the gradients of all four factors."""
-    return sdpa_flop_count(query, key, value) * 5 // 2
+    return _attention_flops(query, key, value) * 5 // 2
 
 
 def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:

@@ -43,7 +43,7 @@ def test_packages_of_the_parent_are_found(tmp_path: Path) -> None:
 
 
 def test_a_base_interpreter_adds_nothing(tmp_path: Path) -> None:
-    base = Path(getattr(sys, "_base_executable", sys.executable))
+    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     child = new_environment(base, tmp_path / "child")
     subprocess.run([base, ROOT / "scripts" / "add_parent_packages.py", child], check=True)
     assert not list(site_packages(child).glob("parent*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -45,12 +46,15 @@ def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Te
     An iteration starts with NaN in place of the last one's gradients, which it must overwrite.
     """
     num_added = 0
-    add, begin = linear.add_weight_gradient_, GradientBuffer.begin
+    begin = GradientBuffer.begin
 
-    def counted(*tensors: Tensor, overwrite: bool) -> None:
-        nonlocal num_added
-        num_added += 1
-        add(*tensors, overwrite=overwrite)
+    def counted(add: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        def call(*tensors: Tensor, overwrite: bool) -> Tensor | None:
+            nonlocal num_added
+            num_added += 1
+            return add(*tensors, overwrite=overwrite)
+
+        return call
 
     def begin_with_nan(buffer: GradientBuffer) -> None:
         begin(buffer)
@@ -59,7 +63,8 @@ def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Te
 
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, such as the buffers of ZeRO stage 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "add_weight_gradient_", counted)
+        for name in ("add_weight_gradient_", "add_weight_and_bias_gradient_"):
+            patch.setattr(linear, name, counted(getattr(linear, name)))
         patch.setattr(GradientBuffer, "begin", begin_with_nan)
         patch.setattr(weight_gradients, "has_widening_gemm", lambda *_: True)
         trainer = start_trainer(config, topology)

@@ -1,6 +1,7 @@
 """The Triton kernels as their launchers have them compiled, for GPUs that are absent."""
 
 from collections.abc import Callable
+from importlib.metadata import version
 from unittest import mock
 
 import pytest
@@ -12,7 +13,10 @@ from megalite.kernels.dropout import launch_kernel
 from megalite.kernels.flash_attention import LARGE_MEMORY, SIZES, SMALL_SIZES, has_triton
 from megalite.kernels.softmax import launch, launch_backward
 
-pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed: pip install triton==3.7.1")
+pytestmark = pytest.mark.skipif(
+    not has_triton() or [int(part) for part in version("triton").split(".")[:2]] < [3, 7],
+    reason="Triton is not installed, or older, which needs more registers: pip install triton==3.7.1",
+)
 SMALL_MEMORY = 99 << 10
 """bytes of a program on GPUs of compute capability 8.6, 8.9 and 12.0"""
 MAX_SPILLED = 64
