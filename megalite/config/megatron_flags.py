@@ -375,7 +375,6 @@ UNSUPPORTED = (
         "an optimizer in host memory",
         "remove it; --zero-stage 1 shards the optimizer state over data-parallel ranks",
         "cpu-optimizer cpu-torch-adam overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload",
-        "optimizer-cpu- optimizer-offload-",
     ),
     UnsupportedFeature(
         "optimizer",
