@@ -18,9 +18,10 @@ from megalite.distributed.topology import FakeTopology, Topology
 from megalite.errors import UserError
 from megalite.hardware.host_memory import free_bytes
 from megalite.kernels import adamw_
-from megalite.optim.staging import DEPTH, Staging, staging_bytes
+from megalite.optim.offload_sizes import NUM_STAGED, RANGE_SIZE
+from megalite.optim.staging import Staging, staging_bytes
 from megalite.optim.state_file import FileStorage, file_bytes, ring_bytes
-from megalite.optim.state_storage import RANGE_SIZE, HostStorage, StateSize, StateStorage, num_offloaded
+from megalite.optim.state_storage import HostStorage, StateSize, StateStorage, num_offloaded
 
 
 class OffloadedUpdate(NamedTuple):
@@ -130,8 +131,8 @@ class Offload:
         storage.start()
         staging.start()
         with _threads(self._num_threads):
-            for index in range(-DEPTH + 1, len(storage.ranges)):
-                if (ahead := index + DEPTH - 1) < len(storage.ranges):
+            for index in range(-NUM_STAGED + 1, len(storage.ranges)):
+                if (ahead := index + NUM_STAGED - 1) < len(storage.ranges):
                     self._copy_down(ahead, states)
                 if index >= 0:
                     self._update_range(index, states, scalars)

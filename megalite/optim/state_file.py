@@ -21,13 +21,12 @@ from megalite.errors import UserError
 from megalite.files import file_system_of
 from megalite.hardware.host_memory import allocate_bytes
 from megalite.log import log
-from megalite.optim.state_storage import RANGE_SIZE, StateSize, StateStorage
+from megalite.optim.offload_sizes import NUM_SLOTS, RANGE_SIZE
+from megalite.optim.state_storage import StateSize, StateStorage
 
 FLAG = "--optimizer-nvme-offload"
 BLOCK = 4096
 """Direct reads and writes start and end at multiples of this number of bytes, in the file and in memory."""
-NUM_SLOTS = 4
-"""Ranges in memory at once: one is updated while others are read and written."""
 NUM_THREADS = 4
 """Threads that read and write: a disk is fastest with several requests at once."""
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")

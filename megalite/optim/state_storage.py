@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.hardware.host_memory import allocate_bytes
-
-RANGE_SIZE = 1 << 22
-"""Elements of a state that are moved and updated at once: 16 MiB of each tensor in fp32."""
+from megalite.optim.offload_sizes import RANGE_SIZE
 
 
 class StateSize(NamedTuple):

@@ -28,6 +28,7 @@ class WorkSeconds:
         dp: waiting for data-parallel communication.
         pp: waiting for messages between stages.
         launch: waiting for the host, which launches the kernels.
+        offload: waiting for the host's update of offloaded optimizer state.
     """
 
     gemms: float = 0.0
@@ -37,6 +38,7 @@ class WorkSeconds:
     dp: float = 0.0
     pp: float = 0.0
     launch: float = 0.0
+    offload: float = 0.0
 
     @property
     def seconds(self) -> float:

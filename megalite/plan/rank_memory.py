@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from megalite.plan.iteration_time import peaks_in_flight
 from megalite.plan.model_parameters import layer_parameters_of_rank, rank_parameters, table_parameters
+from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
 
 FRAGMENTS = 0.06
@@ -24,7 +25,7 @@ class RankMemory:
     Attributes:
         weights: parameters in the precision of the model.
         gradients: gradient sums.
-        optimizer: main weights and moments.
+        optimizer: main weights and moments that are not offloaded.
         activations: activations saved for backward, at the peak.
         logits: logits and their gradients, on the last stage.
         workspace: temporary memory of a layer or a collective.
@@ -51,6 +52,8 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
 
 def _rank_memory(run: PlannedRun, rank: int, peak: int) -> RankMemory:
     weights, gradients, optimizer = _state(run, rank)
+    if (offloaded := offloaded_state(run, rank)) is not None:
+        optimizer -= offloaded.state
     activations = _activations(run, rank, peak)
     logits = _logits(run) if run.stages.num_stages - 1 in run.stages.stages_of(rank) else 0.0
     workspace = max(0.0, _workspace(run) - logits)  # never at the same time

@@ -87,4 +87,4 @@ def device_of(device: torch.device) -> Device:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # shared by its ranks
     memory = machine if limit == resource.RLIM_INFINITY else min(machine, limit)
-    return Device(float(memory), _CPU_RESIDUAL_BYTES)
+    return Device(float(memory), _CPU_RESIDUAL_BYTES, is_host=True)

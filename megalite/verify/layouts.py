@@ -26,6 +26,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "full": ("recompute", "full"),
     "selective": ("recompute", "selective"),
     "uneven": ("uneven", True),
+    "offload": ("offload", True),
 }
 """Names after a plus, each with the attribute and value that it sets."""
 
@@ -35,7 +36,7 @@ TABLE = (
     *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather"),
     *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
-    "tp2pp2dp2+sp+zero1+gather+full",
+    *("tp2pp2dp2+sp+zero1+gather+full", "tp2pp2+sp+offload", "dp4+zero2+offload", "dp4+zero3+offload"),
 )
 """Each technique alone, and the combinations that runs use: the layouts of ``--layouts all``."""
 
@@ -62,6 +63,7 @@ class Layout:
         gather: turn on `overlap_param_gather`, which the config may have on already, as GPUs have by default.
         recompute: full or selective; None for the config's.
         uneven: give the first pipeline rank a single layer.
+        offload: keep the optimizer state in host memory, unless the config has it in a file.
     """
 
     tp: int = 1
@@ -75,6 +77,7 @@ class Layout:
     gather: bool = False
     recompute: Granularity | None = None
     uneven: bool = False
+    offload: bool = False
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -159,6 +162,12 @@ class Layout:
         recompute = dataclasses.replace(
             config.recompute, recompute_granularity=self.recompute or config.recompute.recompute_granularity
         )
-        applied = dataclasses.replace(config, parallel=parallel, training=training, recompute=recompute)
+        in_memory = self.offload and config.optimizer.optimizer_nvme_offload is None
+        optimizer = dataclasses.replace(
+            config.optimizer, optimizer_cpu_offload=in_memory or config.optimizer.optimizer_cpu_offload
+        )
+        applied = dataclasses.replace(
+            config, parallel=parallel, training=training, recompute=recompute, optimizer=optimizer
+        )
         check_config(applied, self.world_size)
         return applied

@@ -12,7 +12,8 @@ import torch
 
 from megalite.errors import UserError
 from megalite.optim import state_file
-from megalite.optim.state_file import NUM_SLOTS, FileStorage, StateFileError, file_bytes, ring_bytes
+from megalite.optim.offload_sizes import NUM_SLOTS
+from megalite.optim.state_file import FileStorage, StateFileError, file_bytes, ring_bytes
 from megalite.optim.state_storage import HostStorage, StateRange, StateSize, num_offloaded, ranges_of
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")

@@ -66,12 +66,24 @@ def test_none_of_the_others_would_save_more(line: str, world_size: int) -> None:
 def test_what_is_on_already_or_refused_is_not_advised() -> None:
     config = config_of(
         "--num-layers 2 --hidden-size 6144 --num-attention-heads 3 --seq-length 2048 --vocab-size 500 "
-        "--recompute-granularity full --micro-batch-size 1"
+        "--recompute-granularity full --micro-batch-size 1 --optimizer-cpu-offload"
     )
     message = advise(config, 1, 0, DEVICE).remedies
     assert [remedy.change.flags for remedy in message] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
     flags = {change.flags for change in changes(config, 1)}
     assert flags == {"--tp 2", "--pp 2"}
+
+
+@pytest.mark.parametrize(
+    ("is_host", "flags"), [(False, "--optimizer-cpu-offload"), (True, "--optimizer-nvme-offload DIR")]
+)
+def test_optimizer_state_leaves_the_memory_that_is_full(is_host: bool, flags: str) -> None:
+    config = config_of("--preset gpt-1.3b --micro-batch-size 1 --recompute-granularity full")
+    advice = advise(config, 1, 0, replace(DEVICE, is_host=is_host))
+    change, saved = advice.remedies[0]
+    assert change.flags == flags
+    assert saved == pytest.approx(1.06 * advice.memory.optimizer)  # and its share of fragmentation
+    assert advice.memory.optimizer == 12 * advice.memory.weights / 2
 
 
 def test_lines_say_what_takes_it_and_what_would_help() -> None:
