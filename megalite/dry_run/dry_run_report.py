@@ -74,8 +74,8 @@ def _offload_lines(offload: OffloadBytes) -> Iterator[str]:
     if offload.file:
         yield _row("file on the disk", offload.file)
     yield "each update moves:"
-    yield _row("gradients to the host", offload.down)
-    yield _row("weights to the device", offload.up)
+    yield _row("sent to the host", offload.down)
+    yield _row("sent to the device", offload.up)
     if offload.file:
         yield _row("read from the disk", offload.read)
         yield _row("written to the disk", offload.written)

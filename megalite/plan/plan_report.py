@@ -205,6 +205,8 @@ def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:
 def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult) -> Iterator[str]:
     """Yield the table of a search, the numbers of other layouts, and the fastest layout's command."""
     yield from _assumptions(request)
+    if best[0].run.config.optimizer.offloads_optimizer and not request.config.optimizer.offloads_optimizer:
+        yield "note: no layout fits with the optimizer state on the GPU: these keep it in host memory"
     costs = [run_costs(plan, request.costs) for plan in best]
     columns = [(name, key) for name, key in _COST_COLUMNS.items() if key in costs[0]]
     yield (

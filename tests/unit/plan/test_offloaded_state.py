@@ -57,6 +57,8 @@ def test_a_search_offloads_only_where_nothing_else_fits() -> None:
         return [each["command"] for each in json.loads(line)["layouts"]]
 
     assert all("--optimizer-cpu-offload" in command for command in commands("--world-size 1"))
+    text = "\n".join(answer(f"{MODEL} --world-size 1 --search --top 1".split()))
+    assert "note: no layout fits with the optimizer state on the GPU" in text
     assert not any("offload" in command for command in commands("--world-size 8"))
     with pytest.raises(UserError, match="no layout fits"):  # a node has no room for this state
         list(answer(f"--preset gpt3-175b --bf16 --gpu a100-80 --world-size 8 {SEARCH}".split()))
