@@ -47,7 +47,7 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.LOGGED: """
         init_method_std initial_loss_scale train_iters train_samples eval_interval eval_iters
         check_for_nan_in_loss_and_grad check_for_spiky_loss spiky_loss_factor iterations_to_skip
-        compile deterministic optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction""",
+        compile deterministic""",
     OnResume.FREE: """
         make_vocab_size_divisible_by pad_vocab_size_to attention_backend
         tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size sequence_parallel
@@ -56,6 +56,7 @@ _NAMES: Mapping[OnResume, str] = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pp_partition_method
         ddp_bucket_size zero_stage overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
         distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
+        optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks
         data_cache_path micro_batch_size

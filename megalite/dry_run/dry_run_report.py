@@ -70,12 +70,12 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
 
 def _offload_lines(offload: OffloadBytes) -> Iterator[str]:
     yield "offloaded optimizer state of this rank:"
-    yield _row("host memory", offload.host)
+    yield _row("memory of the host", offload.host)
     if offload.file:
         yield _row("file on the disk", offload.file)
     yield "each update moves:"
-    yield _row("sent to the host", offload.down)
-    yield _row("sent to the device", offload.up)
+    yield _row("device to host", offload.down)
+    yield _row("host to device", offload.up)
     if offload.file:
         yield _row("read from the disk", offload.read)
         yield _row("written to the disk", offload.written)

@@ -59,7 +59,7 @@ def test_resident_memory_falls_by_the_planned_bytes(tmp_path: Path) -> None:
 def _command(save: Path, *flags: str) -> list[str]:
     model = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --bf16"
     run = (
-        "--train-iters 200 --global-batch-size 2 --micro-batch-size 1 --lr 1e-3 --mock-data --log-interval 1"
+        "--train-iters 150 --global-batch-size 2 --micro-batch-size 1 --lr 1e-3 --mock-data --log-interval 1"
     )
     return [
         *(sys.executable, "pretrain_gpt.py", *model.split(), *run.split(), "--eval-iters", "0"),
