@@ -177,7 +177,8 @@ class Trainer:
                 self.saver.local,
                 self.datasets.record,
             )
-            self.optimizer.seal_state()
+            if loaded is not None:
+                self.optimizer.seal_state()
         if loaded is None:
             return False
         for notice in loaded.notices:

@@ -158,3 +158,13 @@ def test_ranges_start_at_multiples_of_their_size() -> None:
         StateRange(1, 0, 64),
     ]
     assert ranges_of([], 64) == []
+
+
+def test_a_kind_has_its_own_buffer_in_a_slot(tmp_path: Path) -> None:
+    """A shorter range's is read while another kind of the longer range before it is still written."""
+    storage = FileStorage(tmp_path, SIZES, 2 * RANGE_SIZE)
+    for slot in range(NUM_SLOTS):
+        of_slot = storage._parts[slot::NUM_SLOTS]
+        starts = [{parts[index].memory.data_ptr() for parts in of_slot} for index in range(len(KINDS))]
+        assert [len(each) for each in starts] == [1, 1, 1]
+        assert len(set.union(*starts)) == 3
