@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager
 import torch
 
 from megalite import kernels
-from megalite.config import Config, ParallelConfig, check_config, to_yaml
+from megalite.config import Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.flags import flag_of
 from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
 from megalite.distributed.agreement import code_record
 from megalite.distributed.topology import Launch, Topology
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.log import configure_logging, log
+from megalite.optim.offload import OffloadBytes
 from megalite.plan.model_flops import CONVENTION
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
@@ -86,6 +87,8 @@ def announce(trainer: Trainer) -> None:
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
     if topology.dp.size > 1:
         log.info("between replicas: %s", describe_replication(config.parallel, topology.device.type))
+    if (offload := trainer.optimizer.offload) is not None:
+        log.info("optimizer state of rank 0: %s", describe_offload(config.optimizer, offload.bytes))
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if config.training.compile:
@@ -123,6 +126,14 @@ def describe_replication(parallel: ParallelConfig, device_type: str) -> str:
             when = "during" if parallel.gathers_under_forward(device_type) else "before"
             text += f", weights are gathered {when} the next forward"
     return f"{text}, on a stream of high priority" if device_type == "cuda" else text
+
+
+def describe_offload(config: OptimizerConfig, size: OffloadBytes) -> str:
+    """Return where offloaded optimizer state is, for the log."""
+    text = f"{size.host / 1e9:.3f} GB of host memory"
+    if config.optimizer_nvme_offload is not None:
+        text += f", {size.file / 1e9:.3f} GB in a file without a name in {config.optimizer_nvme_offload}"
+    return f"{text}; the host updates it"
 
 
 def _log_datasets(trainer: Trainer) -> None:
