@@ -151,6 +151,21 @@ def replace_file(
         raise
 
 
+def file_system_of(descriptor: int) -> str:
+    """Return the name of the file system that a file is on; empty if the system does not say."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:  # ID parent major:minor root folder options... - type source options
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == number:
+                    return after.split()[0]
+    except OSError:
+        pass
+    return ""
+
+
 def url_problem(path: str) -> str:
     """Return why a path that must be on this machine is refused: it is a URL. Empty if it is a path."""
     if "://" not in path:

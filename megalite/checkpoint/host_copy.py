@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.tensor_files import FilePiece
+from megalite.hardware.host_memory import allocate_bytes
 
 _ALIGNMENT = 64
 
@@ -23,7 +23,7 @@ class HostCopy:
     memory; later ones allocate only if there is more to copy.
 
     Args:
-        device: where the tensors are.
+        device: where the tensors are, or some of them: others are in host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,48 +41,48 @@ class HostCopy:
             if self._stream:
                 _unpin(self._memory)
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
-            self._memory = _pinned(_allocate(size)) if self._stream else _allocate(size)
+            self._memory = _pinned(allocate_bytes(size)) if self._stream else allocate_bytes(size)
         copies = {name: self._at(starts[name], piece.tensor) for name, piece in pieces.items()}
-        self._pairs = [(copies[name], piece.tensor.detach().contiguous()) for name, piece in pieces.items()]
+        pairs = [(copies[name], piece.tensor.detach().contiguous()) for name, piece in pieces.items()]
+        self._pairs = [pair for pair in pairs if pair[1].device.type == "cpu"]
         self._filled.clear()
         if self._stream is not None:
-            self._copy_on(self._stream)
+            self._copy_on(self._stream, [pair for pair in pairs if pair[1].device.type != "cpu"])
         return {name: FilePiece(copies[name], piece.range) for name, piece in pieces.items()}
 
     def fill(self) -> None:
         """Make the copy, or wait for the GPU that makes it; any thread may call this."""
         try:
-            if self._done is not None:
-                # A new thread's device is GPU 0, where a context would occupy memory.
-                torch.cuda.set_device(self._device)
-                self._done.synchronize()
-            else:
-                for copy, tensor in self._pairs:
-                    # In one thread: torch would use as many as training, and compete for its cores.
-                    ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.numel() * copy.element_size())
+            for copy, tensor in self._pairs:
+                # In one thread: torch would use as many as training, and compete for its cores.
+                ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.numel() * copy.element_size())
             self._pairs = []
         finally:
             self._filled.set()
+        if self._done is not None:
+            # A new thread's device is GPU 0, where a context would occupy memory.
+            torch.cuda.set_device(self._device)
+            self._done.synchronize()
 
     def protect(self) -> None:
         """Keep later work from writing to tensors that are still to be copied.
 
-        The host waits only for its own copy: on a GPU later kernels wait for the copies.
+        The host waits only for its own copy of tensors in host memory: on a GPU later kernels wait for the
+        copies.
         """
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
-        else:
-            self._filled.wait()
+        self._filled.wait()
 
     def _at(self, start: int, like: Tensor) -> Tensor:
         content = self._memory[start : start + like.numel() * like.element_size()]
         return content.view(like.dtype).view(like.shape)
 
     @torch.no_grad()
-    def _copy_on(self, stream: torch.cuda.Stream) -> None:
+    def _copy_on(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for copy, tensor in self._pairs:
+            for copy, tensor in pairs:
                 copy.copy_(tensor, non_blocking=True)
             self._done = stream.record_event()
 
@@ -95,19 +95,6 @@ def _layout(pieces: Mapping[str, FilePiece]) -> tuple[dict[str, int], int]:
         starts[name] = size
         size += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
     return starts, size
-
-
-def _allocate(size: int) -> Tensor:
-    """Return memory of its own, which returns to the system when nothing uses it any more.
-
-    Huge pages, if the system has them, make its first use four times faster.
-    """
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pinned(memory: Tensor) -> Tensor:

@@ -236,8 +236,10 @@ class Saver:
     ) -> None:
         """Start a job with pieces that nothing writes to meanwhile; without a thread, also finish it."""
         in_background = self._config.async_save and not is_last
-        copy = self._copy if in_background or self._topology.device.type != "cpu" else None
-        running = _RunningSave(job(copy.take(pieces) if copy else pieces), self._next_agreement(), copy)
+        moved = pieces if in_background else _outside_host(pieces)
+        copy = self._copy if moved else None
+        held = {**pieces, **(copy.take(moved) if copy else {})}
+        running = _RunningSave(job(held), self._next_agreement(), copy)
         self._running = running
         if in_background:
             log.info("saving checkpoint %s in the background", running.job.final)
@@ -313,6 +315,11 @@ class Saver:
         """Return the largest number of any rank; on the host, without waiting for the GPU's earlier work."""
         number = all_reduce(torch.tensor(here), self._topology.world, dist.ReduceOp.MAX, of="a save's result")
         return int(number.item())
+
+
+def _outside_host(pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
+    """Return the pieces that are not in host memory, or mapped into it, as offloaded optimizer state is."""
+    return {name: piece for name, piece in pieces.items() if piece.tensor.device.type != "cpu"}
 
 
 def _file_name(topology: Topology) -> str:

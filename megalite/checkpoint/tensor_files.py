@@ -23,6 +23,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import FileRecord, Manifest, TensorRecord, dtype_name, dtype_of
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint
 from megalite.distributed.topology import Topology
+from megalite.files import file_system_of
 from megalite.optim.flat_buffers import ParameterShard
 
 _BUFFER_BYTES = 16 << 20
@@ -46,7 +47,7 @@ class DiskFile:
         self._buffer: mmap.mmap | None = None
         self._num_buffered = 0
         self._num_written = 0
-        if _file_system_of(self._descriptor) in _LOCAL_FILE_SYSTEMS and self._set_direct(True):
+        if file_system_of(self._descriptor) in _LOCAL_FILE_SYSTEMS and self._set_direct(True):
             self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # page-aligned, as O_DIRECT requires
 
     def write(self, content: memoryview) -> None:
@@ -111,21 +112,6 @@ class DiskFile:
         except OSError:
             return False
         return bool(direct)
-
-
-def _file_system_of(descriptor: int) -> str:
-    """Return the name of the file system that a file is on; empty if the system does not say."""
-    device = os.fstat(descriptor).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        with open("/proc/self/mountinfo") as mounts:
-            for line in mounts:  # ID parent major:minor root folder options... - type source options
-                before, _, after = line.partition(" - ")
-                if before.split()[2] == number:
-                    return after.split()[0]
-    except OSError:
-        pass
-    return ""
 
 
 _CHUNK_BYTES = 8 << 20

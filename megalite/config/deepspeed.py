@@ -74,7 +74,19 @@ _NOT_NEEDED: Mapping[str, str] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "checkpoints hold all weights",
     "zero_optimization.ignore_unused_parameters": "every parameter is used",
     "zero_allow_untested_optimizer": "the optimizer is megalite's",
-    "zero_force_ds_cpu_optimizer": "nothing is offloaded",
+    "zero_force_ds_cpu_optimizer": "the optimizer is megalite's",
+    "zero_optimization.offload_optimizer.pin_memory": "the buffers of the transfers are pinned",
+    "zero_optimization.offload_optimizer.pipeline_read": "ranges are always read ahead",
+    "zero_optimization.offload_optimizer.pipeline_write": "ranges are always written behind",
+    "zero_optimization.offload_optimizer.buffer_count": "ranges pass through a ring of four buffers",
+    "zero_optimization.offload_optimizer.fast_init": "the state is made where it is offloaded to",
+    "aio.block_size": "ranges of 16 MiB are read and written",
+    "aio.queue_depth": "each thread has one request of 16 MiB in flight",
+    "aio.single_submit": "each thread has one request of 16 MiB in flight",
+    "aio.overlap_events": "the threads always overlap",
+    "aio.thread_count": "four threads read and write",
+    "aio.intra_op_parallelism": "four threads read and write",
+    "aio.use_gds": "the host updates the state: it does not pass through a GPU",
     "prescale_gradients": "losses are divided by the tokens of the global batch",
     "gradient_predivide_factor": "losses are divided by the tokens of the global batch",
     "bf16.immediate_grad_update": "gradients are added to their sums in backward",
@@ -98,12 +110,6 @@ _NOT_NEEDED: Mapping[str, str] = {
 """Settings without a counterpart that change nothing here, with the reason."""
 _REFUSED: Mapping[str, str] = {
     "zero_optimization.offload_param": "weights are not offloaded: remove it, and pass --zero-stage 3",
-    "zero_optimization.offload_optimizer": (
-        "the optimizer's state is not offloaded: remove it, and pass --zero-stage 1, 2 or 3"
-    ),
-    "zero_optimization.cpu_offload": (
-        "the optimizer's state is not offloaded: remove it, and pass --zero-stage 1, 2 or 3"
-    ),
     "zero_optimization.zero_hpz_partition_size": (
         "weights have one partition: remove it; zero_optimization.mics_shard_size shards weights, gradients "
         "and state within groups of ranks"
@@ -163,6 +169,8 @@ class DeepSpeedFile:
         """Return the fields that the file sets, and report what it cannot set."""
         found = list(self._settings_of(self._fields_of, diagnostics))
         unneeded = [f"{key} ({_NOT_NEEDED[key]})" for key in self.values if key in _NOT_NEEDED]
+        if f"{_OFFLOAD}.nvme_path" in self.values and self.values.get(f"{_OFFLOAD}.device") != "nvme":
+            unneeded.append(f"{_OFFLOAD}.nvme_path (the device is not nvme)")
         if unneeded:
             diagnostics.notices.append(f"{self.path}: not needed: {', '.join(unneeded)}")
         return found
@@ -352,6 +360,30 @@ def _warmup_min_ratio(values: Mapping[str, Any], ratio: Any) -> Mapping[str, Any
     return {"lr_warmup_init": lr * ratio}
 
 
+_OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+def _offload_device(values: Mapping[str, Any], device: Any) -> Mapping[str, Any]:
+    if device == "none":
+        return {}
+    if device == "cpu":
+        return {"optimizer_cpu_offload": True}
+    if device != "nvme":
+        raise ValueError(f"is {device}: choose one of none, cpu, nvme")
+    folder = values.get(f"{_OFFLOAD}.nvme_path")
+    if not isinstance(folder, str):
+        raise ValueError("is nvme, which needs nvme_path: set it to a folder on a local disk")
+    return {"optimizer_nvme_offload": folder}
+
+
+def _offload_ratio(values: Mapping[str, Any], ratio: Any) -> Mapping[str, Any]:
+    """Return the offloaded share; 0 offloads nothing."""
+    device = values.get(f"{_OFFLOAD}.device", "none")
+    if ratio == 0 and device != "none":
+        raise ValueError(f"is 0, but {_OFFLOAD}.device is {device}: set the device to none")
+    return {} if device == "none" else {"optimizer_offload_fraction": ratio}
+
+
 def _tensorboard(values: Mapping[str, Any], path: Any) -> Mapping[str, Any]:
     return {"tensorboard_dir": str(Path(str(path)) / str(values.get("tensorboard.job_name", "")))}
 
@@ -392,6 +424,9 @@ _HANDLERS: Mapping[str, Callable[[Mapping[str, Any], Any], Mapping[str, Any]]] =
     "zero_optimization.mics_shard_size": _mics_shard_size,
     "scheduler.type": _scheduler,
     "scheduler.params.warmup_min_ratio": _warmup_min_ratio,
+    "zero_optimization.offload_optimizer.device": _offload_device,
+    "zero_optimization.offload_optimizer.ratio": _offload_ratio,
+    "zero_optimization.cpu_offload": lambda values, is_on: {"optimizer_cpu_offload": True} if is_on else {},
     "tensorboard.output_path": _tensorboard,
     "flops_profiler.enabled": _profiled_iteration,
     "flops_profiler.detailed": lambda values, is_on: {} if is_on else {"profile_modules_depth": 0},
@@ -409,6 +444,7 @@ _LATER = (
     "scheduler.params.warmup_type",
     "scheduler.params.cos_min_ratio",
     "tensorboard.job_name",
+    "zero_optimization.offload_optimizer.nvme_path",
     *(f"{name}.enabled" for name in _SWITCHED),
 )
 """Settings that others read."""

@@ -101,6 +101,13 @@ ACCEPTED = (
         "use-cpu-initialization init-model-with-meta-device",
     ),
     AcceptedFlags(
+        "optimizer",
+        "an update in host memory is torch's and overlaps with its copies, whose buffers alone are pinned",
+        """
+        overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-grads no-pin-cpu-params
+        """,
+    ),
+    AcceptedFlags(
         "parallel",
         "parameters that tensor-parallel ranks duplicate get equal gradients on each rank, and stay equal",
         "sync-tp-duplicated-parameters",
@@ -377,10 +384,9 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "optimizer",
-        "an optimizer in host memory",
-        "remove it; --zero-stage 1 shards the optimizer state over data-parallel ranks",
-        "cpu-optimizer cpu-torch-adam overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload",
-        "optimizer-cpu- optimizer-offload-",
+        "an older flag of an optimizer in host memory",
+        "remove it, and pass --optimizer-cpu-offload",
+        "cpu-optimizer cpu-torch-adam",
     ),
     UnsupportedFeature(
         "optimizer",

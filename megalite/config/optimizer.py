@@ -83,3 +83,16 @@ class OptimizerConfig:
     doubles."""
     clip_grad: float = 1.0
     """Clip the gradient to this global norm; 0 turns clipping off."""
+    optimizer_cpu_offload: bool = False
+    """Keep AdamW's moments, and fp32 main weights besides weights in 16 bits, in host memory, and update
+    them there."""
+    optimizer_nvme_offload: str | None = None
+    """Keep them in a file of this folder on a local disk instead, and read and write it in each update."""
+    optimizer_offload_fraction: float = 1.0
+    """With either: share of the elements whose state is offloaded, in whole gradient buckets, or with
+    --zero-stage 3 in whole parameters."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Return whether optimizer state is kept outside of the device."""
+        return self.optimizer_cpu_offload or self.optimizer_nvme_offload is not None

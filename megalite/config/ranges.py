@@ -21,6 +21,7 @@ class Range(NamedTuple):
 
 POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
 NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
+NONZERO_SHARE = Range(lambda value: 0 < value <= 1, "greater than 0 and at most 1")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 OPEN_SHARE = Range(lambda value: 0 < value < 1, "greater than 0 and below 1")
 SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
@@ -59,6 +60,7 @@ _FIELDS_OF_RANGE = {
     ZERO_STAGE: "zero_stage",
     TIMERS: "timing_log_level",
     OPEN_SHARE: "mask_prob",
+    NONZERO_SHARE: "optimizer_offload_fraction",
     SHARE: "fim_rate fim_spm_rate short_seq_prob",
     SEED: "seed",
 }

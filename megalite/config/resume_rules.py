@@ -57,6 +57,7 @@ _NAMES: Mapping[OnResume, str] = {
         ddp_bucket_size zero_stage data_parallel_shard_degree num_distributed_optimizer_instances
         fsdp_reshard_after_forward overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
         distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
+        optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks cpu_offload_activations
         data_cache_path micro_batch_size
@@ -85,6 +86,7 @@ MAY_DIFFER_BETWEEN_RANKS = frozenset(
     (
         "data_cache_path",  # may be on a node's own disk
         "non_persistent_local_ckpt_dir",  # likewise
+        "optimizer_nvme_offload",  # likewise
         "num_threads",  # nodes may have different CPUs
         "keep_freed_memory",
         # These have no effect in a run of several ranks.

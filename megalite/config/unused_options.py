@@ -59,6 +59,8 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "rotary_base", f"positions are {model.position_embedding_type}, not rope"
     if model.pad_vocab_size_to is not None:
         yield "make_vocab_size_divisible_by", "--pad-vocab-size-to sets the padded size"
+    if not optimizer.offloads_optimizer:
+        yield "optimizer_offload_fraction", "neither --optimizer-cpu- nor --optimizer-nvme-offload is set"
     yield from _schedule_reasons(optimizer)
     yield from loss_reasons(config)
     if (last := config.training.train_iters) is not None and not config.training.skips_any(last):

@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     training_rules.warmup,
     training_rules.wsd,
     training_rules.weight_decay,
+    training_rules.optimizer_offload,
     model_rules.loss_scale,
     model_rules.gradient_messages,
     parallel_rules.shard_groups,

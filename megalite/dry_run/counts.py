@@ -14,6 +14,7 @@ from megalite.dry_run.repetition import Repetition
 from megalite.dry_run.traffic import CollectiveCall, Traffic
 from megalite.log import log
 from megalite.optim.flat_buffers import ParameterShard
+from megalite.optim.offload import OffloadBytes
 from megalite.optim.optimizer import BaseOptimizer, Optimizer
 from megalite.pipeline.schedules import Action
 from megalite.train.model_chunks import named_parameters
@@ -28,8 +29,8 @@ class Buffers:
     Attributes:
         weights: the model's weights.
         gradients: the gradient buffers.
-        main_weights: fp32 copies of weights in lower precision.
-        moments: Adam's moments.
+        main_weights: fp32 copies of weights in lower precision that are not offloaded.
+        moments: Adam's moments that are not offloaded.
     """
 
     weights: int
@@ -42,12 +43,13 @@ class Buffers:
         """Return the sizes of an optimizer's buffers."""
         if not isinstance(optimizer, Optimizer):
             return Buffers._of_parameters(optimizer)
+        first = 0 if optimizer.offload is None else optimizer.offload.count
         states = optimizer.states
         return Buffers(
             weights=sum(state.bucket.weight.nbytes for state in states),
             gradients=sum(each.owned_grad.untyped_storage().nbytes() for each in optimizer.buffers),
-            main_weights=sum(state.main.nbytes for state in states if state.has_own_main),
-            moments=sum(moment.nbytes for state in states for moment in state.moments.values()),
+            main_weights=sum(state.main.nbytes for state in states[first:] if state.has_own_main),
+            moments=sum(moment.nbytes for state in states[first:] for moment in state.moments.values()),
         )
 
     @staticmethod
@@ -80,6 +82,7 @@ class Counts:
         actions: the rank's pipeline schedule of an iteration.
         peak_bytes: largest total size of tensors during the iteration, without the buffers.
         host_bytes: size of the buffers in host memory for offloaded activations.
+        offload: bytes of offloaded optimizer state; None if none is offloaded.
     """
 
     num_parameters: int
@@ -88,6 +91,7 @@ class Counts:
     actions: tuple[Action, ...]
     peak_bytes: int
     host_bytes: int
+    offload: OffloadBytes | None = None
 
 
 PROGRESS_SECONDS = 5.0
@@ -173,6 +177,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         if extended is None:
             return count_iteration(whole, datasets)
         actions, (calls, peak) = repetition.actions, extended
+    offload = trainer.optimizer.offload
     return Counts(
         sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks)),
         Buffers.of(trainer.optimizer),
@@ -180,6 +185,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         actions,
         peak - held,
         trainer.activation_offload.buffers.num_bytes,
+        None if offload is None else offload.bytes,
     )
 
 

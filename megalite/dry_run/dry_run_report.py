@@ -11,6 +11,7 @@ from megalite.config import Config
 from megalite.dry_run.corpus_estimate import Corpora
 from megalite.dry_run.counts import Counts
 from megalite.dry_run.traffic import ring_bytes
+from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action, peak_in_flight
 
 
@@ -65,6 +66,21 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
     yield _row("total at the peak", buffers.total + counts.peak_bytes)
     if counts.host_bytes:
         yield _row("activations on the host", counts.host_bytes)
+    if counts.offload is not None:
+        yield from _offload_lines(counts.offload)
+
+
+def _offload_lines(offload: OffloadBytes) -> Iterator[str]:
+    yield "offloaded optimizer state of this rank:"
+    yield _row("memory of the host", offload.host)
+    if offload.file:
+        yield _row("file on the disk", offload.file)
+    yield "each update moves:"
+    yield _row("device to host", offload.down)
+    yield _row("host to device", offload.up)
+    if offload.file:
+        yield _row("read from the disk", offload.read)
+        yield _row("written to the disk", offload.written)
 
 
 def _row(name: str, size: int) -> str:
@@ -162,6 +178,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
         "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},
         "peak_bytes": counts.peak_bytes,
         "host_bytes": counts.host_bytes,
+        **({} if counts.offload is None else {"offload_bytes": counts.offload._asdict()}),
         "collectives": [{**call._asdict(), "count": count} for call, count in sorted(counts.calls.items())],
         "schedule": {
             "name": found.config.parallel.schedule,

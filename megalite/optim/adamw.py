@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,15 @@ from megalite.kernels import adamw_
 from megalite.optim.flat_buffers import Bucket, BucketEntry, ParameterShard
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
+from megalite.optim.offload import Offload, OffloadedUpdate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments by torch's names."""
+
+
+def kinds_of(weight_dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the tensors of a state besides the model's weights: moments, and main weights if separate."""
+    return MOMENTS if main_dtype(weight_dtype) == weight_dtype else ("main", *MOMENTS)
 
 
 class OptimizerState(Protocol):
@@ -57,11 +66,22 @@ class BucketState:
         moments: by torch's names, ``[n]``.
     """
 
-    def __init__(self, bucket: Bucket, owned: slice) -> None:
+    def __init__(self, bucket: Bucket, owned: slice, offloaded: Mapping[str, Tensor] | None = None) -> None:
+        """Allocate the tensors.
+
+        Args:
+            offloaded: they are these, by kind (see `kinds_of`); None to allocate them on the bucket's device.
+        """
         self.bucket = bucket
         self.owned = owned
-        self.main = bucket.weight[owned].to(main_dtype(bucket.weight.dtype))
-        self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
+        weight = bucket.weight[owned]
+        dtype = main_dtype(weight.dtype)
+        if offloaded is None:
+            self.main = weight.to(dtype)
+            self.moments = {moment: torch.zeros_like(self.main) for moment in MOMENTS}
+        else:
+            self.main = offloaded["main"].copy_(weight) if "main" in offloaded else weight
+            self.moments = {moment: offloaded[moment] for moment in MOMENTS}
 
     @property
     def counted_main(self) -> Tensor:
@@ -109,13 +129,27 @@ class BucketState:
         )
 
 
+class _Update(NamedTuple):
+    """A state, its gradient, and the settings of its update."""
+
+    state: OptimizerState
+    gradient: Tensor
+    learning_rate: float
+    weight_decay: float
+
+    def offloaded(self) -> OffloadedUpdate:
+        weight = self.state.main if self.state.rounded is None else self.state.rounded
+        return OffloadedUpdate(self.gradient, weight, self.learning_rate, self.weight_decay)
+
+
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on gradients that are unscaled and clipped first.
 
     Everything that an update depends on stays on the device, and the device decides whether to update: the
-    host reads nothing and never waits.
+    host reads nothing and never waits. With offloaded states the host reads the decision, and updates those.
 
     Args:
+        offload: holds the first of the states; None if all are on the device.
         scaler: of the loss that the gradients come from.
         observers: notified of clipping and of the update, by the names of Megatron-LM's timers.
 
@@ -130,8 +164,10 @@ class AdamW:
         scaler: LossScaler,
         observers: Sequence[Observer[str]],
         device: torch.device,
+        offload: Offload | None = None,
     ) -> None:
         self.states = states
+        self.offload = offload
         self.config = config
         self.scaler = scaler
         self.observers = observers
@@ -163,16 +199,31 @@ class AdamW:
             if is_allowed is not None:
                 is_good = is_good.logical_and_(is_allowed)
             divisor = self._divisor(grad_norm)
+            updates_host = self.offload is not None and bool(is_good.item())
+            if updates_host and divisor is not None:
+                # On the device for all states: the gradients of resident and offloaded ones stay comparable.
+                _divide(gradients, divisor)
+                divisor = None
         with observed(self.observers, "optimizer-inner-step"):
             number = self.num_steps + 1
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
-            groups: dict[tuple[float, float], list[tuple[OptimizerState, Tensor]]] = {}
-            for state, gradient in zip(self.states, gradients, strict=True):
-                rate = own_rate if state.is_vocabulary else learning_rate
-                decay = weight_decay if state.decay else 0.0
-                groups.setdefault((rate, decay), []).append((state, gradient))
-            for (rate, decay), pairs in groups.items():
-                self._update(pairs, rate, decay, number, divisor, is_good)
+            updates = [
+                _Update(
+                    state,
+                    gradient,
+                    own_rate if state.is_vocabulary else learning_rate,
+                    weight_decay if state.decay else 0.0,
+                )
+                for state, gradient in zip(self.states, gradients, strict=True)
+            ]
+            num_offloaded = 0 if self.offload is None else self.offload.count
+            groups: dict[tuple[float, float], list[_Update]] = {}
+            for update in updates[num_offloaded:]:
+                groups.setdefault((update.learning_rate, update.weight_decay), []).append(update)
+            for (rate, decay), group in groups.items():
+                self._update(group, rate, decay, number, divisor, is_good)
+            if self.offload is not None and updates_host:
+                self.offload.update([update.offloaded() for update in updates[:num_offloaded]], number.item())
             self.num_steps += is_good
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
@@ -185,7 +236,7 @@ class AdamW:
 
     def _update(
         self,
-        pairs: Sequence[tuple[OptimizerState, Tensor]],
+        updates: Sequence[_Update],
         learning_rate: float,
         weight_decay: float,
         number: Tensor,
@@ -193,13 +244,13 @@ class AdamW:
         is_good: Tensor,
     ) -> None:
         """Update states of equal rate and decay; the last three arguments are scalars on the device."""
-        states = [state for state, _ in pairs]
+        states = [update.state for update in updates]
         adamw_(
             [state.main for state in states],
             [state.moments["exp_avg"] for state in states],
             [state.moments["exp_avg_sq"] for state in states],
             [state.rounded for state in states if state.rounded is not None],
-            [gradient for _, gradient in pairs],
+            [update.gradient for update in updates],
             number=number,
             divisor=divisor,
             is_good=is_good,
@@ -208,3 +259,13 @@ class AdamW:
             weight_decay=weight_decay,
             epsilon=self.config.adam_eps,
         )
+
+
+def _divide(gradients: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divide gradients in place, to the same bits as `adamw_` does."""
+    if not gradients:
+        return
+    if gradients[0].dtype == torch.float64:
+        torch._foreach_mul_(list(gradients), divisor.reciprocal())
+    else:
+        torch._foreach_div_(list(gradients), divisor.float())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.observer import EventStack, Wait
 from megalite.distributed.topology import Axis, Topology
+from megalite.optim.adamw import MOMENTS
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.gradient_buckets import MESSAGE_DTYPES, main_dtype
+from megalite.optim.offload import open_offload
 from megalite.optim.optimizer import BaseOptimizer, CountedShard
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
@@ -36,8 +38,10 @@ class FullyShardedParameter:
         parameter: a DTensor of the main weights, which FSDP puts in place of the full parameter between uses.
         shape: of the full parameter, as the model made it.
         start: position of this rank's first element among the parameter's.
-        moments: by torch's names, ``[n]``.
+        moments: by torch's names, ``[n]``; the optimizer allocates them.
     """
+
+    moments: Mapping[str, Tensor]
 
     def __init__(self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], dp: Axis) -> None:
         self.name = name
@@ -46,7 +50,6 @@ class FullyShardedParameter:
         num_rows, *row = parameter.shape
         chunk = -(-num_rows // dp.shard.size)
         self.start = min(chunk * dp.shard.rank, num_rows) * math.prod(row)
-        self.moments = {moment: torch.zeros_like(self.main) for moment in ("exp_avg", "exp_avg_sq")}
 
     @property
     def spec(self) -> ParameterSpec:
@@ -312,7 +315,17 @@ class FullyShardedOptimizer(BaseOptimizer):
             )
         self._group_of: dict[nn.Parameter, FSDPParamGroup] = {}
         self.local = [each for each in self.parameters if each.main.numel() > 0]
-        super().__init__(self.local, config, parallel, topology, dtype)
+        numels = [each.main.numel() for each in self.local]
+        main = main_dtype(dtype)
+        offload = open_offload(numels, MOMENTS, main, main, config, parallel, topology)
+        offloaded = self.local[: offload.count] if offload else []
+        for each in self.parameters:
+            if each not in offloaded:
+                each.moments = {moment: torch.zeros_like(each.main) for moment in MOMENTS}
+        for number, each in enumerate(offloaded):
+            assert offload is not None
+            each.moments = offload.tensors(number)
+        super().__init__(self.local, config, parallel, topology, dtype, offload)
 
     def begin(self, num_microbatches: int) -> None:
         for chunk in self._chunks:

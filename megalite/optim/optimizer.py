@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,40 +15,22 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.collectives import Pending, all_reduce, flat_all_gather
 from megalite.distributed.observer import Observer, observed
 from megalite.distributed.topology import Axis, Topology
-from megalite.optim.adamw import AdamW, BucketState, OptimizerState
+from megalite.optim.adamw import AdamW, BucketState, OptimizerState, kinds_of
 from megalite.optim.flat_buffers import Bucket, ParameterShard, make_buckets
-from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MESSAGE_DTYPES, GradientBuffer, GradReducer
+from megalite.optim.global_norm import global_norm, sum_of_squares
+from megalite.optim.gradient_buckets import (
+    GRADIENT_BUFFERS,
+    MESSAGE_DTYPES,
+    GradientBuffer,
+    GradReducer,
+    main_dtype,
+)
 from megalite.optim.loss_scaler import build_loss_scaler
+from megalite.optim.offload import Offload, open_offload
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import num_used
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 from megalite.tensor_parallel.weight_gradient_store import WeightGradient, run_stored
-
-BLOCKS = {"cpu": 2**16}
-"""Elements whose squares are summed in one call, by device; elsewhere all, which the op itself splits.
-
-torch's CPU norm adds squares in a few long fp32 chains: 1e8 elements in one call are 1% too small, and by
-another share in another layout. Blocks of this size are exact to 2e-7."""
-
-
-def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:
-    """Return the 2-norm of the whole model's gradient, the same number on every rank.
-
-    Args:
-        gradients: parts of the gradient that no other rank of the world counts.
-
-    Returns:
-        An fp64 scalar: squares of fp32 norms overflow fp32 long before the gradient itself does.
-    """
-    return all_reduce(sum_of_squares(gradients, topology.device), topology.world).sqrt()
-
-
-def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of all elements, an fp64 scalar."""
-    size = BLOCKS.get(device.type, sys.maxsize)
-    if blocks := [block for gradient in gradients for block in gradient.view(-1).split(size)]:
-        return torch.stack(torch._foreach_norm(blocks)).double().square().sum()
-    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 class CountedShard(NamedTuple):
@@ -81,6 +62,7 @@ class BaseOptimizer(ABC):
     Attributes:
         scaler: its scale multiplies the loss of each backward pass.
         observers: notified of each part of the work, by the names of Megatron-LM's timers.
+        offload: holds the states that are not on the device; None if all are.
     """
 
     def __init__(
@@ -90,11 +72,13 @@ class BaseOptimizer(ABC):
         parallel: ParallelConfig,
         topology: Topology,
         dtype: torch.dtype,
+        offload: Offload | None,
     ) -> None:
         self.topology = topology
+        self.offload = offload
         self.scaler = build_loss_scaler(config, dtype)
         self.observers: list[Observer[str]] = []
-        self.adamw = AdamW(states, config, self.scaler, self.observers, topology.device)
+        self.adamw = AdamW(states, config, self.scaler, self.observers, topology.device, offload)
         # With sequence parallelism, a parameter that every tp rank has gets the gradient of the rank's own
         # positions: the sum over tp completes it.
         self.sums_over_tp = parallel.sequence_parallel and topology.tp.size > 1
@@ -250,6 +234,20 @@ class BaseOptimizer(ABC):
         scaler = {f"loss_scaler.{name}": tensor for name, tensor in self.scaler.state().items()}
         return {**state, "num_steps": self.adamw.num_steps, **scaler}
 
+    def check_state(self) -> None:
+        """Check that offloaded state in a file is as it was written, before a checkpoint reads `state`.
+
+        Raises:
+            StateFileError: it is not.
+        """
+        if self.offload is not None:
+            self.offload.storage.check()
+
+    def seal_state(self) -> None:
+        """Accept new values of `state`, which a checkpoint has written."""
+        if self.offload is not None:
+            self.offload.storage.seal()
+
 
 ForwardUnit = tuple[nn.Module, Sequence[nn.Parameter]]
 """A module, and the parameters that forward uses from its call to the next unit's call."""
@@ -349,8 +347,18 @@ class Optimizer(BaseOptimizer):
         )
         self.reducer = self._make_reducer(parallel, topology, graphs_add and fuses_weight_gradients)
         self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
-        self.states = [BucketState(buffer.bucket, buffer.owned) for buffer in self.buffers]
-        super().__init__(self.states, config, parallel, topology, dtype)
+        numels = [buffer.owned.stop - buffer.owned.start for buffer in self.buffers]
+        offload = open_offload(numels, kinds_of(dtype), main_dtype(dtype), dtype, config, parallel, topology)
+        num_offloaded = 0 if offload is None else offload.count
+        self.states = [
+            BucketState(
+                buffer.bucket,
+                buffer.owned,
+                offload.tensors(number) if offload and number < num_offloaded else None,
+            )
+            for number, buffer in enumerate(self.buffers)
+        ]
+        super().__init__(self.states, config, parallel, topology, dtype, offload)
         self.gatherer: WeightGatherer | None = None
         if stage > 0:
             buckets = [buffer.bucket for buffer in self.buffers]
@@ -395,7 +403,7 @@ class Optimizer(BaseOptimizer):
         for state in self.states:
             if not state.has_own_main:
                 continue
-            full = torch.zeros(state.bucket.size, dtype=state.main.dtype, device=state.main.device)
+            full = torch.zeros(state.bucket.size, dtype=state.main.dtype, device=state.bucket.weight.device)
             for entry in state.bucket.entries:
                 fill_initial(state.bucket.view(full, entry), entry.name, entry.spec, seed, self.topology)
             state.main.copy_(full[state.owned])

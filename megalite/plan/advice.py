@@ -27,10 +27,12 @@ class Device:
     Attributes:
         memory_bytes: memory that a process can use.
         residual_bytes: memory of a process that no tensor holds.
+        is_host: its memory is the host's.
     """
 
     memory_bytes: float
     residual_bytes: float
+    is_host: bool = False
 
 
 class Change(NamedTuple):
@@ -85,7 +87,7 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
     """Plan the memory of a pipeline rank as it is, and with each change that training would accept."""
     memory = _memories(planned_run_on(config, world_size, device))[pp_rank]
     best: dict[str, Remedy] = {}
-    for change in changes(config, world_size):
+    for change in (*changes(config, world_size), *_offloads(config, device.is_host)):
         run = planned_run_on(change.config, change.world_size or world_size, device)
         if run_problems(change.config, run.cluster):
             continue
@@ -165,6 +167,19 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
         yield Change("sequence", "--sequence-parallel", "at no cost", sharded)
     yield _twice(config, "tensor", "at the cost of more communication", world_size)
     yield _twice(config, "pipeline", "at the cost of a larger bubble", world_size)
+
+
+def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
+    """Yield the optimizer state's ways out of the device's memory."""
+    if config.optimizer.offloads_optimizer:
+        return
+    if not is_host:
+        on_host = with_layout(config, optimizer_cpu_offload=True)
+        yield Change("offload", "--optimizer-cpu-offload", "at the cost of updates on the host", on_host)
+    elif not config.checkpoint.async_save:
+        on_disk = with_layout(config, optimizer_nvme_offload="DIR")
+        cost = "at the cost of reading and writing the state in each update"
+        yield Change("offload", "--optimizer-nvme-offload DIR", cost, on_disk)
 
 
 def _twice(config: Config, axis: str, cost: str, world_size: int) -> Change:

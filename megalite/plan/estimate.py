@@ -9,6 +9,7 @@ from typing import Any
 from megalite.plan.iteration_time import IterationTime, time_iteration
 from megalite.plan.model_flops import CONVENTION, flops_per_token, flops_per_token_by_convention
 from megalite.plan.model_parameters import total_parameters
+from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import (
     TIGHT_SHARE,
@@ -137,8 +138,18 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
         "seconds_by_kind": {**work, "bubble": plan.time.waiting},
         "fits": plan.fits,
         "tight": plan.is_tight,
+        **_offload_object(plan),
         **run_costs(plan, costs),
     }
+
+
+def _offload_object(plan: RunPlan) -> dict[str, Any]:
+    state = largest_offloaded_state(plan.run)
+    if state is None:
+        return {}
+    seconds = offload_seconds(plan.run, state)
+    sizes = {f"{kind}_gb": size / _GB for kind, size in asdict(state).items() if kind != "elements"}
+    return {"offload": {**sizes, "seconds": asdict(seconds)}}
 
 
 def run_costs(plan: RunPlan, costs: Costs) -> dict[str, float]:

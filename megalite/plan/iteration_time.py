@@ -36,6 +36,7 @@ from megalite.plan.model_parameters import (
     rank_parameters,
     table_parameters,
 )
+from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds
 from megalite.plan.planned_run import PlannedRun
 
 MAX_ROUNDS = 3
@@ -228,6 +229,8 @@ CONTENTION = 0.25
 """Seconds of computation that a second of overlapped communication costs: they share the GPU."""
 TENSORS = 6
 """Parameters of a Llama's layer: four matrices and two norms."""
+CLIPPING_BYTES = 8
+"""Bytes per parameter to divide its gradient, which a kernel of its own does where state is offloaded."""
 UPDATE_BYTES = 36
 """Bytes per parameter that an update reads and writes: gradient, main weight, moments, weight, norm."""
 
@@ -388,5 +391,9 @@ def _tied_seconds(run: PlannedRun) -> float:
 def update_seconds(run: PlannedRun) -> WorkSeconds:
     """Return the time of the optimizer's update."""
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
-    shards = run.num_shards if run.zero_stage else 1
-    return WorkSeconds(memory_bound=memory_seconds(run, count * UPDATE_BYTES / shards))
+    count /= run.num_shards if run.zero_stage else 1
+    state = largest_offloaded_state(run)
+    if state is None:
+        return WorkSeconds(memory_bound=memory_seconds(run, count * UPDATE_BYTES))
+    resident = (count - state.elements) * UPDATE_BYTES + count * CLIPPING_BYTES
+    return WorkSeconds(memory_bound=memory_seconds(run, resident), offload=offload_seconds(run, state).total)

@@ -29,7 +29,7 @@ class WorkSeconds:
         dp: waiting for data-parallel communication.
         pp: waiting for messages between stages.
         launch: waiting for the host, which launches the kernels.
-        offload: waiting for copies between the GPU's memory and the host's.
+        offload: waiting for offloaded activations, or for the host's update of offloaded optimizer state.
     """
 
     gemms: float = 0.0

@@ -22,8 +22,10 @@ LAYOUT_FIELDS = {
     "data_parallel_shard_degree": "parallel",
     "sequence_parallel": "parallel",
     "pipeline_layers": "parallel",
+    "optimizer_cpu_offload": "optimizer",
+    "optimizer_nvme_offload": "optimizer",
 }
-"""The fields that a search varies, each with its group in the config."""
+"""The fields that a search or the advice varies, each with its group in the config."""
 _SHORT = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from math import gcd
 from typing import Any
@@ -16,6 +16,7 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import least_seconds
 from megalite.plan.layout_fields import with_even_stages, with_layout
+from megalite.plan.offloaded_state import fits_host
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
 
@@ -47,6 +48,14 @@ class SearchResult:
     rejected: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
     smallest: RunPlan | None = None
+
+
+def search_with_offload(request: Request) -> SearchResult:
+    """Plan every layout with the optimizer state in host memory, as far as a usual node has that memory."""
+    config = with_layout(request.config, optimizer_cpu_offload=True)
+    found = search(replace(request, config=config))
+    found.fitting = [plan for plan in found.fitting if fits_host(plan.run)]
+    return found
 
 
 def search(request: Request, cluster: Cluster | None = None) -> SearchResult:

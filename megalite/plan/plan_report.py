@@ -12,8 +12,9 @@ from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.layout_fields import layout_flags
-from megalite.plan.layout_search import SearchResult, fastest, search
+from megalite.plan.layout_search import SearchResult, fastest, search, search_with_offload
 from megalite.plan.model_flops import CONVENTION
+from megalite.plan.offloaded_state import NODE_MEMORY_GB, largest_offloaded_state, offload_seconds
 from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import OWN, run_problems
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory
@@ -27,7 +28,7 @@ _KINDS = {
     "dp": "dp communication",
     "pp": "pp communication",
     "launch": "kernel launches",
-    "offload": "copies to and from the host",
+    "offload": "offloading",
 }
 """Names of the fields of `WorkSeconds`."""
 _COST_COLUMNS = {"days": "days", "GPU hours": "gpu_hours", "MWh": "energy_mwh", "price": "price"}
@@ -63,6 +64,9 @@ def _one(request: Request) -> Iterable[str]:
 
 def _all(request: Request, top: int) -> Iterable[str]:
     found = search(request)
+    if not found.fitting and may_offload(request):
+        offloaded = search_with_offload(request)
+        found = offloaded if offloaded.fitting else found
     if not found.fitting:
         raise UserError(nothing_fits(request, found))
     best = fastest(found.fitting, top)
@@ -100,6 +104,7 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     )
     yield ""
     yield from _memory_table(plan)
+    yield from _offload_lines(plan)
     yield ""
     works = {name: getattr(time.work, kind) for kind, name in _KINDS.items()}
     works["waiting for stages"] = time.waiting
@@ -156,6 +161,34 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
         yield f"warning: {_tight(plan)}"
 
 
+def may_offload(request: Request) -> bool:
+    """Return whether a search may offload optimizer state: for megalite, unless a flag decides."""
+    fixed = {"optimizer_cpu_offload", "optimizer_nvme_offload"}
+    return request.program == OWN and not fixed & request.fixed_fields
+
+
+def _offload_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield where offloaded optimizer state is, and what an update of it moves and takes."""
+    run, state = plan.run, largest_offloaded_state(plan.run)
+    if state is None:
+        return
+    ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
+    places = f"{state.host / _GB:.2f} GB of host memory"
+    if state.file:
+        places += f" and {state.file / _GB:.2f} GB on the disk"
+    yield f"offloaded      {places} per rank, {state.host * ranks / _GB:.0f} GB of host memory per node"
+    seconds = offload_seconds(run, state)
+    moved = (
+        f"{state.down / _GB:.2f} GB down in {seconds.down:.2f} s, {state.up / _GB:.2f} GB up in "
+        f"{seconds.up:.2f} s, update {seconds.update:.2f} s"
+    )
+    if state.file:
+        moved += f", disk {state.disk / _GB:.2f} GB in {seconds.disk:.2f} s"
+    yield f"each update    {moved}; they overlap"
+    if state.host * ranks > NODE_MEMORY_GB * _GB:
+        yield f"warning: nodes usually have {NODE_MEMORY_GB:.0f} GB of host memory"
+
+
 def _tight(plan: RunPlan) -> str:
     share = plan.memory_bytes / plan.run.cluster.gpu.memory_bytes
     return (
@@ -183,6 +216,8 @@ def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:
 def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult) -> Iterator[str]:
     """Yield the table of a search, the numbers of other layouts, and the fastest layout's command."""
     yield from _assumptions(request)
+    if best[0].run.config.optimizer.offloads_optimizer and not request.config.optimizer.offloads_optimizer:
+        yield "note: no layout fits with the optimizer state on the GPU: these keep it in host memory"
     costs = [run_costs(plan, request.costs) for plan in best]
     columns = [(name, key) for name, key in _COST_COLUMNS.items() if key in costs[0]]
     yield (

@@ -12,6 +12,7 @@ from megalite.plan.model_parameters import (
     rank_parameters,
     table_parameters,
 )
+from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.saved_activations import (
     kept_elements,
@@ -36,7 +37,7 @@ class RankMemory:
     Attributes:
         weights: parameters in the precision of the model.
         gradients: gradient sums.
-        optimizer: main weights and moments.
+        optimizer: main weights and moments that are not offloaded.
         activations: activations saved for backward, at the peak.
         logits: logits and their gradients, on the last stage.
         workspace: temporary memory of a layer or a collective.
@@ -90,6 +91,8 @@ def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
 
 def _rank_memory(run: PlannedRun, rank: int, peak: int) -> RankMemory:
     weights, gradients, optimizer = _state(run, rank)
+    if (offloaded := offloaded_state(run, rank)) is not None:
+        optimizer -= offloaded.state
     activations = _activations(run, rank, peak)
     logits = _logits(run) if run.stages.num_stages - 1 in run.stages.stages_of(rank) else 0.0
     workspace = max(0.0, _workspace(run, rank) - logits)  # never at the same time

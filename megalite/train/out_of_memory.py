@@ -93,7 +93,7 @@ def device_of(device: torch.device) -> Device:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # shared by its ranks
     memory = machine if limit == resource.RLIM_INFINITY else min(machine, limit)
-    return Device(float(memory), _CPU_RESIDUAL_BYTES)
+    return Device(float(memory), _CPU_RESIDUAL_BYTES, is_host=True)
 
 
 def check_host_memory(config: Config, topology: Topology, local_world_size: int) -> None:

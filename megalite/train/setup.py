@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager
 import torch
 
 from megalite import kernels
-from megalite.config import Config, ParallelConfig, check_config, to_yaml
+from megalite.config import Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.flags import flag_of
 from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
 from megalite.distributed.agreement import code_record
 from megalite.distributed.topology import Launch, Topology
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.log import configure_logging, log
+from megalite.optim.offload import OffloadBytes
 from megalite.plan.model_flops import CONVENTION
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
@@ -94,6 +95,8 @@ def announce(trainer: Trainer) -> None:
         log.info(
             "ZeRO %d shards within %d groups of %d neighbouring replicas", config.parallel.zero_stage, *groups
         )
+    if (offload := trainer.optimizer.offload) is not None:
+        log.info("optimizer state of rank 0: %s", describe_offload(config.optimizer, offload.bytes))
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if offloaded := config.recompute.cpu_offload_activations:
@@ -144,6 +147,14 @@ def describe_gathering(gathering: WeightGathering, pp: int) -> str:
         if pp > 1:
             text += "; those of embedding and output once per iteration"
     return f"{text} ({gathering.reason})"
+
+
+def describe_offload(config: OptimizerConfig, size: OffloadBytes) -> str:
+    """Return where offloaded optimizer state is, for the log."""
+    text = f"{size.host / 1e9:.3f} GB of host memory"
+    if config.optimizer_nvme_offload is not None:
+        text += f", {size.file / 1e9:.3f} GB in a file without a name in {config.optimizer_nvme_offload}"
+    return f"{text}; the host updates it"
 
 
 def _log_datasets(trainer: Trainer) -> None:

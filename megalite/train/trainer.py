@@ -172,11 +172,13 @@ class Trainer:
     def save(self, *, is_last: bool = False) -> None:
         """Save a checkpoint to the config's folder, or begin to; see `Saver`."""
         with self.timers("save-checkpoint"):
+            self.optimizer.check_state()
             self.saver.save(self._contents(), self.saved_tensors(), is_last=is_last)
 
     def save_local(self) -> None:
         """Make a non-persistent save, or begin to; see `Saver`."""
         with self.timers("save-checkpoint-non-persistent"):
+            self.optimizer.check_state()
             self.saver.save_local(self._contents(), self.tensors())
 
     def _contents(self) -> Contents:
@@ -194,6 +196,8 @@ class Trainer:
                 self.saver.local,
                 self.datasets.record,
             )
+            if loaded is not None:
+                self.optimizer.seal_state()
         if loaded is None:
             return False
         for notice in loaded.notices:

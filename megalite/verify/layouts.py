@@ -39,8 +39,8 @@ TABLE = (
     *("pp2gpipedp2+zero3", "pp2v2dp2+zero3", "pp2zbdp2+zero3", "pp2zbvdp2+zero3", "pp2dp2+zero3+kept"),
     *("tp1+full", "tp1+selective", "tp2+sp+full", "tp4+sp+selective", "pp2v2+full", "pp4zb+selective"),
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
-    "tp2pp2dp2+sp+zero1+gather+full",
-    *("tp2+sp+offload", "pp4zb+selective+offload", "pp2v2+full+offload"),
+    *("tp2pp2dp2+sp+zero1+gather+full", "tp2pp2+sp+offload", "dp4+zero2+offload", "dp4+zero3+offload"),
+    *("pp4zb+selective+offload", "pp2v2+full+offload"),
 )
 """Each technique alone, and the combinations that runs use: the layouts of ``--layouts all``."""
 
@@ -69,7 +69,8 @@ class Layout:
         gather: turn on `overlap_param_gather`, which the config may have on already, as GPUs have by default.
         recompute: full or selective; None for the config's.
         uneven: give the first pipeline rank a single layer.
-        offload: offload the activations of each stage's first layer, which the config may do already.
+        offload: keep the activations of each stage's first layer in host memory, unless the config has more
+            layers there, and the optimizer state, unless the config has it in a file.
     """
 
     tp: int = 1
@@ -178,6 +179,12 @@ class Layout:
             recompute_granularity=self.recompute or config.recompute.recompute_granularity,
             cpu_offload_activations=max(1, offloaded) if self.offload else offloaded,
         )
-        applied = dataclasses.replace(config, parallel=parallel, training=training, recompute=recompute)
+        in_memory = self.offload and config.optimizer.optimizer_nvme_offload is None
+        optimizer = dataclasses.replace(
+            config.optimizer, optimizer_cpu_offload=in_memory or config.optimizer.optimizer_cpu_offload
+        )
+        applied = dataclasses.replace(
+            config, parallel=parallel, training=training, recompute=recompute, optimizer=optimizer
+        )
         check_config(applied, self.world_size)
         return applied

@@ -234,6 +234,7 @@ def _decay(config: Config) -> tuple[int | None, str]:
 
 
 LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("optimizer_nvme_offload",),
     "checkpoint": ("save", "load", "non_persistent_local_ckpt_dir"),
     "data": (
         "aml_data_download_path",
@@ -308,4 +309,22 @@ def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--hang-timeout {config.hang_timeout:g} leaves no time for its report before collectives fail "
             f"after --distributed-timeout-minutes {minutes}: pass at most --hang-timeout {latest:g}, or a "
             "larger --distributed-timeout-minutes",
+        )
+
+
+def optimizer_offload(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that optimizer state has one place, and that no save copies what was offloaded to a disk."""
+    optimizer, folder = config.optimizer, config.optimizer.optimizer_nvme_offload
+    if folder is None:
+        return
+    if optimizer.optimizer_cpu_offload:
+        yield Problem(
+            ("optimizer_cpu_offload", "optimizer_nvme_offload"),
+            f"--optimizer-cpu-offload and --optimizer-nvme-offload {folder} are two places: remove one",
+        )
+    if config.checkpoint.async_save:
+        yield Problem(
+            ("async_save", "optimizer_nvme_offload"),
+            "--async-save copies the optimizer state into host memory, which --optimizer-nvme-offload "
+            f"{folder} keeps out of it: remove one",
         )

@@ -32,6 +32,7 @@ LAYOUTS = [
     ("pp2dp2+zero2", "fp16", {}),
     ("dp4shard2+zero2", "bf16", {}),
     ("pp2dp2+zero3+kept", "bf16", {}),
+    ("dp2+zero1+offload", "bf16", {}),
     ("tp2pp2+sp+zero1+gather", "bf16", {"position_embedding_type": "rope", "activation": "swiglu"}),
 ]
 SLOW = [
@@ -93,6 +94,8 @@ def test_counts_are_those_of_a_real_run(name: str, dtype: str, model: dict[str, 
         dry = dry_run_of(config, layout.world_size, rank)
         assert dry.counts.num_parameters == counts.num_parameters
         assert dry.counts.buffers == counts.buffers
+        assert dry.counts.offload == counts.offload
+        assert (dry.counts.offload is not None) == layout.offload
         assert dry.counts.calls == counts.calls
         assert dry.counts.actions == counts.actions
         assert dry.model_parameters == sum(whole.values())

@@ -12,14 +12,14 @@ from megalite.checkpoint import tensor_files
 from megalite.checkpoint.tensor_files import DiskFile
 
 BUFFER_BYTES = 8192
-FILE_SYSTEM_OF = tensor_files._file_system_of
+FILE_SYSTEM_OF = tensor_files.file_system_of
 SIZES = (0, 1, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 5 * BUFFER_BYTES + 77)
 
 
 @pytest.fixture(params=["ext4", "nfs"], autouse=True)
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the file is taken to be on."""
-    monkeypatch.setattr(tensor_files, "_file_system_of", lambda _: request.param)
+    monkeypatch.setattr(tensor_files, "file_system_of", lambda _: request.param)
     monkeypatch.setattr(tensor_files, "_BUFFER_BYTES", BUFFER_BYTES)
     return request.param
 

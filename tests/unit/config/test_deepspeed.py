@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import Config, deepspeed
+from megalite.config import Config, check_config, deepspeed
 from megalite.config.command_line import parse
 from megalite.errors import ConfigError
 
@@ -17,6 +17,17 @@ def _parsed(settings: dict, line: str, folder: Path) -> tuple[Config, list[str]]
     path = folder / "ds.json"
     path.write_text(json.dumps(settings))
     return parse(shlex.split(f"--mock-data --vocab-size 99 --train-iters 5 --deepspeed_config {path} {line}"))
+
+
+_NOT_OFFLOADED = {
+    "optimizer_cpu_offload": False,
+    "optimizer_nvme_offload": None,
+    "optimizer_offload_fraction": 1.0,
+}
+
+
+def _offloading(**settings: object) -> dict:
+    return {"zero_optimization": {"offload_optimizer": settings}}
 
 
 DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
@@ -110,6 +121,16 @@ DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
         {"zero_stage": 3, "data_parallel_shard_degree": 2},
     ),
     ({"zero_optimization": {"stage": 2, "mics_shard_size": -1}}, {"data_parallel_shard_degree": None}),
+    ({"zero_optimization": {"cpu_offload": True}}, {"optimizer_cpu_offload": True}),
+    (
+        _offloading(device="cpu", pin_memory=True, ratio=0.5, nvme_path="/local_nvme"),
+        {**_NOT_OFFLOADED, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    ),
+    (
+        {**_offloading(device="nvme", nvme_path="/d", buffer_count=4), "aio": {"block_size": 1048576}},
+        {**_NOT_OFFLOADED, "optimizer_nvme_offload": "/d"},
+    ),
+    (_offloading(device="none", ratio=0.5, nvme_path="/d"), _NOT_OFFLOADED),
 ]
 
 
@@ -134,7 +155,10 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
         ({"gradient_accumulation_steps": 3}, "", ["pass --global-batch-size, or start with torchrun"]),
         ({"gradient_accumulation_steps": 0.5}, "--dp 2", ["is 0.5: it must be a positive whole number"]),
         ({"train_batch_size": "many"}, "", ["train_batch_size takes a whole number, not 'many'"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "", ["state is not offloaded"]),
+        (_offloading(device="nvme"), "", ["device is nvme, which needs nvme_path"]),
+        (_offloading(device="disk"), "", ["device is disk: choose one of none, cpu, nvme"]),
+        (_offloading(device="cpu", ratio=0), "", ["ratio is 0, but zero_optimization.offload_optimizer.dev"]),
+        (_offloading(device="cpu", max_in_cpu=1), "", ["max_in_cpu is not a known setting"]),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "", ["weights are not offloaded"]),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
@@ -163,7 +187,6 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
             "",
             ["mics_hierarchical_params_gather is True"],
         ),
-        ({"zero_optimization": {"cpu_offload": True}}, "", ["cpu_offload is True", "is not offloaded"]),
         (
             {"zero_optimization": {"stages": 1}},
             "",
@@ -195,6 +218,30 @@ def test_a_deepspeed_file_that_contradicts_or_is_not_supported(
         _parsed(settings, line, tmp_path)
     (problem,) = (each for each in caught.value.problems if "ds.json" in each)
     assert all(words in problem for words in message), problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "message"),
+    [
+        (_offloading(device="cpu", ratio=2), "", "--optimizer-offload-fraction 2.0 is out of range"),
+        (
+            _offloading(device="cpu"),
+            "--optimizer-nvme-offload /d",
+            "--optimizer-cpu-offload and --optimizer-nvme-offload /d are two places: remove one",
+        ),
+        (
+            _offloading(device="nvme", nvme_path="/d"),
+            "--save f --save-interval 1 --async-save",
+            "--async-save copies the optimizer state into host memory",
+        ),
+    ],
+)
+def test_offloading_follows_the_rules_of_its_flags(
+    settings: dict, line: str, message: str, tmp_path: Path
+) -> None:
+    config, _ = _parsed(settings, line, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_config(config)
 
 
 def test_a_deepspeed_file_may_not_contradict_the_yaml_file(tmp_path: Path) -> None:

@@ -63,6 +63,18 @@ def test_a_rank_of_a_large_world(tmp_path: Path) -> None:
     assert 128 * buffers["moments"] == 4 * buffers["weights"]
 
 
+def test_a_7b_models_state_in_a_file_leaves_little_in_host_memory(tmp_path: Path) -> None:
+    """No folder is needed: the plan is made before there is a machine."""
+    model = "--mock-data --preset llama2-7b --num-layers 2 --bf16 --attention-dropout 0"
+    found = object_of(f"{model} {RUN} --global-batch-size 8 --optimizer-nvme-offload /no/such/disk", tmp_path)
+    buffers, offload = found["buffer_bytes"], found["offload_bytes"]
+    assert (buffers["main_weights"], buffers["moments"]) == (0, 0)
+    assert offload["file"] == pytest.approx(6 * buffers["weights"], rel=1e-3)
+    assert offload["read"] == offload["written"] == 6 * buffers["weights"]
+    assert (offload["down"], offload["up"]) == (2 * buffers["weights"], buffers["weights"])
+    assert offload["host"] < 0.3e9
+
+
 def test_megatrons_example_of_llama_in_two_layers(tmp_path: Path) -> None:
     found = object_of(f"{LLAMA3_8B} --num-layers 2 --dry-run --world-size 8", tmp_path)
     assert found["decoupled_learning_rate"] == {

@@ -91,7 +91,7 @@ def test_one_group_of_all_replicas_is_advised_where_there_are_several(
 def test_what_is_on_already_or_refused_is_not_advised() -> None:
     config = config_of(
         "--num-layers 2 --hidden-size 6144 --num-attention-heads 3 --seq-length 2048 --vocab-size 500 "
-        "--recompute-granularity full --micro-batch-size 1"
+        "--recompute-granularity full --micro-batch-size 1 --optimizer-cpu-offload"
     )
     message = advise(config, 1, 0, DEVICE).remedies
     assert [remedy.change.flags for remedy in message] == ["--pp 2"]  # 3 heads have no half, 1 sample neither
@@ -108,6 +108,18 @@ def test_offload_is_advised_where_layers_are_recomputed_already() -> None:
     config = with_layout(config_of(line), recompute_granularity="full")
     found = {change.flags: saved for change, saved in advise(config, 64, 0, DEVICE).remedies}
     assert found["--cpu-offload-activations 80"] > 50e9
+
+
+@pytest.mark.parametrize(
+    ("is_host", "flags"), [(False, "--optimizer-cpu-offload"), (True, "--optimizer-nvme-offload DIR")]
+)
+def test_optimizer_state_leaves_the_memory_that_is_full(is_host: bool, flags: str) -> None:
+    config = config_of("--preset gpt-1.3b --micro-batch-size 1 --recompute-granularity full")
+    advice = advise(config, 1, 0, replace(DEVICE, is_host=is_host))
+    change, saved = advice.remedies[0]
+    assert change.flags == flags
+    assert saved == pytest.approx(1.06 * advice.memory.optimizer)  # and its share of fragmentation
+    assert advice.memory.optimizer == 12 * advice.memory.weights / 2
 
 
 def test_lines_say_what_takes_it_and_what_would_help() -> None:

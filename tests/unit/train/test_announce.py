@@ -11,7 +11,8 @@ import pytest
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.distributed.topology import Topology
-from megalite.train.setup import announce, describe_replication
+from megalite.optim.offload import OffloadBytes
+from megalite.train.setup import announce, describe_offload, describe_replication
 from megalite.train.trainer import start_trainer
 
 
@@ -67,3 +68,13 @@ def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
 )
 def test_the_line_of_the_replicas(parallel: ParallelConfig, device_type: str, expected: str) -> None:
     assert describe_replication(parallel, device_type) == expected
+
+
+def test_the_line_of_offloaded_state() -> None:
+    size = OffloadBytes(276_824_064, 80_860_987_392, 0, 0, 0, 0)
+    in_file = OptimizerConfig(optimizer_nvme_offload="/disk")
+    assert describe_offload(in_file, size) == (
+        "0.277 GB of host memory, 80.861 GB in a file without a name in /disk; the host updates it"
+    )
+    in_memory = OptimizerConfig(optimizer_cpu_offload=True)
+    assert describe_offload(in_memory, size) == "0.277 GB of host memory; the host updates it"

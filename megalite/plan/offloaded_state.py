@@ -1,0 +1,118 @@
+"""Optimizer state outside of the GPU: its bytes on each rank, and the time of its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.optim.offload_sizes import NUM_SLOTS, NUM_STAGED, RANGE_SIZE
+from megalite.plan.model_parameters import rank_parameters
+from megalite.plan.planned_run import PlannedRun
+
+NODE_MEMORY_GB = 1000.0
+"""Host memory of a usual node with 8 GPUs, in GB: a search offloads no more."""
+LINK_GBPS = 25.0
+"""GB/s between a GPU and host memory, each way, that copies of pinned memory reach of PCIe 4.0's 32; PCIe 5.0
+has twice that, but the update takes longer than the copies already."""
+NODE_MEMORY_GBPS = 200.0
+"""GB/s at which the cores of a node read and write its memory in an update: two sockets of 8 channels
+DDR4-3200 have 410 on paper, and streams reach half of it."""
+NODE_DISK_GBPS = 6.0
+"""GB/s of a node's disks, read and written together: one NVMe disk on PCIe 4.0."""
+
+
+@dataclass(frozen=True)
+class OffloadedState:
+    """Hold the bytes of a rank's offloaded state, and what an update moves.
+
+    Attributes:
+        elements: parameters whose state is offloaded.
+        state: bytes that the GPU does not hold.
+        host: bytes of host memory, with buffers.
+        file: bytes on the disk.
+        down, up: bytes from the GPU to the host, and back.
+        disk: bytes read and written.
+    """
+
+    elements: float
+    state: float
+    host: float
+    file: float
+    down: float
+    up: float
+    disk: float
+
+
+def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
+    """Return the offloaded state of a pipeline rank; None if it offloads none.
+
+    Main weights are offloaded where they are separate from the model's: in 16 bits, without ZeRO 3.
+    """
+    optimizer = run.config.optimizer
+    if not optimizer.offloads_optimizer:
+        return None
+    shares = run.num_shards if run.zero_stage else 1
+    elements = optimizer.optimizer_offload_fraction * rank_parameters(run, rank) / shares
+    main = max(4, run.element_bytes)
+    has_main = run.element_bytes == 2 and run.zero_stage != 3
+    weight = main if run.zero_stage == 3 else run.element_bytes
+    each = main * (3 if has_main else 2)
+    staged = NUM_STAGED * min(RANGE_SIZE, elements) * (main + weight)
+    is_in_file = optimizer.optimizer_nvme_offload is not None
+    ring = NUM_SLOTS * min(RANGE_SIZE, elements) * each
+    return OffloadedState(
+        elements=elements,
+        state=each * elements,
+        host=staged + (ring if is_in_file else each * elements),
+        file=each * elements if is_in_file else 0.0,
+        down=elements * (main if has_main else main + weight),
+        up=elements * weight,
+        disk=2 * each * elements if is_in_file else 0.0,
+    )
+
+
+def largest_offloaded_state(run: PlannedRun) -> OffloadedState | None:
+    """Return the offloaded state of the rank with most parameters."""
+    ranks = {0, run.pp - 1}
+    return offloaded_state(run, max(ranks, key=lambda rank: rank_parameters(run, rank)))
+
+
+@dataclass(frozen=True)
+class OffloadSeconds:
+    """Hold the seconds of each part of an update on the host; the parts overlap.
+
+    Attributes:
+        down, up: copies over the GPU's link to the host, each way.
+        update: the cores' update: gradient, main weight and moments read, all but the gradient written.
+        disk: reads and writes.
+    """
+
+    down: float
+    up: float
+    update: float
+    disk: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the update, which its slowest part limits."""
+        return max(self.down, self.up, self.update, self.disk)
+
+
+def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
+    """Return the times of a rank's update; the ranks of a node share its memory and its disks."""
+    cluster = run.cluster
+    ranks = min(cluster.world_size, cluster.gpus_per_node)
+    main = max(4, run.element_bytes)
+    update_bytes = state.elements * (7 * main + (run.element_bytes if run.element_bytes == 2 else 0))
+    return OffloadSeconds(
+        down=state.down / (LINK_GBPS * 1e9),
+        up=state.up / (LINK_GBPS * 1e9),
+        update=update_bytes * ranks / (NODE_MEMORY_GBPS * 1e9),
+        disk=state.disk * ranks / (NODE_DISK_GBPS * 1e9),
+    )
+
+
+def fits_host(run: PlannedRun) -> bool:
+    """Return whether the ranks of a usual node find room in its host memory."""
+    state = largest_offloaded_state(run)
+    ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
+    return state is None or state.host * ranks <= NODE_MEMORY_GB * 1e9

@@ -1,0 +1,55 @@
+"""A run whose optimizer state is in host memory or in a file is bitwise the run without, with dropout."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.verify.layouts import Layout
+from megalite.verify.record_run import RunRecord, record_run
+from tests.parity import test_layout_table as table
+
+NUM_ITERATIONS = 50
+PLACES = ("memory", "half", "file")
+CORE = [("bf16", "dp2+zero1", "memory"), ("fp32", "dp2+zero3", "file")]
+ROWS = [
+    (dtype, name, place)
+    for dtype in ("bf16", "fp32")
+    for name in ("dp2", "dp2+zero1+gather", "dp2+zero1", "dp2+zero2", "dp2+zero3", "tp2pp2+sp")
+    for place in PLACES
+]
+
+
+def _run(name: str, dtype: str, corpus: str, **offload: object) -> RunRecord:
+    layout = Layout.parse(name)
+    config = table._config("gpt-tiny", dtype, corpus)
+    config = replace(
+        config,
+        optimizer=replace(config.optimizer, **offload),
+        parallel=replace(config.parallel, ddp_bucket_size=100_000),  # several buckets
+        training=replace(config.training, train_iters=NUM_ITERATIONS),
+    )
+    return record_run(layout.apply(config, table.GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
+
+
+_reference = functools.cache(_run)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "place"),
+    [pytest.param(*row, marks=() if row in CORE else pytest.mark.slow) for row in ROWS],
+)
+def test_offloading_changes_no_bit(dtype: str, name: str, place: str, corpus: str, tmp_path: Path) -> None:
+    offload = {
+        "memory": {"optimizer_cpu_offload": True},
+        "half": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        "file": {"optimizer_nvme_offload": str(tmp_path)},
+    }[place]
+    expected, found = _reference(name, dtype, corpus), _run(name, dtype, corpus, **offload)
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
+    assert all(found.weights[key].equal(expected.weights[key]) for key in expected.weights)
+    assert len(set(found.losses)) == NUM_ITERATIONS
+    assert not list(tmp_path.iterdir())
