@@ -72,7 +72,7 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
 
 def _offload_lines(offload: OffloadBytes) -> Iterator[str]:
     yield "offloaded optimizer state of this rank:"
-    yield _row("memory of the host", offload.host)
+    yield _row("host memory", offload.host)
     if offload.file:
         yield _row("file on the disk", offload.file)
     yield "each update moves:"

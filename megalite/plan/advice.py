@@ -141,7 +141,7 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
     if recompute.recompute_granularity == "full" and recompute.cpu_offload_activations < most:
         offloaded = with_layout(config, cpu_offload_activations=most)
         cost = "at the cost of host memory, and of copies that may be slower than the computation"
-        yield Change("offload", f"--cpu-offload-activations {most}", cost, offloaded)
+        yield Change("activations", f"--cpu-offload-activations {most}", cost, offloaded)
     if dp > 1 and parallel.zero_stage == 0:
         sharded = with_layout(config, zero_stage=1)
         yield Change("zero", "--use-distributed-optimizer", "at no cost", sharded)
@@ -175,11 +175,11 @@ def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
         return
     if not is_host:
         on_host = with_layout(config, optimizer_cpu_offload=True)
-        yield Change("offload", "--optimizer-cpu-offload", "at the cost of updates on the host", on_host)
+        yield Change("optimizer", "--optimizer-cpu-offload", "at the cost of updates on the host", on_host)
     elif not config.checkpoint.async_save:
         on_disk = with_layout(config, optimizer_nvme_offload="DIR")
         cost = "at the cost of reading and writing the state in each update"
-        yield Change("offload", "--optimizer-nvme-offload DIR", cost, on_disk)
+        yield Change("optimizer", "--optimizer-nvme-offload DIR", cost, on_disk)
 
 
 def _twice(config: Config, axis: str, cost: str, world_size: int) -> Change:

@@ -10,9 +10,6 @@ from megalite.plan.planned_run import PlannedRun
 
 NODE_MEMORY_GB = 1000.0
 """Host memory of a usual node with 8 GPUs, in GB: a search offloads no more."""
-LINK_GBPS = 25.0
-"""GB/s between a GPU and host memory, each way, that copies of pinned memory reach of PCIe 4.0's 32; PCIe 5.0
-has twice that, but the update takes longer than the copies already."""
 NODE_MEMORY_GBPS = 200.0
 """GB/s at which the cores of a node read and write its memory in an update: two sockets of 8 channels
 DDR4-3200 have 410 on paper, and streams reach half of it."""
@@ -101,11 +98,11 @@ def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
     """Return the times of a rank's update; the ranks of a node share its memory and its disks."""
     cluster = run.cluster
     ranks = min(cluster.world_size, cluster.gpus_per_node)
-    main = max(4, run.element_bytes)
+    main, link = max(4, run.element_bytes), cluster.gpu.host_link_bandwidth * cluster.gpu.link_share
     update_bytes = state.elements * (7 * main + (run.element_bytes if run.element_bytes == 2 else 0))
     return OffloadSeconds(
-        down=state.down / (LINK_GBPS * 1e9),
-        up=state.up / (LINK_GBPS * 1e9),
+        down=state.down / link,
+        up=state.up / link,
         update=update_bytes * ranks / (NODE_MEMORY_GBPS * 1e9),
         disk=state.disk * ranks / (NODE_DISK_GBPS * 1e9),
     )

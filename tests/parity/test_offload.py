@@ -1,4 +1,4 @@
-"""A run whose optimizer state is in host memory or in a file is bitwise the run without, with dropout."""
+"""A run with optimizer state and activations off the device is bitwise the run without, with dropout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megalite.verify.record_run import RunRecord, record_run
 from tests.parity import test_layout_table as table
 
 NUM_ITERATIONS = 50
-PLACES = ("memory", "half", "file")
-CORE = [("bf16", "dp2+zero1", "memory"), ("fp32", "dp2+zero3", "file")]
+PLACES = ("memory", "half", "file", "all")
+"""Of the optimizer's state; with "all" it is in a file, and activations are in host memory."""
+CORE = [("bf16", "dp2+zero1", "memory"), ("fp32", "dp2+zero3", "all")]
 ROWS = [
     (dtype, name, place)
     for dtype in ("bf16", "fp32")
@@ -47,8 +48,10 @@ def test_offloading_changes_no_bit(dtype: str, name: str, place: str, corpus: st
         "memory": {"optimizer_cpu_offload": True},
         "half": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
         "file": {"optimizer_nvme_offload": str(tmp_path)},
+        "all": {"optimizer_nvme_offload": str(tmp_path)},
     }[place]
-    expected, found = _reference(name, dtype, corpus), _run(name, dtype, corpus, **offload)
+    expected = _reference(name, dtype, corpus)
+    found = _run(f"{name}+offload" if place == "all" else name, dtype, corpus, **offload)
     assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
     assert all(found.weights[key].equal(expected.weights[key]) for key in expected.weights)
     assert len(set(found.losses)) == NUM_ITERATIONS

@@ -105,7 +105,7 @@ def test_offload_is_advised_where_layers_are_recomputed_already() -> None:
     line = (
         "--preset llama3-70b --tp 8 --seq-length 65536 --max-position-embeddings 65536 --micro-batch-size 1"
     )
-    config = with_layout(config_of(line), recompute_granularity="full")
+    config = with_layout(config_of(line), recompute_granularity="full", optimizer_cpu_offload=True)
     found = {change.flags: saved for change, saved in advise(config, 64, 0, DEVICE).remedies}
     assert found["--cpu-offload-activations 80"] > 50e9
 
