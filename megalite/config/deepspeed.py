@@ -59,14 +59,14 @@ _SWITCHED = ("tensorboard", "wandb", "nebula", "flops_profiler")
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """The decay after the warm-up of each scheduler."""
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam")
-_GATHERED = "weights are gathered and freed layer by layer, or with --fsdp-reshard-after-forward never once"
+_GATHERED = "weights are gathered layer by layer; --fsdp-reshard-after-forward sets how long they stay"
 _NOT_NEEDED: Mapping[str, str] = {
     "zero_optimization.contiguous_gradients": "gradients are always in contiguous buffers",
     "zero_optimization.reduce_scatter": "sharded gradients are always reduce-scattered",
     "zero_optimization.allgather_partitions": "weights are always all-gathered by buckets",
     "zero_optimization.allgather_bucket_size": "weights are gathered in the gradients' buckets",
     "zero_optimization.round_robin_gradients": "gradients are divided by elements",
-    "zero_optimization.sub_group_size": "the update is one kernel over all elements",
+    "zero_optimization.sub_group_size": "one kernel updates all elements, or ranges if it is offloaded",
     "zero_optimization.stage3_max_live_parameters": _GATHERED,
     "zero_optimization.stage3_max_reuse_distance": _GATHERED,
     "zero_optimization.stage3_prefetch_bucket_size": "the next layer's weights are gathered ahead",
@@ -250,7 +250,7 @@ class DeepSpeedFile:
         if recompute.recompute_granularity != "full":
             diagnostics.add_problem(
                 f"{self.path}: {key} is true, but no layer is recomputed: pass --recompute-granularity full, "
-                "or set it to false and pass --cpu-offload-activations"
+                f"or set it to false and pass --cpu-offload-activations {number}"
             )
         elif recompute.cpu_offload_activations not in (0, number):
             diagnostics.add_problem(

@@ -299,8 +299,15 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "recompute",
         "recomputation's inputs alone in host memory",
-        "remove it; --cpu-offload-activations with the number of a stage's layers moves them to the host",
+        "remove it; --recompute-granularity full with --cpu-offload-activations and the number of a stage's "
+        "layers moves them to the host",
         "checkpoint-in-cpu",
+    ),
+    UnsupportedFeature(
+        "recompute",
+        "activations of chosen modules in host memory",
+        "remove it; --cpu-offload-activations moves those of a number of layers",
+        "",
         "fine-grained-",
     ),
     UnsupportedFeature(

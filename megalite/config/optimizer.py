@@ -84,12 +84,13 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Clip the gradient to this global norm; 0 turns clipping off."""
     optimizer_cpu_offload: bool = False
-    """Keep AdamW's moments, and fp32 main weights besides weights in 16 bits, in host memory, and update
-    them there."""
+    """Keep AdamW's moments, and the fp32 main weights of 16-bit weights, in host memory, and update them
+    there."""
     optimizer_nvme_offload: str | None = None
-    """Keep them in a file of this folder on a local disk instead, and read and write it in each update."""
+    """Keep the optimizer state in a file in this folder on a local disk, and read and write it in each
+    update."""
     optimizer_offload_fraction: float = 1.0
-    """With either: share of the elements whose state is offloaded, in whole gradient buckets, or with
+    """Share of the elements whose optimizer state the flags above offload, in whole gradient buckets, or with
     --zero-stage 3 in whole parameters."""
 
     @property

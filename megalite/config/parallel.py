@@ -56,13 +56,14 @@ class ParallelConfig:
     data_parallel_shard_degree: int | None = field(
         default=None, metadata=flags(sets={"--shard-within-node": 0})
     )
-    """Neighbouring replicas that ZeRO shards over; groups of so many replicate the shards. By default all
-    replicas; 0: those of a node."""
+    """Number of neighbouring replicas that ZeRO shards over; the groups of them replicate the shards. 0: the
+    replicas of a node. By default all replicas."""
     num_distributed_optimizer_instances: int | None = None
-    """Number of groups that ZeRO shards within, instead of their size."""
+    """Number of groups of replicas that ZeRO shards within; the alternative to
+    --data-parallel-shard-degree."""
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
-    (never). By default never in a pipeline where they fit."""
+    (never). default: never in a pipeline where they fit, else always."""
     overlap_grad_reduce: bool = True
     """Overlap the gradient reduction over data-parallel ranks with the backward pass."""
     overlap_param_gather: bool | None = None

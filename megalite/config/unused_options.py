@@ -60,7 +60,10 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     if model.pad_vocab_size_to is not None:
         yield "make_vocab_size_divisible_by", "--pad-vocab-size-to sets the padded size"
     if not optimizer.offloads_optimizer:
-        yield "optimizer_offload_fraction", "neither --optimizer-cpu- nor --optimizer-nvme-offload is set"
+        yield (
+            "optimizer_offload_fraction",
+            "neither --optimizer-cpu-offload nor --optimizer-nvme-offload is set",
+        )
     yield from _schedule_reasons(optimizer)
     yield from loss_reasons(config)
     if (last := config.training.train_iters) is not None and not config.training.skips_any(last):
@@ -120,7 +123,8 @@ def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[s
     elif num_replicas is not None:
         one_node = num_replicas * parallel.tp
         if parallel.shard_degree_among(num_replicas, one_node) == 1:
-            yield "zero_stage", "each group that it shards within is one rank"
+            reason = "each group of replicas that it shards within has one rank"
+            yield "zero_stage", f"{reason}: pass a larger --data-parallel-shard-degree"
 
 
 def loss_reasons(config: Config) -> Iterator[tuple[str, str]]:

@@ -200,8 +200,10 @@ class Topology:
                 keep_freed_memory()
             limit_threads(parallel.num_threads, launch.local_world_size)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        if must_agree is not None:  # nodes may have different numbers of ranks
-            must_agree = {**must_agree, "the size of the groups that ZeRO shards within": str(shard_degree)}
+        if must_agree is not None:
+            # Nodes may have different numbers of ranks.
+            degree = str(shard_degree) if parallel.shards_within_node else ""
+            must_agree = {**must_agree, "the size of the groups that ZeRO shards within": degree}
         _join(launch, device, timeout, init_file, must_agree)
         has_failed = True
         try:

@@ -72,9 +72,9 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
 
 def _offload_lines(offload: OffloadBytes) -> Iterator[str]:
     yield "offloaded optimizer state of this rank:"
-    yield _row("host memory", offload.host)
+    yield _row("in host memory", offload.host)
     if offload.file:
-        yield _row("file on the disk", offload.file)
+        yield _row("on the disk", offload.file)
     yield "each update moves:"
     yield _row("device to host", offload.down)
     yield _row("host to device", offload.up)

@@ -13,6 +13,10 @@ from torch import Tensor
 from megalite.hardware.host_memory import allocate_bytes
 
 
+class HostMemoryError(Exception):
+    """Host memory cannot be allocated or pinned."""
+
+
 @dataclass(eq=False)
 class HostBuffer:
     """Hold a copy of device memory.
@@ -54,7 +58,7 @@ class HostBuffers:
         The caller keeps `source` until `wait` for a later `mark_copied`.
 
         Raises:
-            RuntimeError: the host's memory cannot be allocated or pinned.
+            HostMemoryError: the host's memory cannot be allocated or pinned.
         """
         buffer = self._take(source.numel())
         if self._down is not None:
@@ -82,6 +86,7 @@ class HostBuffers:
             self._up.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._up):
                 target.copy_(buffer.memory, non_blocking=True)
+            target.record_stream(self._up)
             buffer.read = self._up.record_event()
         elif self._device.type == "cpu":
             ctypes.memmove(target.data_ptr(), buffer.memory.data_ptr(), buffer.num_bytes)
@@ -97,6 +102,11 @@ class HostBuffers:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
+    def keep_for_copies(self, source: Tensor) -> None:
+        """Let a tensor's memory be used for something else only after the copies to the host so far."""
+        if self._down is not None:
+            source.record_stream(self._down)
+
     def give_back(self, buffer: HostBuffer) -> None:
         """Let other copies use a buffer, once the copies from it so far have ended."""
         self._unused[buffer.num_bytes].append(buffer)
@@ -109,9 +119,12 @@ class HostBuffers:
         return buffer
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        memory = allocate_bytes(0 if self._device.type == "meta" else num_bytes)
-        if self._device.type == "cuda":
-            _pin(memory)
+        try:
+            memory = allocate_bytes(0 if self._device.type == "meta" else num_bytes)
+            if self._device.type == "cuda":
+                _pin(memory)
+        except (RuntimeError, OSError) as error:
+            raise HostMemoryError(str(error)) from error
         return memory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,9 +20,12 @@ def allocate_bytes(num_bytes: int) -> Tensor:
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Shared memory would have no huge pages. After a fork, pages that a device writes to must not be copied.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -33,11 +37,11 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: of the file systems proc and sys.
     """
-    free = [
-        *_available_of_machine(root / "proc/meminfo"),
-        *_left_of_group(root / "sys/fs/cgroup", "memory.max", "memory.current"),
-        *_left_of_group(root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ]
+    free = _available_of_machine(root / "proc/meminfo")
+    for group in _groups(root, "", root / "sys/fs/cgroup"):
+        free += _left_of_group(group, "memory.max", "memory.current")
+    for group in _groups(root, "memory", root / "sys/fs/cgroup/memory"):
+        free += _left_of_group(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
     return min(free, default=None)
 
 
@@ -47,6 +51,23 @@ def _available_of_machine(file: Path) -> list[int]:
     except OSError:
         return []
     return [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+
+
+def _groups(root: Path, controller: str, mounted: Path) -> list[Path]:
+    """Return the folders of this process' control group and of those that it is in, each with a limit.
+
+    Args:
+        controller: of the hierarchy, as in proc/self/cgroup; empty in version 2.
+        mounted: folder of the outermost group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return [mounted]
+    entries = (line.split(":", 2) for line in lines)
+    own = [mounted / path.lstrip("/") for _, names, path in entries if controller in names.split(",")]
+    inner = [each for group in own for each in (group, *group.parents) if each.is_relative_to(mounted)]
+    return list(dict.fromkeys([*inner, mounted]))
 
 
 def _left_of_group(folder: Path, limit: str, usage: str) -> list[int]:

@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from megalite.errors import first_line
 from megalite.kernels.library import NAMESPACE, is_compiled
 from megalite.log import log
 
@@ -67,7 +68,7 @@ def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
     try:
         problem = _difference(dtype, device)
     except RuntimeError as error:
-        problem = str(error).splitlines()[0]
+        problem = first_line(error)
     if problem:
         log.warning(
             f"The gradient of a bias is summed by a kernel of its own, not in a GEMM of cuBLASLt: {problem}"
@@ -110,7 +111,7 @@ def has_widening_gemm(dtype: torch.dtype, total_dtype: torch.dtype, device: torc
 
 
 def reference(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """Implement it in plain PyTorch."""
+    """Compute `add_weight_gradient_` in plain PyTorch."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x, beta=0 if overwrite else 1)
     elif overwrite:
@@ -120,7 +121,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
 
 
 def _implementation(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """Return PyTorch's own GEMM if it widens (as cuBLAS does), else the reference."""
+    """Run PyTorch's own GEMM if it writes to the wider type (as cuBLAS does), else the reference."""
     total = total.flatten(0, -2)
     is_wider = total.dtype != grad.dtype
     if is_wider and has_widening_gemm(grad.dtype, total.dtype, grad.device):

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from megalite.errors import UserError
-from megalite.hardware.host_buffers import HostBuffer, HostBuffers
+from megalite.errors import UserError, first_line
+from megalite.hardware.host_buffers import HostBuffer, HostBuffers, HostMemoryError
 from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
 
@@ -94,6 +94,8 @@ class _Piece:
 
     def __del__(self) -> None:
         if self._on_host is not None:
+            if self.on_device is not None:
+                self._buffers.keep_for_copies(self.on_device)
             self._buffers.give_back(self._on_host)
 
 
@@ -180,12 +182,15 @@ class _SavedGroup:
     def _copied(self, storage: torch.UntypedStorage) -> _Piece:
         try:
             return _Piece(storage, self._offload)
-        except (RuntimeError, OSError) as error:
+        except HostMemoryError as error:
             held = self._offload.buffers.num_bytes
-            raise UserError(
+            mistake = UserError(
                 f"--cpu-offload-activations: {storage.nbytes():,} bytes of host memory cannot be allocated "
-                f"and pinned besides {held:,} bytes ({str(error).splitlines()[0]}): pass fewer layers"
-            ) from None
+                f"and pinned besides {held:,} bytes ({first_line(error)}): pass a smaller "
+                "--cpu-offload-activations"
+            )
+            mistake.on_one_rank = True  # the others may have found theirs
+            raise mistake from None
 
     def _unpack(self, saved: _Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):

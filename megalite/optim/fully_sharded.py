@@ -108,15 +108,15 @@ def shard_module(
 ) -> list[FullyShardedParameter]:
     """Give the module its initial weights and shard them with FSDP.
 
-    From then on FSDP all-gathers a block's weights for its forward, and again for its backward. Blocks are
-    initialized and sharded one after the other, so that a rank never holds more than one block's full
-    weights.
+    FSDP all-gathers a block's weights for its forward, and again for its backward unless `ShardedChunk` keeps
+    them. Blocks are initialized and sharded one after the other, so that a rank never holds more than one
+    block's full weights.
 
     Args:
         module: its parameters are on the meta device, and are replaced, except those that belong to a module
             that is sharded already: the tied embedding, if the rank holds the first and the last stage.
         blocks: parts of it that are all-gathered one at a time; the rest is all-gathered as one unit, and
-            stays full from forward to backward.
+            stays full from forward to backward, in a pipeline to the last backward.
         seed: key of the initial weights.
         dtype: in which the module computes; main weights and gradients have `main_dtype`.
         message_dtype: gradients are rounded to it for the reduction, which sums in it; None keeps theirs.
@@ -188,9 +188,9 @@ class ShardedChunk:
     """A pipeline stage under FSDP: how long its full weights stay, and when its gradients are reduced.
 
     Gradients are reduce-scattered in every microbatch, as soon as they are computed. Without a pipeline,
-    weights are gathered for every microbatch. In a pipeline some microbatch is nearly always between its
-    forward and its backward, so what is in no block stays full from the first forward of an iteration to its
-    last backward.
+    weights are gathered for every microbatch unless `keeps_blocks`. In a pipeline some microbatch is nearly
+    always between its forward and its backward, so what is in no block stays full from the first forward of
+    an iteration to its last backward.
 
     Args:
         root: sharded by `shard_module`, with these blocks.

@@ -37,7 +37,11 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         for gradient in gradients
         for block in gradient.view(-1).split(BLOCKS.get(gradient.device.type, sys.maxsize))
     ]
-    if blocks:
-        norms = [norm.to(device) for norm in torch._foreach_norm(blocks)]  # main weights may be offloaded
-        return torch.stack(norms).double().square().sum()
-    return torch.zeros((), dtype=torch.float64, device=device)
+    if not blocks:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    here: list[Tensor] = []
+    offloaded: list[Tensor] = []  # main weights may be
+    for norm in torch._foreach_norm(blocks):
+        (here if norm.device.type == device.type else offloaded).append(norm)
+    norms = torch.cat([torch.stack(part).to(device) for part in (here, offloaded) if part])
+    return norms.double().square().sum()

@@ -99,9 +99,9 @@ class Offload:
         folder = config.optimizer_nvme_offload
         self.bytes = _bytes_of(mine, weight_dtype, folder is not None, staging_bytes(range_size, dtypes))
         if not isinstance(topology, FakeTopology):
-            num_local = check_host_memory(self.bytes.host, config, topology)
+            num_cores = check_host_memory(self.bytes.host, config, topology)
             if topology.device.type == "cuda":
-                self._num_threads = parallel.num_threads or max(1, _num_cores() // num_local)
+                self._num_threads = parallel.num_threads or num_cores
         with topology.agreed():
             self.storage: StateStorage
             if folder is None or self._host == "meta" or not mine:
@@ -214,22 +214,23 @@ def _bytes_of(
 
 
 def check_host_memory(needed: int, config: OptimizerConfig, topology: Topology) -> int:
-    """Check that the ranks of each machine find their bytes of host memory there; every rank must call it.
+    """Check that each machine has enough free host memory for its ranks; every rank must call it.
 
     Returns:
-        Number of ranks on this machine.
+        Number of cores for each rank of this machine.
 
     Raises:
-        UserError: they do not; on every rank.
+        UserError: a machine has too little; on every rank.
     """
     machine = socket.gethostname()
-    found: list[tuple[str, int, int | None]] = [(machine, 0, None)] * topology.world_size
+    mine: tuple[str, int, int | None, set[int]] = machine, needed, free_bytes(), _cores()
+    found = [mine] * topology.world_size
     with topology.world.wait("all-gather", "host memory"):
-        dist.all_gather_object(found, (machine, needed, free_bytes()))
-    machines = [name for name, _, _ in found]
+        dist.all_gather_object(found, mine)
+    machines = [name for name, *_ in found]
     for name in dict.fromkeys(machines):
-        total = sum(size for each, size, _ in found if each == name)
-        free = min((free for each, _, free in found if each == name and free is not None), default=total)
+        total = sum(size for each, size, *_ in found if each == name)
+        free = min((free for each, _, free, _ in found if each == name and free is not None), default=total)
         if total > free:
             flag, smaller = "--optimizer-cpu-offload", "--optimizer-nvme-offload DIR"
             if config.optimizer_nvme_offload is not None:
@@ -239,11 +240,13 @@ def check_host_memory(needed: int, config: OptimizerConfig, topology: Topology) 
                 f"{'s'[: machines.count(name) > 1]} on {name}, where {free / 1e9:.2f} GB are free: pass "
                 f"{smaller}, or a smaller --optimizer-offload-fraction"
             )
-    return machines.count(machine)
+    cores = set[int]().union(*(cores for name, *_, cores in found if name == machine))
+    return max(1, min(len(_cores()), len(cores) // machines.count(machine)))
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores() -> set[int]:
+    """Return the cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 @contextmanager

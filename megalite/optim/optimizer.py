@@ -181,6 +181,9 @@ class BaseOptimizer(ABC):
             decoupled_learning_rate: of the word embedding and the output layer, with --decoupled-lr.
         """
         gradients = self._owned_gradients()
+        if self.offload is not None and grad_norm.is_cuda:
+            # The host is about to read whether to update. Here a hang report says what it waits for.
+            self.topology.to_host(grad_norm)
         self.adamw.step(
             gradients, learning_rate, weight_decay, grad_norm, is_allowed, decoupled_learning_rate
         )

@@ -59,7 +59,7 @@ class FileStorage(StateStorage):
     Reads and writes go past the page cache (`O_DIRECT`) where the file system supports that. Threads read
     ranges ahead of the update and write them behind it, through `NUM_SLOTS` buffers. The CRC-32 of each
     range, kept in memory, is compared whenever the range is read. `tensors` are mapped, so that a checkpoint
-    reads and writes them without room for all of them in memory.
+    reads and writes them without holding all of them in memory.
 
     Args:
         folder: exists, on a local disk.

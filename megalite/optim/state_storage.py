@@ -65,7 +65,7 @@ class StateStorage(ABC):
     """Hold the tensors of states, zero at first, and lend their ranges to an update one after the other.
 
     An update calls `start`, then `take` and `put` for each range in order, then `finish`. Between updates
-    `tensors` may be read and written; who writes them calls `seal` afterwards.
+    `tensors` may be read and written; the caller that writes them calls `seal` afterwards.
 
     Attributes:
         sizes: of the states.
@@ -102,7 +102,7 @@ class StateStorage(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check that `tensors` are as the last update, or who wrote them, left them."""
+        """Check that `tensors` are unchanged since the last update or `seal`."""
 
 
 class HostStorage(StateStorage):

@@ -99,7 +99,11 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
 
 
 def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRun:
-    """Return the plan of a run on ranks with this memory; the speed of GPU and links does not change it."""
+    """Return the plan of a run on ranks with this memory; the speed of GPU and links does not change it.
+
+    Args:
+        config: with a shard degree in numbers, since the plan does not know this machine's nodes.
+    """
     gpu = replace(
         GPUS["a100-80"],
         memory_gib=device.memory_bytes / 2**30,

@@ -16,9 +16,10 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import least_seconds
 from megalite.plan.layout_fields import with_even_stages, with_layout
-from megalite.plan.offloaded_state import fits_host
+from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
+from megalite.plan.rank_memory import node_host_bytes
 
 MAX_MICRO_BATCH = 16
 MAX_CHUNKS = 8
@@ -54,7 +55,7 @@ def search_with_offload(request: Request) -> SearchResult:
     """Plan every layout with the optimizer state in host memory, as far as a usual node has that memory."""
     config = with_layout(request.config, optimizer_cpu_offload=True)
     found = search(replace(request, config=config))
-    found.fitting = [plan for plan in found.fitting if fits_host(plan.run)]
+    found.fitting = [plan for plan in found.fitting if _fits_host(plan)]
     return found
 
 
@@ -68,7 +69,13 @@ def search(request: Request, cluster: Cluster | None = None) -> SearchResult:
     if found.fitting or "cpu_offload_activations" in request.fixed_fields:
         return found
     offloaded = _search(request, cluster, offloads=True)
+    offloaded.fitting = [plan for plan in offloaded.fitting if _fits_host(plan)]
     return offloaded if offloaded.fitting else found
+
+
+def _fits_host(plan: RunPlan) -> bool:
+    """Return whether a usual node has enough host memory for what its ranks offload."""
+    return node_host_bytes(plan.run) <= NODE_MEMORY_GB * 1e9
 
 
 def _search(request: Request, cluster: Cluster, *, offloads: bool) -> SearchResult:

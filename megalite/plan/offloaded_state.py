@@ -106,10 +106,3 @@ def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
         update=update_bytes * ranks / (NODE_MEMORY_GBPS * 1e9),
         disk=state.disk * ranks / (NODE_DISK_GBPS * 1e9),
     )
-
-
-def fits_host(run: PlannedRun) -> bool:
-    """Return whether the ranks of a usual node find room in its host memory."""
-    state = largest_offloaded_state(run)
-    ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
-    return state is None or state.host * ranks <= NODE_MEMORY_GB * 1e9

@@ -17,7 +17,7 @@ from megalite.plan.model_flops import CONVENTION
 from megalite.plan.offloaded_state import NODE_MEMORY_GB, largest_offloaded_state, offload_seconds
 from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import OWN, run_problems
-from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory
+from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, node_host_bytes
 
 _GB = 1e9
 _KINDS = {
@@ -157,6 +157,11 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
         kept = "kept for an iteration" if plan.run.gathers_once else "freed after each use"
         choice = plan.run.config.parallel.fsdp_reshard_after_forward
         yield f"gathered weights are {kept} (--fsdp-reshard-after-forward {choice})"
+    if (host := node_host_bytes(plan.run)) > NODE_MEMORY_GB * _GB:
+        yield (
+            f"warning: offloading needs {host / _GB:.0f} GB of host memory per node, and nodes usually have "
+            f"{NODE_MEMORY_GB:.0f} GB"
+        )
     if plan.is_tight:
         yield f"warning: {_tight(plan)}"
 
@@ -185,8 +190,6 @@ def _offload_lines(plan: RunPlan) -> Iterator[str]:
     if state.file:
         moved += f", disk {state.disk / _GB:.2f} GB in {seconds.disk:.2f} s"
     yield f"each update    {moved}; they overlap"
-    if state.host * ranks > NODE_MEMORY_GB * _GB:
-        yield f"warning: nodes usually have {NODE_MEMORY_GB:.0f} GB of host memory"
 
 
 def _tight(plan: RunPlan) -> str:
@@ -218,6 +221,11 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     yield from _assumptions(request)
     if best[0].run.config.optimizer.offloads_optimizer and not request.config.optimizer.offloads_optimizer:
         yield "note: no layout fits with the optimizer state on the GPU: these keep it in host memory"
+    if (
+        best[0].run.config.recompute.cpu_offload_activations
+        and not request.config.recompute.cpu_offload_activations
+    ):
+        yield "note: no layout fits with all activations on the GPU: these keep them in host memory"
     costs = [run_costs(plan, request.costs) for plan in best]
     columns = [(name, key) for name, key in _COST_COLUMNS.items() if key in costs[0]]
     yield (

@@ -83,6 +83,16 @@ def host_activations(run: PlannedRun) -> list[float]:
     ]
 
 
+def node_host_bytes(run: PlannedRun) -> float:
+    """Return the bytes of host memory of a node whose ranks all need as much as the one that needs most."""
+    states = [offloaded_state(run, rank) for rank in range(run.pp)]
+    both = [
+        activations + (state.host if state else 0.0)
+        for activations, state in zip(host_activations(run), states, strict=True)
+    ]
+    return max(both) * min(run.cluster.world_size, run.cluster.gpus_per_node)
+
+
 def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
     """Return the mean over a rank's stages: each chunk in flight counts at the average size."""
     stages = run.stages.stages_of(rank)

@@ -17,6 +17,7 @@ from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.hardware.host_memory import free_bytes
 from megalite.plan.advice import Device, advise, planned_run_on
+from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.rank_memory import host_activations
 
 _GB = 1e9
@@ -79,10 +80,16 @@ def _lines(error: BaseException, config: Config, topology: Topology) -> Iterator
     # With the words that people search a log for: "RuntimeError" and "CUDA out of memory".
     name = f"RuntimeError: {topology.device.type.upper()} out of memory"
     yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested} ({name}): {usage}"
-    if config.parallel.shards_within_node:  # the advice knows no nodes
-        parallel = replace(config.parallel, data_parallel_shard_degree=topology.dp.shard.size)
-        config = replace(config, parallel=parallel)
+    config = with_shard_degree(config, topology)
     yield from advise(config, topology.world_size, topology.pp.rank, limits).lines()
+
+
+def with_shard_degree(config: Config, topology: Topology) -> Config:
+    """Return the config with the number of replicas of a node in place of `--shard-within-node`."""
+    if not config.parallel.shards_within_node:
+        return config
+    parallel = replace(config.parallel, data_parallel_shard_degree=topology.dp.shard.size)
+    return replace(config, parallel=parallel)
 
 
 def device_of(device: torch.device) -> Device:
@@ -97,23 +104,27 @@ def device_of(device: torch.device) -> Device:
 
 
 def check_host_memory(config: Config, topology: Topology, local_world_size: int) -> None:
-    """Check that the host has the memory for the activations that its ranks offload.
+    """Check that the host has the memory for the activations that its ranks offload, beside optimizer state.
+
+    Optimizer state alone is checked where it is allocated.
 
     Args:
         local_world_size: ranks of this machine, which are counted with this rank's size.
 
     Raises:
-        UserError: it has not; on every rank.
+        UserError: it has too little; on every rank.
     """
     number, free = config.recompute.cpu_offload_activations, free_bytes()
     if number == 0 or free is None:
         return
-    run = planned_run_on(config, topology.world_size, device_of(topology.device))
-    needed = local_world_size * host_activations(run)[topology.pp.rank]
+    run = planned_run_on(with_shard_degree(config, topology), topology.world_size, device_of(topology.device))
+    state = offloaded_state(run, topology.pp.rank)
+    needed = local_world_size * (host_activations(run)[topology.pp.rank] + (state.host if state else 0.0))
+    also = " and offloaded optimizer state need" if state else " needs"
     with topology.agreed():
         if needed > free:
             raise UserError(
-                f"--cpu-offload-activations {number} needs {needed / _GB:.1f} GB of host memory for the "
+                f"--cpu-offload-activations {number}{also} {needed / _GB:.1f} GB of host memory for the "
                 f"{local_world_size} ranks of a machine, of which {free / _GB:.1f} GB are free: pass a "
-                "smaller number"
+                "smaller --cpu-offload-activations"
             )

@@ -87,10 +87,13 @@ def announce(trainer: Trainer) -> None:
         log.info("%s", description)
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
     if topology.dp.size > 1:
-        log.info("between replicas: %s", describe_replication(config.parallel, topology.device.type))
+        log.info(
+            "between replicas: %s",
+            describe_replication(config.parallel, topology.dp.shard.size, topology.device.type),
+        )
         if config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
             log.info("gathered weights: %s", describe_gathering(trainer.gathering, topology.pp.size))
-    if topology.dp.replicate is not None:
+    if topology.dp.replicate is not None and topology.dp.shard.size > 1:
         groups = topology.dp.replicate.size, topology.dp.shard.size
         log.info(
             "ZeRO %d shards within %d groups of %d neighbouring replicas", config.parallel.zero_stage, *groups
@@ -126,13 +129,18 @@ def announce(trainer: Trainer) -> None:
     log.info("parameters on rank 0: %s", f"{num_local:,}")
 
 
-def describe_replication(parallel: ParallelConfig, device_type: str) -> str:
-    """Return when data-parallel ranks reduce gradients and gather weights, for the log."""
-    if parallel.zero_stage == 3:
+def describe_replication(parallel: ParallelConfig, num_shards: int, device_type: str) -> str:
+    """Return when data-parallel ranks reduce gradients and gather weights, for the log.
+
+    Args:
+        num_shards: number of replicas that ZeRO shards over.
+    """
+    zero_stage = parallel.zero_stage_among(num_shards)
+    if zero_stage == 3:
         text = "weights are gathered before they are used, gradients are reduced during backward"
     else:
         text = f"gradients are reduced {'during' if parallel.overlap_grad_reduce else 'after'} backward"
-        if parallel.zero_stage > 0:
+        if zero_stage > 0:
             when = "during" if parallel.gathers_under_forward(device_type) else "before"
             text += f", weights are gathered {when} the next forward"
     return f"{text}, on a stream of high priority" if device_type == "cuda" else text

@@ -13,14 +13,14 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.plan.advice import planned_run_on
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, rank_memories
-from megalite.train.out_of_memory import device_of
+from megalite.train.out_of_memory import device_of, with_shard_degree
 
 _GB = 1e9
 _FLAG = "--fsdp-reshard-after-forward"
 
 
 class WeightGathering(NamedTuple):
-    """The use of gathered weights with ZeRO stage 3.
+    """Hold the choice of how long ZeRO stage 3 keeps gathered weights.
 
     Attributes:
         keeps_weights: each weight is gathered once per iteration and kept until the last backward. Otherwise
@@ -67,4 +67,4 @@ def _planned_run(config: Config, topology: Topology) -> PlannedRun:
     if topology.device.type == "cpu":
         num_local = max(Launch.from_environment().local_world_size, 1)
         device = replace(device, memory_bytes=device.memory_bytes / num_local)
-    return planned_run_on(config, topology.world_size, device)
+    return planned_run_on(with_shard_degree(config, topology), topology.world_size, device)

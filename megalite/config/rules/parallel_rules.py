@@ -417,5 +417,5 @@ def offloaded_layers(config: Config, world_size: int | None) -> Iterator[Problem
         yield Problem(
             ("cpu_offload_activations", "num_layers", *_SHAPE),
             f"--cpu-offload-activations {number} offloads more layers than there are: {stage} {most} layers: "
-            "pass at most that",
+            f"pass at most --cpu-offload-activations {most}",
         )

@@ -320,11 +320,12 @@ def optimizer_offload(config: Config, world_size: int | None) -> Iterator[Proble
     if optimizer.optimizer_cpu_offload:
         yield Problem(
             ("optimizer_cpu_offload", "optimizer_nvme_offload"),
-            f"--optimizer-cpu-offload and --optimizer-nvme-offload {folder} are two places: remove one",
+            f"--optimizer-cpu-offload and --optimizer-nvme-offload {folder} are two places for the same "
+            "state: pass only one of them",
         )
     if config.checkpoint.async_save:
         yield Problem(
             ("async_save", "optimizer_nvme_offload"),
             "--async-save copies the optimizer state into host memory, which --optimizer-nvme-offload "
-            f"{folder} keeps out of it: remove one",
+            f"{folder} keeps out of it: remove it, or pass --optimizer-cpu-offload instead",
         )

@@ -227,7 +227,8 @@ def test_a_deepspeed_file_that_contradicts_or_is_not_supported(
         (
             _offloading(device="cpu"),
             "--optimizer-nvme-offload /d",
-            "--optimizer-cpu-offload and --optimizer-nvme-offload /d are two places: remove one",
+            "--optimizer-cpu-offload and --optimizer-nvme-offload /d are two places for the same state: "
+            "pass only one of them",
         ),
         (
             _offloading(device="nvme", nvme_path="/d"),

@@ -71,7 +71,10 @@ def test_parts_that_are_recomputed():
             "--checkpoint-activations --distribute-saved-activations --seq-length 9 --tp 2",
             "--seq-length 9, which is not divisible by --tp 2",
         ),
-        ("--num-layers 4 --cpu-offload-activations 5", "the model has 4 layers: pass at most that"),
+        (
+            "--num-layers 4 --cpu-offload-activations 5",
+            "the model has 4 layers: pass at most --cpu-offload-activations 4",
+        ),
         ("--num-layers 4 --pp 2 --cpu-offload-activations 3", "--pp 2 stages have at most 2 layers: pass"),
         ("--cpu-offload-activations -1", "-1 is out of range: it must be at least 0"),
         ("--cpu-offloading-weights", "--cpu-offloading-weights (weights in host memory) is not supported"),

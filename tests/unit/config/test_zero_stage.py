@@ -161,7 +161,8 @@ def test_groups_that_cannot_be(flags: str, message: str) -> None:
     [
         (
             "--zero-stage 1 --data-parallel-shard-degree 1",
-            "--zero-stage 1 has no effect: each group that it shards within is one rank",
+            "--zero-stage 1 has no effect: each group of replicas that it shards within has one rank: pass a "
+            "larger --data-parallel-shard-degree",
         ),
         (
             "--num-distributed-optimizer-instances 1",

@@ -67,6 +67,8 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", on)
+    held = lambda tensor, stream: events.append(f"memory held for {stream.name}")  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", held)
     buffers, source = HostBuffers(CPU), random_bytes(100)
     buffers._down, buffers._up = down, up  # type: ignore[assignment]
     buffer = buffers.copy_to_host(source)
@@ -77,8 +79,15 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     found = buffers.copy_to_device(buffer)
     buffers.wait(buffers.mark_arrived())
     assert found.equal(source)
-    assert events[:3] == ["up waits for compute", "copy on up", "up records"]  # the end of the buffer's read
-    assert events[3:] == ["up records", "compute waits for up's event 2"]
+    assert events[:3] == ["up waits for compute", "copy on up", "memory held for up"]
+    assert events[3:] == [
+        "up records",
+        "up records",
+        "compute waits for up's event 2",
+    ]  # the read's end first
     events.clear()
     assert buffers.copy_to_host(source) is buffer
     assert events == ["down waits for compute", "down waits for up's event 1", "copy on down"]
+    events.clear()
+    buffers.keep_for_copies(source)
+    assert events == ["memory held for down"]

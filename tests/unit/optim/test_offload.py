@@ -116,3 +116,15 @@ def test_free_memory_is_the_least_of_machine_and_control_group(tmp_path: Path) -
     assert host_memory.free_bytes(tmp_path) == 700 * 1024
     (group / "memory.max").write_text("9000\n")
     assert host_memory.free_bytes(tmp_path) == 5000
+    # of a job's own group, as in Slurm, whose limit only an outer group has
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu:/other\n0::/job_7/step_0\n")
+    group = tmp_path / "sys/fs/cgroup/job_7"
+    (group / "step_0").mkdir(parents=True)
+    for name, text in (
+        ("memory.max", "3000"),
+        ("memory.current", "2000"),
+        ("memory.stat", "inactive_file 1"),
+    ):
+        (group / name).write_text(text)
+    assert host_memory.free_bytes(tmp_path) == 1001

@@ -67,7 +67,11 @@ def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
     ],
 )
 def test_the_line_of_the_replicas(parallel: ParallelConfig, device_type: str, expected: str) -> None:
-    assert describe_replication(parallel, device_type) == expected
+    assert describe_replication(parallel, 2, device_type) == expected
+
+
+def test_replicas_that_share_no_shards_gather_no_weights() -> None:
+    assert "gathered" not in describe_replication(ParallelConfig(zero_stage=2), 1, "cpu")
 
 
 def test_the_line_of_offloaded_state() -> None:

@@ -100,6 +100,10 @@ def test_host_memory_for_offloaded_activations_is_checked_before_training(
         check_host_memory(offloading, rank_6, 4)
     text = str(caught.value)
     assert text.startswith("--cpu-offload-activations 12 needs ")
-    assert text.endswith("of a machine, of which 10.0 GB are free: pass a smaller number")
+    assert text.endswith("of a machine, of which 10.0 GB are free: pass a smaller --cpu-offload-activations")
+    both = replace(offloading, optimizer=replace(CONFIG.optimizer, optimizer_cpu_offload=True))
+    with pytest.raises(UserError) as caught:
+        check_host_memory(both, rank_6, 4)
+    assert str(caught.value).startswith("--cpu-offload-activations 12 and offloaded optimizer state need ")
     monkeypatch.setattr("megalite.train.out_of_memory.free_bytes", lambda: 10**15)
     check_host_memory(offloading, rank_6, 4)
