@@ -148,7 +148,7 @@ def losses_in_chunks(
 
 
 class _Keep(torch.autograd.Function):
-    """Save a tensor for backward as any operator does; the result's node holds it."""
+    """Save a tensor for backward as any operator does; the result holds it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def keep_whole(x: Tensor) -> Callable[[], Tensor]:
     if not torch.is_grad_enabled():
         return x.detach
     anchor = x.new_empty(0, requires_grad=True)  # makes autograd save; x itself would stay as its leaf
-    node: Any = _Keep.apply(x.detach(), anchor).grad_fn
-    return lambda: node.saved_tensors[0]
+    kept = _Keep.apply(x.detach(), anchor)  # before torch 2.13 its node alone does not keep what is saved
+    return lambda: kept.grad_fn.saved_tensors[0]
 
 
 def keep_slice(tp: Axis) -> Keep:
