@@ -181,7 +181,9 @@ def test_the_curve_is_that_of_16_bits(fp8_format: str, one_rank: Topology) -> No
     eight, sixteen = _curve(one_rank, fp8_format), _curve(one_rank, None)
     assert sixteen[-1] < 0.9 * sixteen[0]
     assert eight != sixteen
-    assert eight == pytest.approx(sixteen, rel=0.02)
+    errors = [abs(one / other - 1.0) for one, other in zip(eight, sixteen, strict=True)]
+    assert sum(errors) / len(errors) < 0.01
+    assert max(errors) < 0.05  # a step's rounding, and so its loss, depends on the CPU
 
 
 def test_the_layers_linears_alone_are_in_8_bits(one_rank: Topology) -> None:
