@@ -184,7 +184,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         calls,
         actions,
         peak - held,
-        trainer.activation_offload.buffers.num_bytes,
+        trainer.activation_offload.buffers.num_bytes if trainer.activation_offload else 0,
         None if offload is None else offload.bytes,
     )
 

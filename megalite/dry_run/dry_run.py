@@ -16,8 +16,7 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.dry_run.corpus_estimate import corpora_of
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
-from megalite.dry_run.fsdp_on_meta import fsdp_on_meta
-from megalite.dry_run.meta_tensors import meta_tensors
+from megalite.dry_run.meta_tensors import fsdp_on_meta, meta_tensors
 from megalite.dry_run.repetition import Repetition, repetition_of
 from megalite.errors import UserError
 from megalite.log import log

@@ -1,10 +1,11 @@
-"""Let a training iteration run on meta tensors: fake values for reads, a GPU's attention, cached results."""
+"""Let a training iteration run on meta tensors: fake reads, a GPU's attention, cached results, and FSDP."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,6 +23,25 @@ def meta_tensors() -> Iterator[None]:
     """Let the training code run on meta tensors in this block, without changes to that code."""
     with torch.library._scoped_library("aten", "IMPL") as library, _MetaOperators():
         library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
+        yield
+
+
+@contextmanager
+def fsdp_on_meta() -> Iterator[None]:
+    """Let `fully_shard` shard, all-gather and reduce-scatter meta tensors in this block.
+
+    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``; on
+    the latter they do nothing.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard as interface  # seconds to import
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch, "meta", torch.cpu, create=True))
+        stack.enter_context(
+            patch.object(interface, "_get_device_from_mesh", lambda mesh: torch.device("meta"))
+        )
+        stack.enter_context(patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None))
         yield
 
 

@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError
+from megalite.errors import UserError, first_line
+from megalite.log import log
 
 NAMESPACE = "megalite"
 
@@ -137,6 +138,22 @@ def compile_problem(device_type: str) -> str:
 
 def _tried(x: Tensor) -> Tensor:
     return x.sin() + 1.0
+
+
+def passes_trial(difference: Callable[[], str], otherwise: str) -> bool:
+    """Return whether an operator is right; log a warning if it is not.
+
+    Args:
+        difference: tries the operator, and returns what differs from its reference, or an empty string.
+        otherwise: says what runs if the trial fails, for the warning.
+    """
+    try:
+        problem = difference()
+    except RuntimeError as error:
+        problem = first_line(error)
+    if problem:
+        log.warning(f"{otherwise}: {problem}")
+    return not problem
 
 
 def is_compiled(op: str, device_type: str) -> bool:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.gelu import backward_reference as gelu_backward_reference
-from megalite.kernels.library import NAMESPACE, is_compiled
-from megalite.log import log
+from megalite.kernels.library import NAMESPACE, is_compiled, passes_trial
 
 _NAME = "linear_gelu"
 _OP, _BACKWARD = f"{NAMESPACE}::{_NAME}", f"{NAMESPACE}::gelu_linear_backward"
@@ -101,13 +100,10 @@ def has_linear_gelu(weight: Tensor, has_bias: bool) -> bool:
 @functools.cache
 def _agrees(unaligned: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> bool:
     """Try the operators with rows of `unaligned` elements more than a multiple of 8."""
-    try:
-        problem = _difference(64 + unaligned, has_bias, dtype, device)
-    except RuntimeError as error:
-        problem = str(error).splitlines()[0]
-    if problem:
-        log.warning(f"GELU runs in kernels of its own, not in the GEMMs of cuBLASLt: {problem}")
-    return not problem
+    return passes_trial(
+        lambda: _difference(64 + unaligned, has_bias, dtype, device),
+        "GELU runs in kernels of its own, not in the GEMMs of cuBLASLt",
+    )
 
 
 def _difference(i: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> str:

@@ -8,9 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from megalite.errors import first_line
-from megalite.kernels.library import NAMESPACE, is_compiled
-from megalite.log import log
+from megalite.kernels.library import NAMESPACE, is_compiled, passes_trial
 
 _OP = f"{NAMESPACE}::add_weight_gradient_"
 _WITH_BIAS = "add_weight_and_bias_gradient_"
@@ -65,15 +63,10 @@ def has_bias_gradient_gemm(total: Tensor, grad: Tensor, x: Tensor) -> bool:
 
 @functools.cache
 def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
-    try:
-        problem = _difference(dtype, device)
-    except RuntimeError as error:
-        problem = first_line(error)
-    if problem:
-        log.warning(
-            f"The gradient of a bias is summed by a kernel of its own, not in a GEMM of cuBLASLt: {problem}"
-        )
-    return not problem
+    return passes_trial(
+        lambda: _difference(dtype, device),
+        "The gradient of a bias is summed by a kernel of its own, not in a GEMM of cuBLASLt",
+    )
 
 
 def _difference(dtype: torch.dtype, device: torch.device) -> str:

@@ -40,7 +40,7 @@ class StageFunction(Protocol[M_contra]):
 
 
 class InFlight(NamedTuple):
-    """What a backward needs of its forward, besides autograd's graph.
+    """Hold what a backward needs of its forward, besides autograd's graph.
 
     Neither input nor output is kept: once the output has been sent, the memory of both is free unless the
     graph itself saved it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
 
@@ -77,14 +77,7 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
     Args:
         actions: of one rank, in order.
     """
-    peak = in_flight = 0
-    for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            in_flight += 1
-            peak = max(peak, in_flight)
-        elif action.kind is not ActionKind.BACKWARD_INPUT:
-            in_flight -= 1
-    return peak
+    return _peak(actions, ActionKind.FORWARD, (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
 
 
 def peak_deferred(actions: Sequence[Action]) -> int:
@@ -93,14 +86,13 @@ def peak_deferred(actions: Sequence[Action]) -> int:
     Args:
         actions: of one rank, in order.
     """
-    peak = deferred = 0
-    for action in actions:
-        if action.kind is ActionKind.BACKWARD_INPUT:
-            deferred += 1
-            peak = max(peak, deferred)
-        elif action.kind is ActionKind.BACKWARD_WEIGHT:
-            deferred -= 1
-    return peak
+    return _peak(actions, ActionKind.BACKWARD_INPUT, (ActionKind.BACKWARD_WEIGHT,))
+
+
+def _peak(actions: Sequence[Action], begins: ActionKind, ends: Sequence[ActionKind]) -> int:
+    """Return the largest number that have begun and not ended."""
+    changes = ((action.kind is begins) - (action.kind in ends) for action in actions)
+    return max(accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def build_chunks(
     Args:
         store: takes the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
-        offload: takes the activations that the config offloads; None if no backward follows.
+        offload: takes the activations that the config offloads; None if it offloads none.
         build_stage: of a model of your own; by default that of the config's architecture.
     """
     training, has_device = config.training, topology.device.type != "meta"
@@ -69,7 +69,7 @@ def build_chunks(
             **(chunks[0].shared_modules() if holds_first else {}),
         )
         apply_recompute(chunk, config.recompute)
-        if offload is not None and config.recompute.cpu_offload_activations > 0:
+        if offload is not None:
             apply_offload(chunk, config.recompute.cpu_offload_activations, offload)
         chunks.append(chunk)
     if training.compile and has_device:

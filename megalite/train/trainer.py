@@ -74,7 +74,7 @@ class Trainer:
     Attributes:
         config: the run's; resuming may change it.
         chunks: the parts of the model that this rank holds.
-        activation_offload: holds their activations in host memory, if the config offloads any.
+        activation_offload: holds their activations in host memory; None if the config offloads none.
         progress: iterations and samples so far; `step` advances it.
         gathering: how long ZeRO stage 3 keeps gathered weights.
         global_batch_size: samples of a batch after the ramp-up, and of a batch in an evaluation.
@@ -93,7 +93,8 @@ class Trainer:
         with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
             fuses = weight_gradient_fusion(config, topology).is_on
-            self.activation_offload = ActivationOffload(topology.device)
+            is_offloaded = config.recompute.cpu_offload_activations > 0
+            self.activation_offload = ActivationOffload(topology.device) if is_offloaded else None
             self.chunks = build_chunks(
                 config,
                 topology,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels import gelu_linear_backward, has_linear_gelu, linear_gelu
+from megalite.kernels import gelu_linear_backward, has_linear_gelu, library, linear_gelu
 from megalite.kernels.linear_gelu import _difference, backward_reference, reference
 from tests.unit.kernels.ulps import assert_within
 
@@ -116,7 +116,7 @@ def test_the_trial_rejects_a_wrong_operator(name: str, monkeypatch: pytest.Monke
 def test_a_failed_trial_is_a_warning(problem: str | Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     trial, warning = Mock(side_effect=[problem]), Mock()
     monkeypatch.setattr(module, "_difference", trial)
-    monkeypatch.setattr(module.log, "warning", warning)
+    monkeypatch.setattr(library.log, "warning", warning)
     assert not module._agrees.__wrapped__(0, True, torch.bfloat16, torch.device("cpu"))
     assert warning.call_args.args[0].endswith(str(problem).splitlines()[0])
 

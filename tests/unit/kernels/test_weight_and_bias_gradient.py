@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.kernels import library
 from megalite.kernels import weight_gradient as module
 from megalite.kernels.weight_gradient import (
     _agrees,
@@ -73,7 +74,7 @@ def test_a_gpu_uses_it_where_the_trial_passes(
     warning = Mock()
     monkeypatch.setattr(module, "_difference", Mock(side_effect=[problem]))
     monkeypatch.setattr(module, "is_compiled", lambda *_: True)
-    monkeypatch.setattr(module.log, "warning", warning)
+    monkeypatch.setattr(library.log, "warning", warning)
     _agrees.cache_clear()
     grad = Mock(is_cuda=True, dtype=torch.bfloat16, shape=(4, 16), device="cuda:0")
     total, x = Mock(dtype=torch.float32), Mock(shape=(4, 8))
