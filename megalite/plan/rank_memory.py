@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.model_parameters import (
@@ -59,7 +60,8 @@ class RankMemory:
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
     """Return the memory of each pipeline rank."""
-    return [_rank_memory(run, rank, peak) for rank, peak in enumerate(peaks_in_flight(run))]
+    stages = _stage_activations(run)
+    return [_rank_memory(run, rank, peak, stages) for rank, peak in enumerate(peaks_in_flight(run))]
 
 
 def choose_gathering(run: PlannedRun) -> PlannedRun:
@@ -77,8 +79,9 @@ def choose_gathering(run: PlannedRun) -> PlannedRun:
 
 def host_activations(run: PlannedRun) -> list[float]:
     """Return the bytes of activations in host memory of each pipeline rank."""
+    offloaded = [sum(offloaded_elements(run, num_layers)) for num_layers in run.layers]
     return [
-        peak * _average(run, rank, [sum(groups) for groups in offloaded_elements(run)]) * run.element_bytes
+        peak * _average(run, rank, offloaded) * run.element_bytes
         for rank, peak in enumerate(peaks_in_flight(run))
     ]
 
@@ -99,11 +102,37 @@ def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
     return sum(by_stage[stage] for stage in stages) / len(stages)
 
 
-def _rank_memory(run: PlannedRun, rank: int, peak: int) -> RankMemory:
+class _StageActivations(NamedTuple):
+    """Hold elements of one microbatch that a stage saves.
+
+    Attributes:
+        held: on the device until backward.
+        moving: of the two largest offloaded groups, which are on the device at once.
+        deferred: of offloaded groups, what deferred weight gradients need.
+    """
+
+    held: float
+    moving: float
+    deferred: float
+
+
+def _stage_activations(run: PlannedRun) -> list[_StageActivations]:
+    of_size = {}
+    for num_layers in set(run.layers):
+        offloaded = offloaded_elements(run, num_layers)
+        of_size[num_layers] = _StageActivations(
+            stage_elements(run, num_layers) - sum(offloaded),
+            sum(sorted(offloaded)[-2:]),
+            min(sum(offloaded), linear_input_elements(run) * len(offloaded)),
+        )
+    return [of_size[num_layers] for num_layers in run.layers]
+
+
+def _rank_memory(run: PlannedRun, rank: int, peak: int, stages: Sequence[_StageActivations]) -> RankMemory:
     weights, gradients, optimizer = _state(run, rank)
     if (offloaded := offloaded_state(run, rank)) is not None:
         optimizer -= offloaded.state
-    activations = _activations(run, rank, peak)
+    activations = _activations(run, rank, peak, stages)
     logits = _logits(run) if run.stages.num_stages - 1 in run.stages.stages_of(rank) else 0.0
     workspace = max(0.0, _workspace(run, rank) - logits)  # never at the same time
     workspace += _buffers(run, rank)
@@ -155,19 +184,16 @@ def _tied_parameters(run: PlannedRun, rank: int) -> float:
     return table_parameters(model, run.tp) / run.tp
 
 
-def _activations(run: PlannedRun, rank: int, peak: int) -> float:
+def _activations(run: PlannedRun, rank: int, peak: int, stages: Sequence[_StageActivations]) -> float:
     """Return the activations of the microbatches in flight that are on the device.
 
     Of offloaded layers, those of the two groups on their way, and the linear layers' inputs of microbatches
     whose weight gradients are deferred.
     """
-    offloaded = offloaded_elements(run)
-    held = [stage_elements(run, num) - sum(down) for num, down in zip(run.layers, offloaded, strict=True)]
-    moving = [sum(sorted(groups)[-2:]) for groups in offloaded]
-    deferred = [min(sum(groups), linear_input_elements(run) * len(groups)) for groups in offloaded]
-    elements = peak * _average(run, rank, held)
-    elements += max(moving[stage] for stage in run.stages.stages_of(rank))
-    elements += peaks_deferred(run)[rank] * _average(run, rank, deferred)
+    elements = peak * _average(run, rank, [stage.held for stage in stages])
+    elements += max(stages[stage].moving for stage in run.stages.stages_of(rank))
+    if run.config.recompute.cpu_offload_activations > 0:
+        elements += peaks_deferred(run)[rank] * _average(run, rank, [stage.deferred for stage in stages])
     return elements * run.element_bytes
 
 

@@ -32,7 +32,8 @@ def layer_elements(run: PlannedRun) -> dict[str, float]:
     if program.keeps_scores:
         scores = 2 if model.attention_dropout > 0 else 1
         parts["core"] = (scores * model.num_attention_heads * model.seq_length + queries) / tp
-    return {name: run.tokens * size for name, size in parts.items()}
+    tokens = run.tokens
+    return {name: tokens * size for name, size in parts.items()}
 
 
 _DROPPED = {
@@ -55,10 +56,9 @@ def group_elements(run: PlannedRun, num_layers: int) -> list[float]:
     """Return the elements that each group of a stage's layers saves of one microbatch."""
     recompute, hidden = run.config.recompute, run.config.model.hidden_size
     is_sharded = recompute.distribute_saved_activations or run.num_sequence_shards > 1
-    group_input = run.tokens * hidden / (run.tp if is_sharded else 1)
+    group_input, layer = run.tokens * hidden / (run.tp if is_sharded else 1), kept_elements(run)
     return [
-        group_input if is_again else len(group) * kept_elements(run)
-        for group, is_again in recompute.groups(num_layers)
+        group_input if is_again else len(group) * layer for group, is_again in recompute.groups(num_layers)
     ]
 
 
@@ -67,19 +67,13 @@ def stage_elements(run: PlannedRun, num_layers: int) -> float:
     return sum(group_elements(run, num_layers))
 
 
-def offloaded_elements(run: PlannedRun) -> list[list[float]]:
-    """Return, per stage, the elements of one microbatch that each offloaded group saves."""
+def offloaded_elements(run: PlannedRun, num_layers: int) -> list[float]:
+    """Return the elements that each offloaded group of a stage's layers saves of one microbatch."""
     recompute = run.config.recompute
-    return [
-        [
-            elements
-            for (group, _), elements in zip(
-                recompute.groups(num_layers), group_elements(run, num_layers), strict=True
-            )
-            if group.start < recompute.cpu_offload_activations
-        ]
-        for num_layers in run.layers
-    ]
+    if recompute.cpu_offload_activations == 0:
+        return []
+    groups = zip(recompute.groups(num_layers), group_elements(run, num_layers), strict=True)
+    return [elements for (group, _), elements in groups if group.start < recompute.cpu_offload_activations]
 
 
 def linear_input_elements(run: PlannedRun) -> float:

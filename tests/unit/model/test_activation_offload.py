@@ -113,7 +113,7 @@ def test_the_same_bits_with_fewer_bytes(name: str, mode: str, stored: bool, one_
     run = run_of(model, 1, 1)
     training = replace(run.config.training, micro_batch_size=MICRO_BATCH)
     run = replace(run, config=replace(run.config, recompute=config, training=training))
-    planned = 2 * sum(offloaded_elements(run)[0]) * 8  # two microbatches of fp64
+    planned = 2 * sum(offloaded_elements(run, run.layers[0])) * 8  # two microbatches of fp64
     assert before.device_bytes - after.device_bytes == pytest.approx(planned, rel=SLACK)
     assert after.host_bytes == pytest.approx(planned, rel=SLACK)
     assert host_activations(run) == [planned / 2]  # one rank has one in flight
