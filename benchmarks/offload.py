@@ -32,7 +32,7 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.topology import Topology
 from megalite.kernels import adamw_
 from megalite.optim.adamw import MOMENTS
-from megalite.optim.offload import Offload, OffloadedUpdate
+from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
 from megalite.optim.state_file import NUM_THREADS, FileStorage
 from megalite.optim.state_storage import StateSize
 
@@ -95,17 +95,24 @@ def _sizes(num_elements: int) -> list[StateSize]:
     return [StateSize(numel, torch.float32, KINDS) for numel in numels]
 
 
-def _offload(num_elements: int, folder: str | None, topology: Topology) -> Offload:
+def _offload(num_elements: int, folder: str | None, topology: Topology) -> OptimizerOffload:
     config = OptimizerConfig(optimizer_cpu_offload=folder is None, optimizer_nvme_offload=folder)
-    return Offload(_sizes(num_elements), torch.bfloat16, config, ParallelConfig(), topology)
+    return OptimizerOffload(_sizes(num_elements), torch.bfloat16, config, ParallelConfig(), topology)
 
 
-def _update(offload: Offload, num_elements: int) -> Callable[[], None]:
+def _update(offload: OptimizerOffload, num_elements: int) -> Callable[[], None]:
     states = [
         OffloadedUpdate(torch.randn(size.numel), torch.zeros(size.numel, dtype=torch.bfloat16), 1e-4, 0.1)
         for size in _sizes(num_elements)
     ]
-    return lambda: offload.update(states, 1.0)
+
+    def update() -> None:
+        offload.begin()
+        offload.copy_gradients([state.gradient for state in states])
+        offload.start_update(states, 1.0)
+        offload.finish()
+
+    return update
 
 
 def _flat(num_elements: int) -> Callable[[], None]:
@@ -114,7 +121,7 @@ def _flat(num_elements: int) -> Callable[[], None]:
     return lambda: _adamw(*tensors, gradient)
 
 
-def _ranges(offload: Offload) -> Callable[[], None]:
+def _ranges(offload: OptimizerOffload) -> Callable[[], None]:
     storage = offload.storage
     gradients = [torch.randn(size.numel) for size in storage.sizes]
 
@@ -144,7 +151,7 @@ def _adamw(main: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradie
     )
 
 
-def _disk(offload: Offload) -> Callable[[], None]:
+def _disk(offload: OptimizerOffload) -> Callable[[], None]:
     """Read and write a file of the size of the state, in the pieces and threads of the update."""
     storage = offload.storage
     assert isinstance(storage, FileStorage)

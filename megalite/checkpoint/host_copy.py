@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.tensor_files import FilePiece
-from megalite.hardware.host_memory import allocate_bytes
+from megalite.hardware.host_memory import allocate_bytes, pin
 
 _ALIGNMENT = 64
 
@@ -38,10 +38,11 @@ class HostCopy:
         """Start a copy of the pieces; it is complete once `fill` returns, and valid until the next call."""
         starts, size = _layout(pieces)
         if size > self._memory.numel():
-            if self._stream:
-                _unpin(self._memory)
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
-            self._memory = _pinned(allocate_bytes(size)) if self._stream else allocate_bytes(size)
+            self._pairs = []  # free the old memory first
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = allocate_bytes(size)
+            if self._stream is not None:
+                pin(self._memory)
         copies = {name: self._at(starts[name], piece.tensor) for name, piece in pieces.items()}
         pairs = [(copies[name], piece.tensor.detach().contiguous()) for name, piece in pieces.items()]
         self._pairs = [pair for pair in pairs if pair[1].device.type == "cpu"]
@@ -95,20 +96,3 @@ def _layout(pieces: Mapping[str, FilePiece]) -> tuple[dict[str, int], int]:
         starts[name] = size
         size += -(-piece.num_bytes // _ALIGNMENT) * _ALIGNMENT
     return starts, size
-
-
-def _pinned(memory: Tensor) -> Tensor:
-    """Return the memory pinned, so that a GPU can read and write it directly.
-
-    torch's own pinned memory comes in sizes of powers of two: up to half of it would be unused.
-    """
-    if memory.numel() > 0:
-        cuda = torch.cuda.cudart()
-        torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
-    return memory
-
-
-def _unpin(memory: Tensor) -> None:
-    """Undo `_pinned`: other memory may be mapped at that address."""
-    if memory.numel() > 0:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))

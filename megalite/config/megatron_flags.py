@@ -102,7 +102,8 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "optimizer",
-        "an update in host memory is torch's and overlaps with its copies, whose buffers alone are pinned",
+        "an update in host memory is torch's and overlaps its copies, which backward and forward overlap; "
+        "gradients and buffers are pinned",
         """
         overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-grads no-pin-cpu-params
         """,

@@ -15,6 +15,8 @@ PROFILER = "collecting a profile"
 """Event: a profiler's trace is collected or written."""
 DEVICE = "waiting for the device"
 """Event: the host waits for kernels that it launched, collectives included."""
+HOST_UPDATE = "waiting for the update of offloaded optimizer state"
+"""Event: forward, or whoever reads the weights, waits for a thread that updates them."""
 STORE_BARRIER = "store barrier"
 """Value of `Wait.what`: ranks wait for each other in the store, for as long as one of them works."""
 

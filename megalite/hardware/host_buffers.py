@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megalite.hardware.host_memory import allocate_bytes
+from megalite.hardware.host_memory import allocate_bytes, pin
 
 
 class HostMemoryError(Exception):
@@ -122,18 +121,7 @@ class HostBuffers:
         try:
             memory = allocate_bytes(0 if self._device.type == "meta" else num_bytes)
             if self._device.type == "cuda":
-                _pin(memory)
+                pin(memory)
         except (RuntimeError, OSError) as error:
             raise HostMemoryError(str(error)) from error
         return memory
-
-
-def _pin(memory: Tensor) -> None:
-    """Pin memory as long as it exists.
-
-    torch's own pinned memory comes in sizes of powers of two: up to half of it would be unused.
-    """
-    cuda, address = torch.cuda.cudart(), memory.data_ptr()
-    torch.cuda.check_error(int(cuda.cudaHostRegister(address, memory.numel(), 0)))
-    # Other memory may be mapped at that address later. At exit the process unpins everything.
-    weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False

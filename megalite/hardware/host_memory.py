@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +28,22 @@ def allocate_bytes(num_bytes: int) -> Tensor:
             with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pin(memory: Tensor) -> None:
+    """Pin memory of `allocate_bytes` as long as this tensor exists, so that a GPU can access it directly.
+
+    torch's own pinned memory comes in sizes of powers of two: up to half of it would be unused.
+
+    Raises:
+        RuntimeError: the system does not let the process pin it.
+    """
+    if memory.numel() == 0:
+        return
+    cuda, address = torch.cuda.cudart(), memory.data_ptr()
+    torch.cuda.check_error(int(cuda.cudaHostRegister(address, memory.numel(), 0)))
+    # Other memory may be mapped at that address later. At exit the process unpins everything.
+    weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:

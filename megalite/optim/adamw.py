@@ -14,7 +14,7 @@ from megalite.kernels import adamw_
 from megalite.optim.flat_buffers import Bucket, BucketEntry, ParameterShard
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
-from megalite.optim.offload import Offload, OffloadedUpdate
+from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments by torch's names."""
@@ -146,7 +146,8 @@ class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on gradients that are unscaled and clipped first.
 
     Everything that an update depends on stays on the device, and the device decides whether to update: the
-    host reads nothing and never waits. With offloaded states the host reads the decision, and updates those.
+    host reads nothing and never waits. With offloaded states the host reads the decision, and a thread of it
+    updates those.
 
     Args:
         offload: holds the first of the states; None if all are on the device.
@@ -164,7 +165,7 @@ class AdamW:
         scaler: LossScaler,
         observers: Sequence[Observer[str]],
         device: torch.device,
-        offload: Offload | None = None,
+        offload: OptimizerOffload | None = None,
     ) -> None:
         self.states = states
         self.offload = offload
@@ -199,11 +200,15 @@ class AdamW:
             if is_allowed is not None:
                 is_good = is_good.logical_and_(is_allowed)
             divisor = self._divisor(grad_norm)
+            num_offloaded = 0 if self.offload is None else self.offload.count
             updates_host = self.offload is not None and bool(is_good.item())
-            if updates_host and divisor is not None:
-                # On the device for all states: the gradients of resident and offloaded ones stay comparable.
-                _divide(gradients, divisor)
-                divisor = None
+            host_divisor = divisor
+            if self.offload is not None and updates_host:
+                self.offload.copy_gradients(gradients[:num_offloaded])
+                if divisor is not None:
+                    # On the device for all states: gradients of resident and offloaded ones stay comparable.
+                    _divide(gradients, divisor)
+                    divisor = None
         with observed(self.observers, "optimizer-inner-step"):
             number = self.num_steps + 1
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
@@ -216,14 +221,14 @@ class AdamW:
                 )
                 for state, gradient in zip(self.states, gradients, strict=True)
             ]
-            num_offloaded = 0 if self.offload is None else self.offload.count
             groups: dict[tuple[float, float], list[_Update]] = {}
             for update in updates[num_offloaded:]:
                 groups.setdefault((update.learning_rate, update.weight_decay), []).append(update)
             for (rate, decay), group in groups.items():
                 self._update(group, rate, decay, number, divisor, is_good)
             if self.offload is not None and updates_host:
-                self.offload.update([update.offloaded() for update in updates[:num_offloaded]], number.item())
+                offloaded = [update.offloaded() for update in updates[:num_offloaded]]
+                self.offload.start_update(offloaded, number.item(), host_divisor)
             self.num_steps += is_good
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:

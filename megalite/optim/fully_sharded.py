@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -198,6 +199,9 @@ class ShardedChunk:
         keeps_blocks: so do the blocks.
         all_reduces_once: ranks that replicate a shard all-reduce its sum over the microbatches, instead of
             each microbatch's.
+
+    Attributes:
+        all_reduces_once: as passed.
     """
 
     def __init__(
@@ -222,8 +226,17 @@ class ShardedChunk:
             unit.set_reshard_after_backward(False, recurse=False)
         self._root = root_unit
         self._num_left = 0
+        self.all_reduces_once = all_reduces_once
         if all_reduces_once:
             root.register_forward_hook(self._after_forward)
+
+    def units(self) -> Iterator[tuple[FSDPModule, list[nn.Parameter]]]:
+        """Yield the modules that are gathered, in the order of forward, each with its own shards."""
+        *blocks, root = self._units
+        of_blocks = {each for block in blocks for each in block.parameters()}
+        yield root, [each for each in root.parameters() if each not in of_blocks]
+        for block in blocks:
+            yield block, list(block.parameters())
 
     def begin(self, num_microbatches: int) -> None:
         """Free the full weights, and start an iteration of that many backward passes."""
@@ -317,7 +330,11 @@ class FullyShardedOptimizer(BaseOptimizer):
         self.local = [each for each in self.parameters if each.main.numel() > 0]
         numels = [each.main.numel() for each in self.local]
         main = main_dtype(dtype)
-        offload = open_offload(numels, MOMENTS, main, main, config, parallel, topology)
+        units = [pair for chunk in self._chunks for pair in chunk.units()]
+        in_order = list(dict.fromkeys(parameter for _, own in units for parameter in own))
+        position = {parameter: number for number, parameter in enumerate(in_order)}
+        order = sorted(range(len(self.local)), key=lambda number: position[self.local[number].parameter])
+        offload = open_offload(numels, MOMENTS, main, main, config, parallel, topology, order)
         offloaded = self.local[: offload.count] if offload else []
         for each in self.parameters:
             if each not in offloaded:
@@ -326,17 +343,44 @@ class FullyShardedOptimizer(BaseOptimizer):
             assert offload is not None
             each.moments = offload.tensors(number)
         super().__init__(self.local, config, parallel, topology, dtype, offload)
+        self._num_reductions: list[int] = []  # of this iteration so far, by offloaded state
+        self._num_expected = 0
+        for number, each in enumerate(offloaded):
+            if self._is_complete(each) and each.name != self._copied:
+                each.parameter.register_post_accumulate_grad_hook(partial(self._copy_to_host, number))
+        number_of = {each.parameter: number for number, each in enumerate(offloaded)}
+        for unit, own in units if offloaded else ():
+            numbers = [number_of[each] for each in own if each in number_of]
+            assert isinstance(unit, nn.Module)
+            unit.register_forward_pre_hook(partial(self._wait_for_update, numbers), prepend=True)
 
     def begin(self, num_microbatches: int) -> None:
+        super().begin(num_microbatches)
         for chunk in self._chunks:
             chunk.begin(num_microbatches)
         for each in self.parameters:
             each.parameter.grad = None
+        self._num_reductions = [0] * (0 if self.offload is None else self.offload.count)
+        self._num_expected = 1 if self._chunks[0].all_reduces_once else num_microbatches
 
     def finish_weights(self) -> None:
-        """Free the full weights that an evaluation has left, before weights are read or changed."""
+        """Wait for the host's update, and free the full weights that an evaluation has left."""
+        super().finish_weights()
         for chunk in self._chunks:
             chunk.free_weights()
+
+    def _copy_to_host(self, number: int, parameter: Tensor) -> None:
+        """Start to copy an offloaded state's gradient, once FSDP has reduced it in the last microbatch."""
+        assert self.offload is not None
+        self._num_reductions[number] += 1
+        if self._num_reductions[number] >= self._num_expected:  # a later reduction would copy it again
+            self.offload.copy_gradient(number, self.local[number].gradient)
+
+    def _wait_for_update(self, states: Sequence[int], unit: nn.Module, _: object) -> None:
+        """Wait until a unit's shards are updated, before FSDP gathers them."""
+        assert self.offload is not None and isinstance(unit, FSDPModule)
+        for event in self.offload.wait(states):  # the stream of the all-gather waits for nothing else
+            unit._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream.wait_event(event)
 
     def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
         """Compute stored weight gradients, and reduce-scatter each layer's before the next layer's."""

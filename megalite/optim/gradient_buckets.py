@@ -29,6 +29,9 @@ class ReduceHandle:
     Args:
         store_result: called once the collective is complete.
         start_next: starts the collective that must follow it.
+
+    Attributes:
+        on_complete: called once the result is stored, on the stream that has it; None for nothing.
     """
 
     def __init__(
@@ -41,30 +44,51 @@ class ReduceHandle:
         self._store_result = store_result
         self._start_next = start_next
         self._first: object = None
+        self._is_complete = False
+        self._completed: torch.cuda.Event | None = None
+        self.on_complete: Callable[[], object] | None = None
 
     def advance(self, stream: torch.cuda.Stream | None) -> None:
-        """Start the collective that follows; do nothing if there is none.
+        """Do what follows the first collective while backward runs; do nothing if nothing follows.
 
         Args:
-            stream: waits for the first collective on a GPU, so that backward does not; None on a CPU, where
-                the host waits.
+            stream: waits for it on a GPU, so that backward does not; None on a CPU, where the host waits.
         """
-        if self._start_next is None:
+        if self._is_complete or (self._start_next is None and self.on_complete is None):
             return
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._pending.wait()
-            self._store_result()
-            following = self._start_next()
-        self._first = self._store_result  # keeps its tensors until `wait`: the stream may still use them
-        self._pending, self._store_result = following._pending, following._store_result
-        self._start_next = None
+            with torch.cuda.stream(stream):
+                self._complete()
+                self._completed = stream.record_event()  # `wait` still has the tensors
+        elif self.on_complete is not None:
+            self._complete()
+        else:
+            self._start_following()
 
     def wait(self) -> None:
-        self.advance(None)
+        if not self._is_complete:
+            self._complete()
+        elif self._completed is not None:
+            torch.cuda.current_stream().wait_event(self._completed)
+
+    def _complete(self) -> None:
+        self._start_following()
         self._pending.wait()
         self._store_result()
+        self._is_complete = True
+        if self.on_complete is not None:
+            self.on_complete()
+
+    def _start_following(self) -> None:
+        if self._start_next is None:
+            return
+        self._pending.wait()
+        self._store_result()
+        following = self._start_next()
+        self._first = self._store_result  # keeps its tensors: a stream may still use them
+        self._pending, self._store_result = following._pending, following._store_result
+        self._start_next = None
 
 
 class GradientBuffer:
@@ -91,7 +115,7 @@ class GradientBuffer:
         self.bucket = bucket
         self.dp = dp
         self.dtype = main_dtype(bucket.weight.dtype)
-        self.message_dtype = message_dtype or self.dtype
+        self.message_dtype = (message_dtype if dp.size > 1 else None) or self.dtype
         self.owned = self.held = slice(0, bucket.size)
         self.num_ready = 0
         self.stale: set[str] = set()
@@ -301,6 +325,8 @@ class GradReducer:
             have a copy of the embedding each.
         graphs_add: graphs of torch.compile add to the buffers that stay in place. They cannot ask whether to
             overwrite, so that these buffers are zeroed when an iteration begins.
+        on_complete: called for each buffer once its gradient is complete, on the CUDA stream that has it; on
+            a single rank too, under backward.
     """
 
     def __init__(
@@ -311,20 +337,24 @@ class GradReducer:
         tied_buffer: GradientBuffer | None = None,
         sum_tied_copies: Callable[[Tensor], None] | None = None,
         graphs_add: bool = False,
+        on_complete: Callable[[GradientBuffer], object] | None = None,
     ) -> None:
         self.buffers = buffers
         self.dp = dp
-        self.overlap = overlap
+        self.overlap = overlap or dp.size == 1
         self.tied_buffer = tied_buffer
         self.sum_tied_copies = sum_tied_copies
         self.graphs_add = graphs_add
+        self.on_complete = on_complete
+        self.reduces = dp.size > 1 or on_complete is not None
         self.num_microbatches = 0
         # Reductions to start: the buffer, and the number of gradients it must have.
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
         self._in_flight: deque[ReduceHandle] = deque()
-        # Reductions between groups of ranks wait here for those within the groups.
+        # Where something follows a reduction, it waits here: one between groups of ranks, or `on_complete`.
         is_on_gpu = any(buffer.bucket.weight.device.type == "cuda" for buffer in buffers)
-        self._stream = torch.cuda.Stream() if is_on_gpu and dp.replicate is not None else None
+        is_followed = dp.replicate is not None or on_complete is not None
+        self._stream = torch.cuda.Stream() if is_on_gpu and is_followed else None
         for _, entry, hook in self._hooks():
             entry.parameter.register_post_accumulate_grad_hook(hook)
 
@@ -347,7 +377,7 @@ class GradReducer:
             if self._is_zeroed(buffer):
                 buffer.complete()
         self._waiting.clear()
-        if self.dp.size > 1:
+        if self.reduces:
             for number in range(1, num_microbatches + 1):
                 self._waiting.extend(
                     (buffer, number * len(buffer.bucket.entries))
@@ -357,7 +387,7 @@ class GradReducer:
 
     def finish(self) -> None:
         """Start the remaining reductions, since parameters may have had no gradient, and wait for all."""
-        if self.dp.size == 1:
+        if not self.reduces:
             for buffer in self.buffers:
                 buffer.complete()
         while self._waiting:
@@ -366,8 +396,8 @@ class GradReducer:
             full = self.tied_buffer.complete()
             if self.sum_tied_copies is not None:
                 self.sum_tied_copies(full)
-            if self.dp.size > 1:
-                self._in_flight.append(self.tied_buffer.start_reduce())
+            if self.reduces:
+                self._start(self.tied_buffer, is_last=True)
         self._wait(0)
 
     def _is_zeroed(self, buffer: GradientBuffer) -> bool:
@@ -395,12 +425,17 @@ class GradReducer:
 
     def _start_next(self) -> None:
         buffer, number = self._waiting.popleft()
-        handle = buffer.start_reduce(number == self.num_microbatches * len(buffer.bucket.entries))
-        if self._in_flight:  # its reduction within the group has had a bucket's time to complete
-            self._in_flight[-1].advance(self._stream)
-        self._in_flight.append(handle)
+        self._start(buffer, number == self.num_microbatches * len(buffer.bucket.entries))
         if buffer.reduces_each_microbatch:
             self._wait(MAX_IN_FLIGHT if self.overlap else 0)
+
+    def _start(self, buffer: GradientBuffer, is_last: bool) -> None:
+        handle = buffer.start_reduce(is_last)
+        if is_last and self.on_complete is not None:
+            handle.on_complete = partial(self.on_complete, buffer)
+        if self._in_flight:  # its first collective has had a bucket's time to complete
+            self._in_flight[-1].advance(self._stream)
+        self._in_flight.append(handle)
 
     def _wait(self, num_left: int) -> None:
         while len(self._in_flight) > num_left:

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import OptimizerConfig, ParallelConfig
+from megalite.distributed.observer import HOST_UPDATE
 from megalite.distributed.topology import FakeTopology, Topology
 from megalite.errors import UserError
 from megalite.hardware.host_memory import free_bytes
 from megalite.kernels import adamw_
 from megalite.optim.offload_sizes import NUM_STAGED, RANGE_SIZE
-from megalite.optim.staging import Staging, staging_bytes
+from megalite.optim.staging import HostGradient, HostGradients, Staging, staging_bytes
 from megalite.optim.state_file import FileStorage, file_bytes, ring_bytes
 from megalite.optim.state_storage import HostStorage, StateSize, StateStorage, num_offloaded
+
+T = TypeVar("T")
 
 
 class OffloadedUpdate(NamedTuple):
     """Hold what an update needs of one state, on the device.
 
     Attributes:
-        gradient: unscaled and clipped, ``[n]``.
+        gradient: unscaled and clipped, ``[n]``; unused if it has been copied to the host.
         weight: gets the new main weights, ``[n]``, rounded to its dtype; has the old ones if the storage has
             no main weights.
         learning_rate: of this state.
@@ -59,15 +62,18 @@ class OffloadBytes(NamedTuple):
     written: int
 
 
-class Offload:
-    """Hold states of AdamW outside of the device, and update them there.
+class OptimizerOffload:
+    """Hold states of AdamW outside of the device, and update them there while the next forward begins.
 
-    Those are the first states, until they have the config's share of all elements. Gradients are copied to
-    the host in ranges, torch's CPU kernel updates each range, and its new weights are copied back. The copy
-    of the next range and of the one before run meanwhile; with a file, threads read ahead and write behind.
+    Those are the first states, until they have the config's share of all elements. A thread updates them in
+    ranges with torch's CPU kernel, in the order in which forward uses their weights; forward waits for one
+    state after the other. New weights are copied to the device behind the update. Gradients are copied to
+    the host as backward completes them if it has the memory; otherwise, and with a file, range by range in
+    the update. Other threads read ahead in the file and write behind.
 
     Attributes:
         count: number of states that are offloaded.
+        keeps_gradients: gradients are copied under backward.
         bytes: sizes, and what an update moves.
     """
 
@@ -78,6 +84,7 @@ class Offload:
         config: OptimizerConfig,
         parallel: ParallelConfig,
         topology: Topology,
+        order: Sequence[int] | None = None,
     ) -> None:
         """Allocate the storage; every rank must call this.
 
@@ -85,6 +92,7 @@ class Offload:
             sizes: of all states in order, with equal dtypes and kinds; main is among the kinds if main
                 weights are separate from the model's weights.
             weight_dtype: of the weights on the device that an update writes.
+            order: in which forward uses the states' weights; None for that of `sizes`.
 
         Raises:
             UserError: there is too little host memory, or no file can be made; on every rank.
@@ -92,67 +100,187 @@ class Offload:
         self.config = config
         self.count = num_offloaded(sizes, config.optimizer_offload_fraction)
         mine = sizes[: self.count]
+        forward_order = range(len(sizes)) if order is None else order
+        self._order = [state for state in forward_order if state < self.count]
+        self._events = topology.events
+        device = topology.device
         range_size = min(RANGE_SIZE, max((size.numel for size in mine), default=0))
-        dtypes = (mine[0].dtype, weight_dtype) if mine else ()
-        self._host = "meta" if topology.device.type == "meta" else "cpu"
-        self._num_threads: int | None = None
-        folder = config.optimizer_nvme_offload
-        self.bytes = _bytes_of(mine, weight_dtype, folder is not None, staging_bytes(range_size, dtypes))
+        sizes_of = {
+            keeps: _bytes_of(mine, weight_dtype, range_size, config, keeps_gradients=keeps)
+            for keeps in ((False,) if config.optimizer_nvme_offload else (True, False))
+        }
+        self.keeps_gradients, num_cores = max(sizes_of), 1
         if not isinstance(topology, FakeTopology):
-            num_cores = check_host_memory(self.bytes.host, config, topology)
-            if topology.device.type == "cuda":
-                self._num_threads = parallel.num_threads or num_cores
+            hosts = [size.host for size in sizes_of.values()]
+            choice, num_cores = _choose_by_host_memory(hosts, config, topology)
+            self.keeps_gradients = list(sizes_of)[choice]
+        self.bytes = sizes_of[self.keeps_gradients]
         with topology.agreed():
-            self.storage: StateStorage
-            if folder is None or self._host == "meta" or not mine:
-                self.storage = HostStorage(mine, self._host, range_size)
-            else:
-                self.storage = FileStorage(Path(folder), mine, range_size)
-            self.staging = Staging(topology.device, range_size, dtypes)
+            self.storage = _new_storage(mine, config, device, range_size, self._order)
+            self._gradients: HostGradients | None = None
+            if self.keeps_gradients:
+                dtype = mine[0].dtype if mine else weight_dtype
+                self._gradients = HostGradients(device, [size.numel for size in mine], dtype)
+            self._staging = Staging(
+                device, range_size, _staged_dtypes(mine, weight_dtype, self.keeps_gradients)
+            )
+        self._ranges: dict[int, list[int]] = {}  # by state
+        for index, each in enumerate(self.storage.ranges):
+            self._ranges.setdefault(each.state, []).append(index)
+        self._thread = (
+            None if device.type == "meta" else ThreadPoolExecutor(1, "optimizer-update", _use, (device,))
+        )
+        self._num_threads: int | None = None
+        if device.type == "cuda":
+            self._num_threads = parallel.num_threads or max(1, num_cores - 1)  # one starts kernels
+        self._updated: dict[int, Future[torch.cuda.Event | None]] = {}  # by state; of the update in flight
+        self._others: list[Future[None]] = []  # what else the thread was asked for
 
     def tensors(self, state: int) -> dict[str, Tensor]:
         """Return a state's tensors by kind; see `StateStorage.tensors`."""
         return self.storage.tensors(state)
 
-    @torch.no_grad()
-    def update(self, states: Sequence[OffloadedUpdate], number: float) -> None:
-        """Update the offloaded states and their weights on the device.
+    def begin(self) -> None:
+        """Start an iteration: forget the last one's gradients, and begin to read a file's first ranges."""
+        if self._gradients is not None:
+            self._gradients.begin()
+        self._others.append(self._submit(self.storage.start))
 
-        The host waits until it has updated the last range; the device's later work waits for the weights.
+    def copy_gradient(self, state: int, gradient: Tensor) -> None:
+        """Start to copy a state's complete gradient to the host, where that does not wait for the update.
+
+        Args:
+            gradient: before unscaling and clipping, ``[n]``; the current stream computes it.
+        """
+        if self._gradients is not None:
+            self._gradients.copy(state, gradient)
+
+    def copy_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Do so for all states whose gradient is not copied; the device may then change them.
+
+        Args:
+            gradients: of the offloaded states.
+        """
+        if self._gradients is not None:
+            self._gradients.copy_missing(gradients)
+
+    def start_update(
+        self, states: Sequence[OffloadedUpdate], number: float, divisor: Tensor | None = None
+    ) -> None:
+        """Start to update the offloaded states and their weights on the device.
 
         Args:
             number: of this update, from 1.
+            divisor: of the gradients that have been copied to the host, an fp64 scalar; None for 1.
         """
-        storage, staging = self.storage, self.staging
-        scalars = {
-            "number": torch.tensor(number, dtype=torch.float32, device=self._host),
-            "is_good": torch.tensor(True, device=self._host),
-        }
-        storage.start()
-        staging.start()
-        with _threads(self._num_threads):
-            for index in range(-NUM_STAGED + 1, len(storage.ranges)):
-                if (ahead := index + NUM_STAGED - 1) < len(storage.ranges):
-                    self._copy_down(ahead, states)
-                if index >= 0:
-                    self._update_range(index, states, scalars)
-        staging.finish()
-        storage.finish()
+        self.finish()
+        host = "cpu" if self._thread is not None else "meta"
+        update = _Update(
+            self.storage,
+            self._staging,
+            None if self._gradients is None else self._gradients.copied,
+            states,
+            self.config,
+            torch.tensor(number, dtype=torch.float32, device=host),
+            None if divisor is None or self._gradients is None else divisor.to(host),
+        )
+        update.start()
+        for state in self._order:
+            self._updated[state] = self._submit(update.run, self._ranges.get(state, ()))
+        self._others.append(self._submit(self.storage.finish))
 
-    def _copy_down(self, index: int, states: Sequence[OffloadedUpdate]) -> None:
+    def wait(self, states: Iterable[int]) -> list[torch.cuda.Event]:
+        """Wait until states are updated; the device's later work waits for the copies of their weights.
+
+        Returns:
+            The events of those copies.
+
+        Raises:
+            StateFileError: the update failed.
+        """
+        pending = [self._updated.pop(state) for state in states if state in self._updated]
+        if not pending:
+            return []
+        with self._events.during(HOST_UPDATE):
+            events = [event for each in pending if (event := each.result()) is not None]
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+        return events
+
+    def finish(self) -> None:
+        """Wait for the whole update, before states or weights are read or changed elsewhere.
+
+        Raises:
+            StateFileError: the update failed.
+        """
+        self.wait(self._order)
+        others, self._others = self._others, []
+        with self._events.during(HOST_UPDATE):
+            for each in others:
+                each.result()
+
+    def check(self) -> None:
+        """Check that `tensors` are as the last update left them."""
+        self.finish()
+        self.storage.check()
+
+    def seal(self) -> None:
+        """Accept what was written to `tensors`."""
+        self.finish()
+        self.storage.seal()
+
+    def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Let the thread do the work; a dry run, whose memory does not exist, does it at once."""
+        if self._thread is not None:
+            return self._thread.submit(_with_threads, self._num_threads, work, *arguments)
+        done: Future[T] = Future()
+        done.set_result(work(*arguments))
+        return done
+
+
+class _Update(NamedTuple):
+    """One update of all offloaded states, a state at a time."""
+
+    storage: StateStorage
+    staging: Staging
+    gradients: Mapping[int, HostGradient] | None
+    states: Sequence[OffloadedUpdate]
+    config: OptimizerConfig
+    number: Tensor
+    divisor: Tensor | None
+
+    def start(self) -> None:
+        """Start to copy the first ranges, after the work that the device has queued so far."""
+        self.staging.start()
+        for index in range(NUM_STAGED - 1):
+            self._copy_down(index)
+
+    @torch.no_grad()
+    def run(self, ranges: Sequence[int]) -> torch.cuda.Event | None:
+        """Update the ranges of a state; return the event of the last copy of its weights to the device."""
+        event = None
+        self.storage.start()
+        for index in ranges:
+            self._copy_down(index + NUM_STAGED - 1)
+            event = self._update_range(index)
+        return event
+
+    def _copy_down(self, index: int) -> None:
+        if index >= len(self.storage.ranges):
+            return
         state, start, stop = self.storage.ranges[index]
-        sources = [states[state].gradient[start:stop]]
+        update = self.states[state]
+        sources = [update.gradient[start:stop]] if self.gradients is None else []
         if "main" not in self.storage.sizes[state].kinds:
-            sources.append(states[state].weight[start:stop])
+            sources.append(update.weight[start:stop])
         self.staging.down(index, sources)
 
-    def _update_range(
-        self, index: int, states: Sequence[OffloadedUpdate], scalars: Mapping[str, Tensor]
-    ) -> None:
+    def _update_range(self, index: int) -> torch.cuda.Event | None:
         number, start, stop = self.storage.ranges[index]
-        state, stored = states[number], self.storage.take(index)
+        state, stored = self.states[number], self.storage.take(index)
         self.staging.arrived(index)
-        gradient, weight = self.staging.buffers(index, stop - start)
+        *staged, weight = self.staging.buffers(index, stop - start)
+        gradient = staged[0] if self.gradients is None else self.gradients[number].wait()[start:stop]
         main = stored.get("main")
         adamw_(
             [weight if main is None else main],
@@ -160,16 +288,45 @@ class Offload:
             [stored["exp_avg_sq"]],
             [] if main is None else [weight],
             [gradient],
-            number=scalars["number"],
-            divisor=None,
-            is_good=scalars["is_good"],
+            number=self.number,
+            divisor=self.divisor,
+            is_good=torch.ones((), dtype=torch.bool, device=self.number.device),
             learning_rate=state.learning_rate,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             weight_decay=state.weight_decay,
             epsilon=self.config.adam_eps,
         )
         self.storage.put(index)
-        self.staging.up(index, weight, state.weight[start:stop])
+        return self.staging.up(index, weight, state.weight[start:stop])
+
+
+def _new_storage(
+    sizes: Sequence[StateSize],
+    config: OptimizerConfig,
+    device: torch.device,
+    range_size: int,
+    order: Sequence[int],
+) -> StateStorage:
+    folder = config.optimizer_nvme_offload
+    if folder is None or device.type == "meta" or not sizes:
+        host = "meta" if device.type == "meta" else "cpu"
+        return HostStorage(sizes, host, range_size, order)
+    return FileStorage(Path(folder), sizes, range_size, order)
+
+
+def _staged_dtypes(
+    sizes: Sequence[StateSize], weight_dtype: torch.dtype, keeps_gradients: bool
+) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of what passes through buffers for each range in an update."""
+    if not sizes:
+        return ()
+    return (weight_dtype,) if keeps_gradients else (sizes[0].dtype, weight_dtype)
+
+
+def _use(device: torch.device) -> None:
+    """Let this thread's copies use the rank's GPU: a new thread's is GPU 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def open_offload(
@@ -180,57 +337,80 @@ def open_offload(
     config: OptimizerConfig,
     parallel: ParallelConfig,
     topology: Topology,
-) -> Offload | None:
+    order: Sequence[int] | None = None,
+) -> OptimizerOffload | None:
     """Return the storage of the states that the config offloads; None if it offloads none.
 
     Args:
         numels: elements of each state.
         kinds: of its tensors; dtype: of each.
+        order: in which forward uses the states' weights; None for that of `numels`.
 
     Raises:
-        UserError: see `Offload`.
+        UserError: see `OptimizerOffload`.
     """
     if not config.offloads_optimizer:
         return None
     sizes = [StateSize(numel, dtype, kinds) for numel in numels]
-    return Offload(sizes, weight_dtype, config, parallel, topology)
+    return OptimizerOffload(sizes, weight_dtype, config, parallel, topology, order)
 
 
 def _bytes_of(
-    sizes: Sequence[StateSize], weight_dtype: torch.dtype, is_in_file: bool, staged: int
+    sizes: Sequence[StateSize],
+    weight_dtype: torch.dtype,
+    range_size: int,
+    config: OptimizerConfig,
+    *,
+    keeps_gradients: bool,
 ) -> OffloadBytes:
     if not sizes:
         return OffloadBytes(0, 0, 0, 0, 0, 0)
+    is_in_file = config.optimizer_nvme_offload is not None
     numel, state = sum(size.numel for size in sizes), sum(size.num_bytes for size in sizes)
-    has_main = "main" in sizes[0].kinds
+    has_main, gradients = "main" in sizes[0].kinds, numel * sizes[0].dtype.itemsize
+    host = staging_bytes(range_size, _staged_dtypes(sizes, weight_dtype, keeps_gradients))
+    host += ring_bytes(sizes) if is_in_file else state
     return OffloadBytes(
-        host=staged + (ring_bytes(sizes) if is_in_file else state),
+        host=host + (gradients if keeps_gradients else 0),
         file=file_bytes(sizes) if is_in_file else 0,
-        down=numel * (sizes[0].dtype.itemsize + (0 if has_main else weight_dtype.itemsize)),
+        down=gradients + (0 if has_main else numel * weight_dtype.itemsize),
         up=numel * weight_dtype.itemsize,
         read=state if is_in_file else 0,
         written=state if is_in_file else 0,
     )
 
 
-def check_host_memory(needed: int, config: OptimizerConfig, topology: Topology) -> int:
+def _choose_by_host_memory(
+    needed: Sequence[int], config: OptimizerConfig, topology: Topology
+) -> tuple[int, int]:
     """Check that each machine has enough free host memory for its ranks; every rank must call it.
 
+    Args:
+        needed: bytes of this rank with each of several choices, the best first, as many on every rank.
+
     Returns:
-        Number of cores for each rank of this machine.
+        The first choice for which every machine has the memory, and the cores for each rank of this one.
 
     Raises:
-        UserError: a machine has too little; on every rank.
+        UserError: a machine has too little for the last choice; on every rank.
     """
     machine = socket.gethostname()
-    mine: tuple[str, int, int | None, set[int]] = machine, needed, free_bytes(), _cores()
+    mine: tuple[str, Sequence[int], int | None, set[int]] = machine, needed, free_bytes(), _cores()
     found = [mine] * topology.world_size
     with topology.world.wait("all-gather", "host memory"):
         dist.all_gather_object(found, mine)
     machines = [name for name, *_ in found]
+    choice = 0
     for name in dict.fromkeys(machines):
-        total = sum(size for each, size, *_ in found if each == name)
-        free = min((free for each, _, free, _ in found if each == name and free is not None), default=total)
+        totals = [
+            sum(sizes) for sizes in zip(*(sizes for each, sizes, *_ in found if each == name), strict=True)
+        ]
+        total = totals[-1]
+        free = min(
+            (free for each, _, free, _ in found if each == name and free is not None), default=totals[0]
+        )
+        while choice < len(totals) - 1 and totals[choice] > free:
+            choice += 1
         if total > free:
             flag, smaller = "--optimizer-cpu-offload", "--optimizer-nvme-offload DIR"
             if config.optimizer_nvme_offload is not None:
@@ -241,7 +421,7 @@ def check_host_memory(needed: int, config: OptimizerConfig, topology: Topology) 
                 f"{smaller}, or a smaller --optimizer-offload-fraction"
             )
     cores = set[int]().union(*(cores for name, *_, cores in found if name == machine))
-    return max(1, min(len(_cores()), len(cores) // machines.count(machine)))
+    return choice, max(1, min(len(_cores()), len(cores) // machines.count(machine)))
 
 
 def _cores() -> set[int]:
@@ -249,14 +429,13 @@ def _cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Let torch's CPU kernels use this many threads in the block; None changes nothing."""
+def _with_threads(number: int | None, work: Callable[..., T], *arguments: Any) -> T:
+    """Do the work with this many threads of torch's CPU kernels; None changes nothing."""
+    if number is None:
+        return work(*arguments)
     before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
+    torch.set_num_threads(number)
     try:
-        yield
+        return work(*arguments)
     finally:
-        if number is not None:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)

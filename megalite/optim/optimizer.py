@@ -26,7 +26,7 @@ from megalite.optim.gradient_buckets import (
     main_dtype,
 )
 from megalite.optim.loss_scaler import build_loss_scaler
-from megalite.optim.offload import Offload, open_offload
+from megalite.optim.offload import OptimizerOffload, open_offload
 from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import num_used
@@ -73,7 +73,7 @@ class BaseOptimizer(ABC):
         parallel: ParallelConfig,
         topology: Topology,
         dtype: torch.dtype,
-        offload: Offload | None,
+        offload: OptimizerOffload | None,
     ) -> None:
         self.topology = topology
         self.offload = offload
@@ -84,13 +84,15 @@ class BaseOptimizer(ABC):
         # positions: the sum over tp completes it.
         self.sums_over_tp = parallel.sequence_parallel and topology.tp.size > 1
 
-    @abstractmethod
     def begin(self, num_microbatches: int) -> None:
         """Start an iteration of that many backward passes; their gradients replace those of the last one."""
+        if self.offload is not None:
+            self.offload.begin()
 
-    @abstractmethod
     def finish_weights(self) -> None:
-        """Wait until weights can be read or changed outside of forward."""
+        """Wait until weights and state can be read or changed outside of forward."""
+        if self.offload is not None:
+            self.offload.finish()
 
     def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
         """Compute and accumulate the weight gradients that a schedule with split backward has stored."""
@@ -152,13 +154,19 @@ class BaseOptimizer(ABC):
         with observed(self.observers, "optimizer-unscale-and-check-inf"):
             if scale is not None and (gradients := self._owned_gradients()):
                 torch._foreach_mul_(gradients, scale)
+                if self.offload is not None:
+                    self.offload.begin()  # what backward copied to the host is not scaled
             return global_norm(self._norm_gradients(), self.topology) / self.scaler.scale
+
+    def _is_complete(self, state: OptimizerState) -> bool:
+        """Return whether a state's gradient is complete once it is summed over dp."""
+        return state.is_cut or not self.sums_over_tp
 
     @torch.no_grad()
     def _sum_over_tp(self) -> None:
         """All-reduce the gradients of parameters that every tp rank has, in one message."""
         pairs = zip(self.adamw.states, self._owned_gradients(), strict=True)
-        if gradients := [gradient for state, gradient in pairs if not state.is_cut]:
+        if gradients := [gradient for state, gradient in pairs if not self._is_complete(state)]:
             total = all_reduce(torch.cat(gradients), self.topology.tp)
             torch._foreach_copy_(gradients, list(total.split([tensor.numel() for tensor in gradients])))
 
@@ -193,6 +201,8 @@ class BaseOptimizer(ABC):
 
         The padding of the vocabulary, whose size depends on the layout, is not counted, nor in `num_zeros`.
         """
+        if self.offload is not None:
+            self.offload.finish()
         used = (shard.main[: shard.num_used] for shard in self._counted_shards() if shard.num_used)
         return self.topology.to_host(global_norm(used, self.topology)).item()
 
@@ -245,12 +255,12 @@ class BaseOptimizer(ABC):
             StateFileError: it is not.
         """
         if self.offload is not None:
-            self.offload.storage.check()
+            self.offload.check()
 
     def seal_state(self) -> None:
         """Accept new values of `state`, which a checkpoint has written."""
         if self.offload is not None:
-            self.offload.storage.seal()
+            self.offload.seal()
 
 
 class Optimizer(BaseOptimizer):
@@ -293,10 +303,17 @@ class Optimizer(BaseOptimizer):
         self.buffers = self._make_buffers(
             list(named_parameters), parallel, topology.dp, stage, separates_vocabulary
         )
-        self.reducer = self._make_reducer(parallel, topology, graphs_add and fuses_weight_gradients)
-        self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
         numels = [buffer.owned.stop - buffer.owned.start for buffer in self.buffers]
-        offload = open_offload(numels, kinds_of(dtype), main_dtype(dtype), dtype, config, parallel, topology)
+        offload = open_offload(
+            numels,
+            kinds_of(dtype),
+            main_dtype(dtype),
+            dtype,
+            config,
+            parallel,
+            topology,
+            order=range(len(numels))[::-1],  # backward fills the buffers in the opposite order
+        )
         num_offloaded = 0 if offload is None else offload.count
         self.states = [
             BucketState(
@@ -307,14 +324,21 @@ class Optimizer(BaseOptimizer):
             for number, buffer in enumerate(self.buffers)
         ]
         super().__init__(self.states, config, parallel, topology, dtype, offload)
+        self._number_of = {buffer.bucket: number for number, buffer in enumerate(self.buffers)}
+        self.reducer = self._make_reducer(parallel, topology, graphs_add and fuses_weight_gradients)
+        self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
         self.gatherer: WeightGatherer | None = None
-        if stage > 0:
-            buckets = [buffer.bucket for buffer in self.buffers]
-            overlaps = parallel.gathers_under_forward(topology.device.type)
-            # With tensor parallelism a GPU starts kernels in the order of their launch (`settings_for`):
-            # forward would not begin before the last bucket.
-            one_ahead = topology.tp.size > 1
-            self.gatherer = WeightGatherer(buckets, topology.dp, units if overlaps else (), one_ahead)
+        if stage > 0 or offload is not None:
+            overlaps = stage == 0 or parallel.gathers_under_forward(topology.device.type)
+            self.gatherer = WeightGatherer(
+                [buffer.bucket for buffer in self.buffers],
+                topology.dp.shard if stage > 0 else None,
+                units if overlaps else (),
+                # With tensor parallelism a GPU starts kernels in the order of their launch (`settings_for`):
+                # forward would not begin before the last bucket.
+                one_ahead=topology.tp.size > 1,
+                wait_for_update=None if offload is None else self._wait_for_update,
+            )
 
     def _make_buffers(
         self,
@@ -338,10 +362,24 @@ class Optimizer(BaseOptimizer):
 
     def _make_reducer(self, parallel: ParallelConfig, topology: Topology, graphs_add: bool) -> GradReducer:
         dp, overlap = topology.dp, parallel.overlap_grad_reduce
+        on_complete = None if self.offload is None else self._copy_to_host
         if self.tied is None:
-            return GradReducer(self.buffers, dp, overlap, graphs_add=graphs_add)
+            return GradReducer(self.buffers, dp, overlap, graphs_add=graphs_add, on_complete=on_complete)
         sum_copies = partial(sum_tied_embedding_grads, pp=topology.pp) if self.tied.has_other_copy else None
-        return GradReducer(self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies, graphs_add)
+        return GradReducer(
+            self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies, graphs_add, on_complete
+        )
+
+    def _copy_to_host(self, buffer: GradientBuffer) -> None:
+        """Start to copy a bucket's complete gradient if its state is offloaded."""
+        assert self.offload is not None
+        number = self._number_of[buffer.bucket]
+        if number < self.offload.count and self._is_complete(self.states[number]):
+            self.offload.copy_gradient(number, buffer.owned_grad)
+
+    def _wait_for_update(self, bucket: Bucket) -> None:
+        assert self.offload is not None
+        self.offload.wait([self._number_of[bucket]])
 
     def initialize_main(self, seed: int) -> None:
         """Draw the main weights anew where they are separate, so that they start unrounded.
@@ -357,6 +395,7 @@ class Optimizer(BaseOptimizer):
             state.main.copy_(full[state.owned])
 
     def begin(self, num_microbatches: int) -> None:
+        super().begin(num_microbatches)
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
@@ -381,6 +420,7 @@ class Optimizer(BaseOptimizer):
     def finish_weights(self) -> None:
         if self.gatherer is not None:
             self.gatherer.finish()
+        super().finish_weights()
 
     def gradient(self, name: str) -> Tensor:
         for buffer in self.buffers:

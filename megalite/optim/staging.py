@@ -1,13 +1,15 @@
-"""Pinned buffers through which ranges of gradients and weights pass between a device and the host."""
+"""Pinned buffers through which gradients and weights pass between a device and the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.errors import UserError, first_line
+from megalite.hardware.host_memory import allocate_bytes, pin
 from megalite.optim.offload_sizes import NUM_STAGED
 
 
@@ -34,17 +36,10 @@ class Staging:
     def __init__(self, device: torch.device, size: int, dtypes: Sequence[torch.dtype]) -> None:
         self.device = device
         is_cuda = device.type == "cuda"
-        host = "meta" if device.type == "meta" else "cpu"
-        try:
-            self._buffers = [
-                [torch.empty(size, dtype=dtype, device=host, pin_memory=is_cuda) for dtype in dtypes]
-                for _ in range(NUM_STAGED)
-            ]
-        except RuntimeError as error:
-            raise UserError(
-                f"{staging_bytes(size, dtypes) / 1e6:.0f} MB of host memory cannot be pinned for the "
-                f"offloaded optimizer ({first_line(error)}): raise the limit of locked memory (ulimit -l)"
-            ) from None
+        self._memory = _host_memory(staging_bytes(size, dtypes), device)
+        parts = self._memory.split([NUM_STAGED * size * dtype.itemsize for dtype in dtypes])
+        pairs = zip(parts, dtypes, strict=True)
+        self._buffers = [part.view(dtype).view(NUM_STAGED, size) for part, dtype in pairs]
         self._down = torch.cuda.Stream(device) if is_cuda else None
         self._up = torch.cuda.Stream(device) if is_cuda else None
         self._copied_down: list[torch.cuda.Event | None] = [None] * NUM_STAGED
@@ -58,7 +53,7 @@ class Staging:
 
     def buffers(self, number: int, numel: int) -> list[Tensor]:
         """Return a range's buffers, ``[numel]`` each; ranges `NUM_STAGED` apart share them."""
-        return [buffer[:numel] for buffer in self._buffers[number % NUM_STAGED]]
+        return [slots[number % NUM_STAGED, :numel] for slots in self._buffers]
 
     def down(self, number: int, sources: Sequence[Tensor]) -> None:
         """Start to copy tensors of the device, ``[n]`` each, into the first of the range's buffers."""
@@ -66,8 +61,8 @@ class Staging:
         with torch.cuda.stream(self._down):
             if self._down is not None and (before := self._copied_up[slot]) is not None:
                 self._down.wait_event(before)
-            for buffer, source in zip(self.buffers(number, sources[0].numel()), sources, strict=False):
-                buffer.copy_(source, non_blocking=True)
+            for slots, source in zip(self._buffers, sources, strict=False):
+                slots[slot, : source.numel()].copy_(source, non_blocking=True)
             if self._down is not None:
                 self._copied_down[slot] = self._down.record_event()
 
@@ -76,14 +71,87 @@ class Staging:
         if (event := self._copied_down[number % NUM_STAGED]) is not None:
             event.synchronize()  # the copy down has waited for the copy up before it
 
-    def up(self, number: int, source: Tensor, target: Tensor) -> None:
-        """Start to copy one of the range's buffers to a tensor of the device."""
+    def up(self, number: int, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+        """Start to copy one of the range's buffers to a tensor of the device; return the event of its end."""
         with torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
-            if self._up is not None:
-                self._copied_up[number % NUM_STAGED] = self._up.record_event()
+        event = None if self._up is None else self._up.record_event()
+        self._copied_up[number % NUM_STAGED] = event
+        return event
 
-    def finish(self) -> None:
-        """Let the device's later work wait for the copies."""
-        if self._up is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._up)
+
+class HostGradient(NamedTuple):
+    """A gradient in pinned host memory, ``[n]``, and the end of the copy to it if that may still run."""
+
+    memory: Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> Tensor:
+        """Wait until the gradient has arrived, and return it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.memory
+
+
+class HostGradients:
+    """Hold the gradients of offloaded states in pinned host memory, copied there while backward runs.
+
+    Args:
+        device: of the gradients.
+        numels: elements of each state.
+        dtype: of the gradients.
+
+    Raises:
+        UserError: the system does not let the process pin the memory.
+
+    Attributes:
+        copied: gradients of this iteration, by state.
+    """
+
+    def __init__(self, device: torch.device, numels: Sequence[int], dtype: torch.dtype) -> None:
+        self._device = device
+        self._memory = _host_memory(sum(numels) * dtype.itemsize, device)
+        self._tensors = list(self._memory.view(dtype).split(list(numels)))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copied: dict[int, HostGradient] = {}
+
+    def begin(self) -> None:
+        """Start an iteration, whose gradients replace those of the last one; `copied` is a new dict."""
+        self.copied = {}
+
+    def copy(self, state: int, gradient: Tensor) -> None:
+        """Start to copy a state's gradient, after the work that the current stream has queued so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._tensors[state].copy_(gradient, non_blocking=True)
+        event = None if self._stream is None else self._stream.record_event()
+        self.copied[state] = HostGradient(self._tensors[state], event)
+
+    def copy_missing(self, gradients: Sequence[Tensor]) -> None:
+        """Copy those that are not copied yet; the device's later work waits for all copies.
+
+        Args:
+            gradients: of all states.
+        """
+        for state, gradient in enumerate(gradients):
+            if state not in self.copied:
+                self.copy(state, gradient)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Return uint8 ``[num_bytes]`` that the device copies to and from; pinned while this tensor exists."""
+    if device.type == "meta":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = allocate_bytes(num_bytes)
+    if device.type == "cuda":
+        try:
+            pin(memory)
+        except RuntimeError as error:
+            raise UserError(
+                f"{num_bytes / 1e6:.0f} MB of host memory cannot be pinned for the offloaded optimizer "
+                f"({first_line(error)}): raise the limit of locked memory (ulimit -l)"
+            ) from None
+    return memory

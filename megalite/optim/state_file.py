@@ -69,8 +69,14 @@ class FileStorage(StateStorage):
         UserError: the folder does not exist, cannot be written to, or has too little space.
     """
 
-    def __init__(self, folder: Path, sizes: Sequence[StateSize], range_size: int = RANGE_SIZE) -> None:
-        super().__init__(sizes, range_size)
+    def __init__(
+        self,
+        folder: Path,
+        sizes: Sequence[StateSize],
+        range_size: int = RANGE_SIZE,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(sizes, range_size, order)
         assert len(self.ranges) == len(sizes) or range_size * sizes[0].dtype.itemsize % BLOCK == 0
         self.folder = folder
         starts, self.num_bytes = _layout(sizes)
@@ -95,6 +101,7 @@ class FileStorage(StateStorage):
         self._pool = ThreadPoolExecutor(NUM_THREADS, "optimizer-file")
         self._running: dict[int, list[Future[None]]] = {}  # by the range that they read
         self._is_new = True  # main weights are written first
+        self._is_started = False
 
     def _parts_of(
         self, number: int, starts: Sequence[Sequence[int]], slots: Sequence[Tensor]
@@ -111,8 +118,11 @@ class FileStorage(StateStorage):
         return self._tensors[state]
 
     def start(self) -> None:
+        if self._is_started:
+            return
         if self._is_new:
             self.seal(("main",))
+        self._is_started = True
         self._drop_pages()
         for number in range(min(NUM_SLOTS, len(self.ranges))):
             self._submit(number, self._read)
@@ -134,6 +144,7 @@ class FileStorage(StateStorage):
         self._submit(later, write_and_read)
 
     def finish(self) -> None:
+        self._is_started = False
         running, self._running = self._running, {}
         for futures in running.values():
             for future in futures:
@@ -141,6 +152,7 @@ class FileStorage(StateStorage):
 
     def seal(self, kinds: Collection[str] | None = None) -> None:
         self._is_new = False
+        self.finish()  # what was read ahead is not what was written
         self._compare_map(self._accept, kinds)
         self._map.flush()
         self._drop_pages()

@@ -49,32 +49,43 @@ def num_offloaded(sizes: Sequence[StateSize], fraction: float) -> int:
     return count
 
 
-def ranges_of(sizes: Sequence[StateSize], range_size: int) -> list[StateRange]:
-    """Return the ranges of all states in order.
+def ranges_of(
+    sizes: Sequence[StateSize], range_size: int, order: Sequence[int] | None = None
+) -> list[StateRange]:
+    """Return the ranges of all states, in this order of the states, or in theirs.
 
     Each starts at a multiple of `range_size`, so that a vector instruction of the update spans no two.
     """
     return [
-        StateRange(number, start, min(start + range_size, size.numel))
-        for number, size in enumerate(sizes)
-        for start in range(0, size.numel, range_size)
+        StateRange(number, start, min(start + range_size, sizes[number].numel))
+        for number in (range(len(sizes)) if order is None else order)
+        for start in range(0, sizes[number].numel, range_size)
     ]
 
 
 class StateStorage(ABC):
     """Hold the tensors of states, zero at first, and lend their ranges to an update one after the other.
 
-    An update calls `start`, then `take` and `put` for each range in order, then `finish`. Between updates
-    `tensors` may be read and written; the caller that writes them calls `seal` afterwards.
+    An update calls `start`, which can be long before it, then `take` and `put` for each range in order, then
+    `finish`. Between updates `tensors` may be read and written; the caller that writes them calls `seal`
+    afterwards.
+
+    Args:
+        order: of the states in an update; None for that of `sizes`.
 
     Attributes:
         sizes: of the states.
         ranges: in the order of an update.
     """
 
-    def __init__(self, sizes: Sequence[StateSize], range_size: int = RANGE_SIZE) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[StateSize],
+        range_size: int = RANGE_SIZE,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self.sizes = sizes
-        self.ranges = ranges_of(sizes, range_size)
+        self.ranges = ranges_of(sizes, range_size, order)
 
     @abstractmethod
     def tensors(self, state: int) -> dict[str, Tensor]:
@@ -86,7 +97,7 @@ class StateStorage(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Prepare for an update."""
+        """Prepare for an update, if that has not been done yet."""
 
     @abstractmethod
     def put(self, number: int) -> None:
@@ -114,8 +125,14 @@ class HostStorage(StateStorage):
         device: meta for tensors without memory, in a dry run.
     """
 
-    def __init__(self, sizes: Sequence[StateSize], device: str = "cpu", range_size: int = RANGE_SIZE) -> None:
-        super().__init__(sizes, range_size)
+    def __init__(
+        self,
+        sizes: Sequence[StateSize],
+        device: str = "cpu",
+        range_size: int = RANGE_SIZE,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(sizes, range_size, order)
         self._tensors = [_zeros(size, device) for size in sizes]
 
     def tensors(self, state: int) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
-"""All-gathering of updated weights with ZeRO stages 1 and 2, before or under the next forward."""
+"""Completion of updated weights, before or under the next forward: the host's update, and the all-gather."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,24 @@ class WeightGatherer:
     first uses them, and each unit's call waits for its own buckets. Without, `start` waits for all of them.
 
     Args:
+        axis: ranks that own the shards; None if each owns whole buckets, whose updates it waits for.
         one_ahead: start each bucket only when forward waits for the one before it.
+        wait_for_update: waits until a bucket is updated, for updates that run on the host meanwhile; a bucket
+            is then started as with `one_ahead`. None if `start` is called after the update.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], dp: Axis, units: Sequence[ForwardUnit] = (), one_ahead: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        axis: Axis | None,
+        units: Sequence[ForwardUnit] = (),
+        one_ahead: bool = False,
+        wait_for_update: Callable[[Bucket], object] | None = None,
     ) -> None:
-        self.dp = dp
+        self.axis = axis
         self.overlap = bool(units)
         self.one_ahead = one_ahead
+        self.wait_for_update = wait_for_update
         self._in_flight: dict[Bucket, Pending] = {}
         bucket_of = {entry.parameter: bucket for bucket in buckets for entry in bucket.entries}
         needs = [dict.fromkeys(bucket_of[parameter] for parameter in parameters) for _, parameters in units]
@@ -46,9 +55,11 @@ class WeightGatherer:
     def start(self) -> None:
         """Start to all-gather the buckets from up-to-date shards."""
         self._num_started = 0
-        self._start_until(1 if self.overlap and self.one_ahead else len(self.buckets))
         if not self.overlap:
+            self._start_until(len(self.buckets))
             self.finish()
+        elif self.wait_for_update is None:
+            self._start_until(1 if self.one_ahead else len(self.buckets))
 
     def finish(self) -> None:
         """Wait for every bucket, before weights are read outside of a unit's forward."""
@@ -56,9 +67,12 @@ class WeightGatherer:
 
     def _start_until(self, end: int) -> None:
         for bucket in self.buckets[self._num_started : end]:
-            self._in_flight[bucket] = flat_all_gather(
-                bucket.weight, bucket.weight[bucket.shard], self.dp.shard
-            )
+            if self.wait_for_update is not None:
+                self.wait_for_update(bucket)
+            if self.axis is not None:
+                self._in_flight[bucket] = flat_all_gather(
+                    bucket.weight, bucket.weight[bucket.shard], self.axis
+                )
         self._num_started = max(self._num_started, end)
 
     def _wait(self, buckets: Sequence[Bucket], *_: Any) -> None:

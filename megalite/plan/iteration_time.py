@@ -36,7 +36,7 @@ from megalite.plan.model_parameters import (
     rank_parameters,
     table_parameters,
 )
-from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds
+from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds, updates_under_forward
 from megalite.plan.planned_run import PlannedRun
 
 MAX_ROUNDS = 3
@@ -74,7 +74,7 @@ class IterationTime:
 def time_iteration(run: PlannedRun) -> IterationTime:
     """Return the time of all microbatches, then of the exchange between replicas, then of the update."""
     step = time_step(run)
-    rest = exchange_seconds(run, step.last_backward.seconds) + update_seconds(run)
+    rest = exchange_seconds(run, step.last_backward.seconds) + update_seconds(run, step)
     return IterationTime(step.seconds + rest.seconds, step.work + rest, step.bubble)
 
 
@@ -86,12 +86,14 @@ class Step:
         seconds: from the start of the first action to the end of the last one.
         work: work of the busiest rank on all its microbatches.
         last_backward: backward of the busiest rank for one microbatch.
+        first_forward: its forward.
         bubble: seconds that the average rank waits for other stages.
     """
 
     seconds: float
     work: WorkSeconds
     last_backward: WorkSeconds
+    first_forward: WorkSeconds
     bubble: float
 
 
@@ -108,6 +110,7 @@ def time_step(run: PlannedRun) -> Step:
         seconds,
         works[busiest] * run.num_microbatches,
         works[busiest] + forward * -1.0,
+        forward,
         max(0.0, seconds - average),
     )
 
@@ -389,12 +392,14 @@ def _tied_seconds(run: PlannedRun) -> float:
     return ends.reduce_seconds(table * gradient_bytes(run))
 
 
-def update_seconds(run: PlannedRun) -> WorkSeconds:
-    """Return the time of the optimizer's update."""
+def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
+    """Return the time of the optimizer's update, besides what overlaps with the step's computation."""
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
     count /= run.num_shards if run.zero_stage else 1
     state = largest_offloaded_state(run)
     if state is None:
         return WorkSeconds(memory_bound=memory_seconds(run, count * UPDATE_BYTES))
     resident = (count - state.elements) * UPDATE_BYTES + count * CLIPPING_BYTES
-    return WorkSeconds(memory_bound=memory_seconds(run, resident), offload=offload_seconds(run, state).total)
+    forward = step.first_forward.seconds if updates_under_forward(run) else 0.0
+    exposed = offload_seconds(run, state).exposed(step.last_backward.seconds, forward)
+    return WorkSeconds(memory_bound=memory_seconds(run, resident), offload=exposed)

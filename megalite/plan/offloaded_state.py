@@ -24,9 +24,10 @@ class OffloadedState:
     Attributes:
         elements: parameters whose state is offloaded.
         state: bytes that the GPU does not hold.
-        host: bytes of host memory, with buffers.
+        host: bytes of host memory, with buffers, and with the gradients if a node has the memory.
         file: bytes on the disk.
-        down, up: bytes from the GPU to the host, and back.
+        gradients: bytes from the GPU to the host under backward.
+        down, up: bytes from the GPU to the host in an update, and back.
         disk: bytes read and written.
     """
 
@@ -34,6 +35,7 @@ class OffloadedState:
     state: float
     host: float
     file: float
+    gradients: float
     down: float
     up: float
     disk: float
@@ -42,6 +44,7 @@ class OffloadedState:
 def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
     """Return the offloaded state of a pipeline rank; None if it offloads none.
 
+    Gradients are kept in host memory if a node has it: that of `NODE_MEMORY_GB`.
     Main weights are offloaded where they are separate from the model's: in 16 bits, without ZeRO 3.
     """
     optimizer = run.config.optimizer
@@ -53,15 +56,19 @@ def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
     has_main = run.element_bytes == 2 and run.zero_stage != 3
     weight = main if run.zero_stage == 3 else run.element_bytes
     each = main * (3 if has_main else 2)
-    staged = NUM_STAGED * min(RANGE_SIZE, elements) * (main + weight)
     is_in_file = optimizer.optimizer_nvme_offload is not None
+    ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
+    keeps_gradients = not is_in_file and ranks * (each + main) * elements <= NODE_MEMORY_GB * 1e9
+    kept = main if keeps_gradients else 0
+    staged = NUM_STAGED * min(RANGE_SIZE, elements) * (weight + main - kept)
     ring = NUM_SLOTS * min(RANGE_SIZE, elements) * each
     return OffloadedState(
         elements=elements,
         state=each * elements,
-        host=staged + (ring if is_in_file else each * elements),
+        host=staged + kept * elements + (ring if is_in_file else each * elements),
         file=each * elements if is_in_file else 0.0,
-        down=elements * (main if has_main else main + weight),
+        gradients=elements * kept,
+        down=elements * (main - kept + (0 if has_main else weight)),
         up=elements * weight,
         disk=2 * each * elements if is_in_file else 0.0,
     )
@@ -75,23 +82,37 @@ def largest_offloaded_state(run: PlannedRun) -> OffloadedState | None:
 
 @dataclass(frozen=True)
 class OffloadSeconds:
-    """Hold the seconds of each part of an update on the host; the parts overlap.
+    """Hold the seconds of each part of an update on the host.
 
     Attributes:
-        down, up: copies over the GPU's link to the host, each way.
+        gradients: copies to the host under backward.
+        down, up: copies over the GPU's link to the host in the update, each way.
         update: the cores' update: gradient, main weight and moments read, all but the gradient written.
         disk: reads and writes.
     """
 
+    gradients: float
     down: float
     up: float
     update: float
     disk: float
 
-    @property
-    def total(self) -> float:
-        """Return the seconds of the update, which its slowest part limits."""
-        return max(self.down, self.up, self.update, self.disk)
+    def exposed(self, backward_seconds: float, forward_seconds: float) -> float:
+        """Return the seconds that overlap with no computation.
+
+        The slowest part limits the update, and a forward of as many seconds waits for one layer after the
+        other.
+        """
+        update = max(self.down, self.up, self.update, self.disk)
+        return max(0.0, self.gradients - backward_seconds) + max(0.0, update - forward_seconds)
+
+
+def updates_under_forward(run: PlannedRun) -> bool:
+    """Return whether the next forward begins before all weights are updated.
+
+    It does not where weights are all-gathered before it.
+    """
+    return run.zero_stage in (0, 3) or run.gathers_under_forward
 
 
 def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
@@ -101,6 +122,7 @@ def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
     main, link = max(4, run.element_bytes), cluster.gpu.host_link_bandwidth * cluster.gpu.link_share
     update_bytes = state.elements * (7 * main + (run.element_bytes if run.element_bytes == 2 else 0))
     return OffloadSeconds(
+        gradients=state.gradients / link,
         down=state.down / link,
         up=state.up / link,
         update=update_bytes * ranks / (NODE_MEMORY_GBPS * 1e9),

@@ -14,7 +14,12 @@ from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import SearchResult, fastest, search, search_with_offload
 from megalite.plan.model_flops import CONVENTION
-from megalite.plan.offloaded_state import NODE_MEMORY_GB, largest_offloaded_state, offload_seconds
+from megalite.plan.offloaded_state import (
+    NODE_MEMORY_GB,
+    largest_offloaded_state,
+    offload_seconds,
+    updates_under_forward,
+)
 from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import OWN, run_problems
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, node_host_bytes
@@ -183,13 +188,17 @@ def _offload_lines(plan: RunPlan) -> Iterator[str]:
         places += f" and {state.file / _GB:.2f} GB on the disk"
     yield f"offloaded      {places} per rank, {state.host * ranks / _GB:.0f} GB of host memory per node"
     seconds = offload_seconds(run, state)
-    moved = (
-        f"{state.down / _GB:.2f} GB down in {seconds.down:.2f} s, {state.up / _GB:.2f} GB up in "
-        f"{seconds.up:.2f} s, update {seconds.update:.2f} s"
-    )
+    if state.gradients:
+        yield (
+            f"each backward  {state.gradients / _GB:.2f} GB of gradients down in {seconds.gradients:.2f} s, "
+            "at the same time"
+        )
+    moved = f"{state.down / _GB:.2f} GB down in {seconds.down:.2f} s, " if state.down else ""
+    moved += f"{state.up / _GB:.2f} GB up in {seconds.up:.2f} s, update {seconds.update:.2f} s"
     if state.file:
         moved += f", disk {state.disk / _GB:.2f} GB in {seconds.disk:.2f} s"
-    yield f"each update    {moved}; they overlap"
+    others = "each other and the next forward" if updates_under_forward(run) else "each other"
+    yield f"each update    {moved}; they overlap {others}"
 
 
 def _tight(plan: RunPlan) -> str:

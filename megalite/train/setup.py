@@ -99,7 +99,10 @@ def announce(trainer: Trainer) -> None:
             "ZeRO %d shards within %d groups of %d neighbouring replicas", config.parallel.zero_stage, *groups
         )
     if (offload := trainer.optimizer.offload) is not None:
-        log.info("optimizer state of rank 0: %s", describe_offload(config.optimizer, offload.bytes))
+        log.info(
+            "optimizer state of rank 0: %s",
+            describe_offload(config.optimizer, offload.bytes, keeps_gradients=offload.keeps_gradients),
+        )
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if offloaded := config.recompute.cpu_offload_activations:
@@ -157,11 +160,15 @@ def describe_gathering(gathering: WeightGathering, pp: int) -> str:
     return f"{text} ({gathering.reason})"
 
 
-def describe_offload(config: OptimizerConfig, size: OffloadBytes) -> str:
+def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradients: bool) -> str:
     """Return where offloaded optimizer state is, for the log."""
     text = f"{size.host / 1e9:.3f} GB of host memory"
     if config.optimizer_nvme_offload is not None:
         text += f", {size.file / 1e9:.3f} GB in a file without a name in {config.optimizer_nvme_offload}"
+    elif keeps_gradients:
+        text += ", gradients included"
+    else:
+        text += "; there is too little to copy gradients under backward"
     return f"{text}; the host updates it"
 
 

@@ -37,6 +37,7 @@ def _trained(optimizer: Optimizer, num_steps: int = 4, is_allowed: bool = True) 
                 buffer.accumulate(entry)
         norm = optimizer.finish_gradients()
         optimizer.step(0.1, 0.01, norm, torch.tensor(is_allowed))
+    optimizer.finish_weights()
     found = {name: shard.tensor.clone() for name, shard in optimizer.weights().items()}
     for name, tensor in optimizer.state().items():
         found[f"state.{name}"] = (tensor if isinstance(tensor, torch.Tensor) else tensor.tensor).clone()
@@ -89,6 +90,20 @@ def test_too_little_host_memory_is_one_line(make_parameter, topology, monkeypatc
     _optimizer(make_parameter, topology, torch.bfloat16, optimizer_cpu_offload=True)
 
 
+def test_gradients_are_kept_on_the_host_only_if_it_has_the_memory(
+    make_parameter, topology, monkeypatch
+) -> None:
+    expected = _trained(_optimizer(make_parameter, topology, torch.bfloat16))
+    numel = 2112 + 64 + 9024
+    for free, keeps in ((16 * numel + 3 * 1024 * 2, True), (16 * numel + 3 * 1024 * 2 - 1, False)):
+        monkeypatch.setattr(offload, "free_bytes", lambda free=free: free)
+        optimizer = _optimizer(make_parameter, topology, torch.bfloat16, optimizer_cpu_offload=True)
+        assert optimizer.offload is not None and optimizer.offload.keeps_gradients is keeps
+        assert optimizer.offload.bytes.host <= free
+        found = _trained(optimizer)
+        assert all(found[name].equal(expected[name]) for name in expected)
+
+
 def test_the_bytes_are_those_of_the_tensors(make_parameter, topology, tmp_path: Path) -> None:
     numel = 2112 + 64 + 9024  # in multiples of 64
     in_memory = _optimizer(make_parameter, topology, torch.bfloat16, optimizer_cpu_offload=True).offload
@@ -96,8 +111,8 @@ def test_the_bytes_are_those_of_the_tensors(make_parameter, topology, tmp_path: 
         make_parameter, topology, torch.bfloat16, optimizer_nvme_offload=str(tmp_path)
     ).offload
     fp32 = _optimizer(make_parameter, topology, torch.float32, optimizer_cpu_offload=True).offload
-    staged = 3 * 1024 * (4 + 2)
-    assert in_memory.bytes == (12 * numel + staged, 0, 4 * numel, 2 * numel, 0, 0)
+    staged = 3 * 1024 * 2
+    assert in_memory.bytes == (16 * numel + staged, 0, 4 * numel, 2 * numel, 0, 0)
     assert in_file.bytes[2:] == (4 * numel, 2 * numel, 12 * numel, 12 * numel)
     assert in_file.bytes.file == in_file.storage.num_bytes
     assert fp32.bytes[2:4] == (8 * numel, 4 * numel)  # weights go down, and come back

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megalite.errors import UserError
+from megalite.plan.offloaded_state import OffloadSeconds
 from megalite.plan.plan_report import answer
 
 MODEL = "--preset llama2-7b --bf16 --gpu a100-80 --global-batch-size 8 --attention-dropout 0"
@@ -23,13 +24,27 @@ def test_the_state_leaves_the_gpu_and_is_counted_on_the_host() -> None:
     assert not before["fits"] and after["fits"]
     assert "offload" not in before
     assert state["state_gb"] == pytest.approx(12e-9 * count)
-    assert (state["down_gb"], state["up_gb"]) == pytest.approx((4e-9 * count, 2e-9 * count))
-    assert (state["file_gb"], state["disk_gb"]) == (0, 0)
+    assert (state["gradients_gb"], state["up_gb"]) == pytest.approx((4e-9 * count, 2e-9 * count))
+    assert state["host_gb"] == pytest.approx(16e-9 * count, rel=0.01)  # with the gradients
+    assert (state["file_gb"], state["disk_gb"], state["down_gb"]) == (0, 0, 0)
     assert before["memory_gb"] - after["memory_gb"] == pytest.approx(1.06 * state["state_gb"])
     seconds = state["seconds"]
-    assert seconds["down"] == pytest.approx(state["down_gb"] / (0.8 * 32))
+    assert seconds["gradients"] == pytest.approx(state["gradients_gb"] / (0.8 * 32))
     assert seconds["update"] == pytest.approx(30e-9 * count / 200)
-    assert after["seconds_by_kind"]["offload"] == pytest.approx(max(seconds.values()))
+
+
+def test_what_no_computation_hides_is_waited_for() -> None:
+    in_memory = OffloadSeconds(gradients=5, down=0, up=1, update=3, disk=0)
+    assert in_memory.exposed(backward_seconds=4, forward_seconds=2) == 1 + 1
+    assert in_memory.exposed(backward_seconds=6, forward_seconds=4) == 0
+    assert OffloadSeconds(0, 1, 1, 3, 9).exposed(backward_seconds=4, forward_seconds=2) == 7
+
+    def waits(flags: str) -> float:
+        return plan(f"--optimizer-cpu-offload {flags}")["seconds_by_kind"].get("offload", 0.0)
+
+    whole = plan("--world-size 2 --zero-stage 1 --optimizer-cpu-offload")["offload"]["seconds"]["update"]
+    assert waits("--world-size 2 --zero-stage 1 --no-overlap-param-gather") == pytest.approx(whole)
+    assert 0.0 < waits("--world-size 2 --zero-stage 1") < 0.8 * whole
 
 
 def test_ranks_of_a_node_share_its_disk_and_zero_shares_the_state() -> None:
@@ -47,7 +62,7 @@ def test_zero_3_and_fp32_keep_main_weights_on_the_gpu() -> None:
     count = plan("--world-size 2")["parameters"]
     sharded = plan("--world-size 2 --zero-stage 3 --optimizer-cpu-offload")["offload"]
     assert sharded["state_gb"] == pytest.approx(8e-9 * count / 2)
-    assert sharded["down_gb"] == pytest.approx(8e-9 * count / 2)
+    assert (sharded["gradients_gb"], sharded["down_gb"]) == pytest.approx((4e-9 * count / 2,) * 2)
     assert sharded["up_gb"] == pytest.approx(4e-9 * count / 2)
 
 
