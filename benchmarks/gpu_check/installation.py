@@ -92,10 +92,8 @@ def _triton_attention() -> Result:
 
 def operator_tests(context: CheckContext) -> Iterator[Result]:
     """Run the tests of compiled operators, of copies to the GPU and of NCCL."""
-    others = (
-        f"tests/gpu/test_{name}.py"
-        for name in ("host_copy", "activation_offload", "communication", "gelu_in_gemms")
-    )
+    names = ("host_copy", "activation_offload", "optimizer_offload", "communication", "gelu_in_gemms")
+    others = (f"tests/gpu/test_{name}.py" for name in names)
     return _tests("operator tests", "tests/gpu/test_kernels.py", *others, "-k", "not at_run_time")
 
 

@@ -396,6 +396,8 @@ class Optimizer(BaseOptimizer):
 
     def begin(self, num_microbatches: int) -> None:
         super().begin(num_microbatches)
+        if self.offload is not None and not self.offload.keeps_gradients and self.reducer.graphs_add:
+            self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
