@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ hypothesis.settings.load_profile("megalite")
 
 
 ROOT = Path(__file__).parents[1]
+# torch.compile would build and run a program for each kind of vector instructions that the processor names.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 FOLDERS_OF_RANKS = {"parity", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 
