@@ -31,6 +31,7 @@ LAYOUTS = [
     ("pp2v2", "bf16", {"position_embedding_type": "alibi"}),
     ("pp2dp2+zero2", "fp16", {}),
     ("dp4shard2+zero2", "bf16", {}),
+    ("dp4shard2+zero3", "bf16", {}),
     ("pp2dp2+zero3+kept", "bf16", {}),
     ("dp2+zero1+offload", "bf16", {}),
     ("tp2pp2+sp+zero1+gather", "bf16", {"position_embedding_type": "rope", "activation": "swiglu"}),
