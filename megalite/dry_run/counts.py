@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.data.build_datasets import DatasetSplits
 from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.repetition import Repetition
 from megalite.dry_run.traffic import CollectiveCall, Traffic
+from megalite.hardware.host_buffers import HostBuffers
 from megalite.log import log
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.offload import OffloadBytes
@@ -72,6 +74,27 @@ class Buffers:
         return self.weights + self.gradients + self.main_weights + self.moments
 
 
+class CopiedBytes(NamedTuple):
+    """Bytes of offloaded activations that an iteration copies.
+
+    Attributes:
+        down: from the device to the host.
+        up: from the host to the device; less than `down` where a backward needs what has not left yet.
+    """
+
+    down: int = 0
+    up: int = 0
+
+    @staticmethod
+    def of(buffers: HostBuffers | None) -> CopiedBytes:
+        """Return what has been copied so far."""
+        return CopiedBytes() if buffers is None else CopiedBytes(buffers.copied_down, buffers.copied_up)
+
+    def since(self, before: CopiedBytes) -> CopiedBytes:
+        """Return what has been copied since another count."""
+        return CopiedBytes(self.down - before.down, self.up - before.up)
+
+
 @dataclass(frozen=True)
 class Counts:
     """Counts of one rank.
@@ -82,6 +105,7 @@ class Counts:
         actions: the rank's pipeline schedule of an iteration.
         peak_bytes: largest total size of tensors during the iteration, without the buffers.
         host_bytes: size of the buffers in host memory for offloaded activations.
+        copied: bytes of offloaded activations that are copied in an iteration.
         offload: bytes of offloaded optimizer state; None if none is offloaded.
     """
 
@@ -91,6 +115,7 @@ class Counts:
     actions: tuple[Action, ...]
     peak_bytes: int
     host_bytes: int
+    copied: CopiedBytes
     offload: OffloadBytes | None = None
 
 
@@ -105,26 +130,36 @@ class _Mark:
     Attributes:
         held: bytes of tensors at this time.
         peak: largest number of bytes since the previous mark.
-        calls: since the start of the iteration.
+        calls, copied: since the start of the iteration.
     """
 
     held: int
     peak: int
     calls: Counter[CollectiveCall]
+    copied: CopiedBytes
 
 
 class _ActionObserver:
     """Record a pipeline's actions, and the counts before some of them.
 
     Args:
+        buffers: of offloaded activations; None if there are none.
         marked: indices of the actions to mark.
         total: number of actions that will run, for the progress.
     """
 
-    def __init__(self, live: LiveBytes, traffic: Traffic, marked: Sequence[int], total: int) -> None:
+    def __init__(
+        self,
+        live: LiveBytes,
+        traffic: Traffic,
+        buffers: HostBuffers | None,
+        marked: Sequence[int],
+        total: int,
+    ) -> None:
         self.actions: list[Action] = []
         self.marks: list[_Mark] = []
-        self._live, self._traffic, self._marked, self._total = live, traffic, marked, total
+        self._live, self._traffic, self._buffers = live, traffic, buffers
+        self._marked, self._total = marked, total
         self._next_line = time.monotonic() + PROGRESS_SECONDS
 
     def begins(self, what: Action) -> None:
@@ -141,7 +176,8 @@ class _ActionObserver:
     def mark(self) -> None:
         """Record the counts, and start a new peak."""
         live = self._live
-        self.marks.append(_Mark(live.now, live.peak, Counter(self._traffic.calls)))
+        calls, copied = Counter(self._traffic.calls), CopiedBytes.of(self._buffers)
+        self.marks.append(_Mark(live.now, live.peak, calls, copied))
         live.peak = live.now
 
 
@@ -166,25 +202,27 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         held = live.peak = live.now
         if not isinstance(trainer.optimizer, Optimizer):
             held += Buffers.of(trainer.optimizer).gradients  # FSDP allocates them in the first backward
-        observer = _ActionObserver(live, traffic, marked, _num_actions(trainer, repetition))
+        buffers = trainer.activation_offload.buffers if trainer.activation_offload else None
+        observer = _ActionObserver(live, traffic, buffers, marked, _num_actions(trainer, repetition))
         trainer.pipeline.observers.append(observer)
         with traffic:
             trainer.step()
         observer.mark()
-    actions, calls, peak = tuple(observer.actions), traffic.calls, observer.marks[-1].peak
+    actions, last = tuple(observer.actions), observer.marks[-1]
     if repetition is not None:
         extended = _extended(observer.marks, repetition.times)
         if extended is None:
             return count_iteration(whole, datasets)
-        actions, (calls, peak) = repetition.actions, extended
+        actions, last = repetition.actions, extended
     offload = trainer.optimizer.offload
     return Counts(
         sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks)),
         Buffers.of(trainer.optimizer),
-        calls,
+        last.calls,
         actions,
-        peak - held,
-        trainer.activation_offload.buffers.num_bytes if trainer.activation_offload else 0,
+        last.peak - held,
+        0 if buffers is None else buffers.num_bytes,
+        last.copied,
         None if offload is None else offload.bytes,
     )
 
@@ -205,23 +243,31 @@ def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:
     return trainer.pipeline.num_actions(trainer.train_step.plan_iteration(trainer.progress).num_microbatches)
 
 
-def _extended(marks: Sequence[_Mark], times: int) -> tuple[Counter[CollectiveCall], int] | None:
-    """Return the calls and the peak of an iteration in which the repeated part runs `times` more often.
+def _extended(marks: Sequence[_Mark], times: int) -> _Mark | None:
+    """Return the counts at the end of an iteration in which the repeated part runs `times` more often.
 
     Args:
         marks: four marks: at the start of the part before the repeated one, of the repeated part and of the
             rest, and at the end.
 
     Returns:
-        None if the repeated part differs from the part before it, so that this is not the steady state.
+        Its peak is that of the whole iteration. None if the repeated part differs from the part before it, so
+        that this is not the steady state.
     """
     before, start, end, last = marks
-    calls, growth = end.calls - start.calls, end.held - start.held
-    same = (start.calls - before.calls, start.held - before.held, start.peak - before.held)
-    if same != (calls, growth, end.peak - start.held) or growth < 0:
+    calls, growth, copied = end.calls - start.calls, end.held - start.held, end.copied.since(start.copied)
+    repeated = (calls, growth, copied, end.peak - start.held)
+    earlier = (start.calls - before.calls, start.held - before.held, start.copied.since(before.copied))
+    if (*earlier, start.peak - before.held) != repeated or growth < 0:
         return None
     total = Counter(last.calls)
     for call, count in calls.items():
         total[call] += times * count
     # Each repetition leaves `growth` bytes in memory (the loss of its microbatch), which raise later peaks.
-    return total, max(before.peak, start.peak, end.peak + times * growth, last.peak + times * growth)
+    more = times * growth
+    return _Mark(
+        last.held + more,
+        max(before.peak, start.peak, end.peak + more, last.peak + more),
+        total,
+        CopiedBytes(last.copied.down + times * copied.down, last.copied.up + times * copied.up),
+    )

@@ -66,6 +66,9 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
     yield _row("total at the peak", buffers.total + counts.peak_bytes)
     if counts.host_bytes:
         yield _row("activations on the host", counts.host_bytes)
+        yield "activations that each iteration moves:"
+        yield _row("device to host", counts.copied.down)
+        yield _row("host to device", counts.copied.up)
     if counts.offload is not None:
         yield from _offload_lines(counts.offload)
 
@@ -178,6 +181,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
         "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},
         "peak_bytes": counts.peak_bytes,
         "host_bytes": counts.host_bytes,
+        "copied_bytes": counts.copied._asdict(),
         **({} if counts.offload is None else {"offload_bytes": counts.offload._asdict()}),
         "collectives": [{**call._asdict(), "count": count} for call, count in sorted(counts.calls.items())],
         "schedule": {

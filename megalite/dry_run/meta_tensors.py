@@ -31,13 +31,14 @@ def fsdp_on_meta() -> Iterator[None]:
     """Let `fully_shard` shard, all-gather and reduce-scatter meta tensors in this block.
 
     FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``; on
-    the latter they do nothing.
+    the latter they do nothing. Outside of a CPU, FSDP requires that recording an event returns one.
     """
     from torch.distributed.fsdp._fully_shard import _fully_shard as interface  # seconds to import
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch, "meta", torch.cpu, create=True))
+        stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()))
         stack.enter_context(
             patch.object(interface, "_get_device_from_mesh", lambda mesh: torch.device("meta"))
         )

@@ -33,14 +33,18 @@ class Gpu:
         network_gbps: GB/s to other nodes, one way: its share of the node's adapters.
         gpus_per_node: of the usual server.
         host_link_bandwidth: bytes a second between the GPU's memory and the host's, one way; for offloading.
-            Half of what the data sheets give for both ways: PCIe x16 of generation 3 (V100), 4 (A100) and
-            5 (H100, H200, B200), and NVLink-C2C (GH200).
+            Half of what NVIDIA's data sheets give for both ways: 32 GB/s of PCIe x16 of generation 3 (V100),
+            64 of 4 (A100), 128 of 5 (H100, H200), and 900 of NVLink-C2C (GH200; 450 per direction, Grace
+            Hopper Superchip Architecture white paper). A B200 has PCIe 6, but its usual server's processors
+            have 5 (DGX B200 user guide). It is the rate of one GPU alone: GPUs behind one PCIe switch, as
+            pairs of an A100 server's usually are, share its link to the host.
         product_share: share of `tflops` that a large GEMM reaches once a run has warmed the GPU up.
         attention_share: share of `tflops` that fused attention reaches.
         memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
         link_share: share of a link that a collective of long messages reaches: 235 of 300 GB/s between 8
             A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). Also
-            assumed of `host_link_bandwidth` for pinned memory.
+            assumed of `host_link_bandwidth` for pinned memory; measured of a GH200's: 0.83 to the GPU, 0.66
+            from it (Schieffer et al. 2024, arXiv:2407.07850).
         has_triton: it runs Triton's kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.

@@ -42,10 +42,12 @@ class HostBuffers:
 
     Attributes:
         num_bytes: of all buffers so far, used or not.
+        copied_down: bytes copied from the device to the host so far.
+        copied_up: bytes copied from the host to the device so far.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.num_bytes = 0
+        self.num_bytes = self.copied_down = self.copied_up = 0
         self._device = device
         self._down = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._up = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -60,6 +62,7 @@ class HostBuffers:
             HostMemoryError: the host's memory cannot be allocated or pinned.
         """
         buffer = self._take(source.numel())
+        self.copied_down += buffer.num_bytes
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self._device))
             if buffer.read is not None:
@@ -81,6 +84,7 @@ class HostBuffers:
         something else. The caller waits for `mark_arrived` before it uses the result.
         """
         target = torch.empty(buffer.num_bytes, dtype=torch.uint8, device=self._device)
+        self.copied_up += buffer.num_bytes
         if self._up is not None:
             self._up.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._up):

@@ -11,11 +11,11 @@ from megalite.config.stage_layers import layers_per_stage
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, own_program, run_problems
-from megalite.plan.rank_memory import RankMemory, choose_gathering, rank_memories
+from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
 
 _GB = 1e9
 NUM_REMEDIES = 3
-"""Remedies to report, the most effective ones."""
+"""Remedies to report."""
 MIN_SHARE = 0.01
 """Share of the memory that a remedy must save."""
 
@@ -39,7 +39,7 @@ class Change(NamedTuple):
     """Hold flags that may save memory.
 
     Attributes:
-        kind: only the most effective change of a kind is reported.
+        kind: one change of a kind is reported: the cheapest that suffices, or else the most effective.
         flags: the flags as on a command line.
         cost: what they cost.
         config: the config with them.
@@ -54,10 +54,16 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """Hold a change, and the bytes that it saves on a rank."""
+    """Hold a change, and what it would do.
+
+    Attributes:
+        saved: bytes that it saves on the rank.
+        suffices: the plan of the rank does not fit, and that of the run with the change does.
+    """
 
     change: Change
     saved: float
+    suffices: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Advice:
 
     Attributes:
         memory: planned memory of the rank.
-        remedies: the changes that save most, the most effective first.
+        remedies: the changes that suffice, the cheapest first; then those that save most.
     """
 
     memory: RankMemory
@@ -77,7 +83,7 @@ class Advice:
         parts = sorted(asdict(self.memory).items(), key=lambda part: -part[1])
         kinds = ", ".join(f"{name} {size / _GB:.2f}" for name, size in parts if size >= 0.005 * _GB)
         yield f"the planned memory of this rank is {self.memory.total / _GB:.2f} GB: {kinds}"
-        for change, saved in self.remedies:
+        for change, saved, _ in self.remedies:
             yield f"{change.flags} would save {saved / _GB:.2f} GB, {change.cost}"
         if not self.remedies:
             yield "no flag would save memory: use more ranks, a smaller model or shorter samples"
@@ -86,6 +92,7 @@ class Advice:
 def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Advice:
     """Plan the memory of a pipeline rank as it is, and with each change that training would accept."""
     memory = _memories(planned_run_on(config, world_size, device))[pp_rank]
+    available = TIGHT_SHARE * device.memory_bytes
     best: dict[str, Remedy] = {}
     for change in (*changes(config, world_size), *_offloads(config, device.is_host)):
         run = planned_run_on(change.config, change.world_size or world_size, device)
@@ -93,9 +100,13 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
             continue
         totals = [each.total for each in _memories(run)]
         saved = memory.total - (totals[pp_rank] if change.world_size is None else max(totals))
-        if saved > max(MIN_SHARE * memory.total, best[change.kind].saved if change.kind in best else 0.0):
-            best[change.kind] = Remedy(change, saved)
-    return Advice(memory, sorted(best.values(), key=lambda remedy: -remedy.saved)[:NUM_REMEDIES])
+        known = best.get(change.kind, Remedy(change, MIN_SHARE * memory.total))
+        if saved > known.saved and not known.suffices:
+            best.pop(change.kind, None)  # the new one comes after what is cheaper
+            best[change.kind] = Remedy(change, saved, max(totals) <= available < memory.total)
+    enough = [remedy for remedy in best.values() if remedy.suffices]
+    others = sorted((each for each in best.values() if not each.suffices), key=lambda each: -each.saved)
+    return Advice(memory, [*enough, *others][:NUM_REMEDIES])
 
 
 def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRun:
@@ -119,39 +130,26 @@ def _memories(run: PlannedRun) -> list[RankMemory]:
 
 
 def changes(config: Config, world_size: int) -> Iterator[Change]:
-    """Yield the changes to try; training may reject some of them."""
-    parallel, recompute = config.parallel, config.recompute
+    """Yield the changes to try, the cheapest first; training may reject some of them."""
+    parallel = config.parallel
     dp = world_size // (parallel.tp * parallel.pp)
     size = config.training.micro_batch_size
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        sharded = with_layout(config, sequence_parallel=True)
+        yield Change("sequence", "--sequence-parallel", "at no cost", sharded)
+    if dp > 1 and parallel.zero_stage == 0:
+        yield _zero(config, "--use-distributed-optimizer", 1, "at no cost")
+    if config.recompute.recompute_granularity is None:
+        selective = with_layout(config, recompute_granularity="selective")
+        cost = "at the cost of a little more computation"
+        yield Change("recompute", "--recompute-granularity selective", cost, selective)
     if size > 1:
         smaller = with_layout(config, micro_batch_size=size // 2)
         yield Change(
             "micro-batch", f"--micro-batch-size {size // 2}", "at the cost of smaller GEMMs", smaller
         )
-    if recompute.recompute_granularity != "full":
-        full = with_layout(config, recompute_granularity="full")
-        yield Change(
-            "recompute", "--recompute-granularity full", "at the cost of a third more computation", full
-        )
-    if recompute.recompute_granularity is None:
-        selective = with_layout(config, recompute_granularity="selective")
-        yield Change(
-            "recompute",
-            "--recompute-granularity selective",
-            "at the cost of a little more computation",
-            selective,
-        )
-    most = max(layers_per_stage(config))
-    if recompute.recompute_granularity == "full" and recompute.cpu_offload_activations < most:
-        offloaded = with_layout(config, cpu_offload_activations=most)
-        cost = "at the cost of host memory, and of copies that may be slower than the computation"
-        yield Change("activations", f"--cpu-offload-activations {most}", cost, offloaded)
-    if dp > 1 and parallel.zero_stage == 0:
-        sharded = with_layout(config, zero_stage=1)
-        yield Change("zero", "--use-distributed-optimizer", "at no cost", sharded)
     if dp > 1 and parallel.zero_stage < 2:
-        gradients = with_layout(config, zero_stage=2)
-        yield Change("zero", "--zero-stage 2", "at the cost of a reduction for each microbatch", gradients)
+        yield _zero(config, "--zero-stage 2", 2, "at the cost of a reduction for each microbatch")
     if parallel.zero_stage > 0 and (
         parallel.shards_within_node or dp > parallel.shard_degree_among(dp, parallel.tp * dp)
     ):
@@ -162,15 +160,28 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
             "--num-distributed-optimizer-instances 1" if has_number else f"--data-parallel-shard-degree {dp}"
         )
         yield Change("groups", flags, cost, replace(config, parallel=whole))
+    if dp > 1 and parallel.zero_stage < 3:
+        cost = "at the cost of gathering weights and reducing gradients for each microbatch"
+        yield _zero(config, "--zero-stage 3", 3, cost)
     if dp > 1 and parallel.zero_stage == 3 and parallel.fsdp_reshard_after_forward != "always":
         freed = replace(config, parallel=replace(parallel, fsdp_reshard_after_forward="always"))
         cost = "at the cost of gathering weights for each microbatch"
         yield Change("gathering", "--fsdp-reshard-after-forward always", cost, freed)
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        sharded = with_layout(config, sequence_parallel=True)
-        yield Change("sequence", "--sequence-parallel", "at no cost", sharded)
+    if config.recompute.recompute_granularity != "full":
+        full = with_layout(config, recompute_granularity="full")
+        cost = "at the cost of a third more computation"
+        yield Change("recompute", "--recompute-granularity full", cost, full)
+    most = max(layers_per_stage(config))
+    if config.recompute.recompute_granularity == "full" and config.recompute.cpu_offload_activations < most:
+        offloaded = with_layout(config, cpu_offload_activations=most)
+        cost = "at the cost of host memory, and of copies that may be slower than the computation"
+        yield Change("activations", f"--cpu-offload-activations {most}", cost, offloaded)
     yield _twice(config, "tensor", "at the cost of more communication", world_size)
     yield _twice(config, "pipeline", "at the cost of a larger bubble", world_size)
+
+
+def _zero(config: Config, flags: str, stage: int, cost: str) -> Change:
+    return Change("zero", flags, cost, with_layout(config, zero_stage=stage))
 
 
 def _offloads(config: Config, is_host: bool) -> Iterator[Change]:

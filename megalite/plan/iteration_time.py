@@ -272,8 +272,8 @@ class ShardedStageSeconds:
     Attributes:
         edge_weights: all-gather of what is in no layer. Nothing overlaps with it in forward.
         layer_weights: all-gathers of the layers' weights; for backward they are gathered again.
-        edge_gradients: reduce-scatter of what is in no layer. Nothing overlaps with it in backward.
-        layer_gradients: reduce-scatters of the layers' gradients.
+        edge_gradients: reduction of what is in no layer. Nothing overlaps with it in backward.
+        layer_gradients: reductions of the layers' gradients.
     """
 
     edge_weights: float = 0.0
@@ -308,17 +308,21 @@ def zero3_communication(run: PlannedRun, num_layers: int, edge: float) -> Sharde
     """
     if run.zero_stage != 3:
         return ShardedStageSeconds()
-    (group, _), layer = sharing_of(run), layer_parameters_of_rank(run)
+    (group, copies), layer = sharing_of(run), layer_parameters_of_rank(run)
 
-    def seconds(count: float, element: int) -> float:
-        return group.gather_seconds(count * element)
+    def gather(count: float) -> float:
+        return group.gather_seconds(count * run.element_bytes)
 
-    weight, gradient = run.element_bytes, gradient_bytes(run)
+    def reduce(count: float) -> float:
+        size = count * gradient_bytes(run)
+        between = 0.0 if run.all_reduces_once else copies.reduce_seconds(size / group.size)
+        return group.gather_seconds(size) + between
+
     return ShardedStageSeconds(
-        edge_weights=0.0 if run.pp > 1 or run.gathers_once else seconds(edge, weight),
-        layer_weights=0.0 if run.gathers_once else num_layers * seconds(layer, weight),
-        edge_gradients=seconds(edge, gradient),
-        layer_gradients=num_layers * seconds(layer, gradient),
+        edge_weights=0.0 if run.pp > 1 or run.gathers_once else gather(edge),
+        layer_weights=0.0 if run.gathers_once else num_layers * gather(layer),
+        edge_gradients=reduce(edge),
+        layer_gradients=num_layers * reduce(layer),
     )
 
 
@@ -339,8 +343,7 @@ def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
 def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
     """Return the time to reduce gradients and gather weights, as far as backward passes do not hide it.
 
-    Ranks with the same shards reduce them once, after the last microbatch. What ZeRO 3 all-reduces in each
-    microbatch, with 16-bit messages or a zero bubble, is not counted.
+    What is communicated for each microbatch with ZeRO stage 3 is part of `zero3_communication`.
     """
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
     (group, copies), zero = sharing_of(run), run.zero_stage
@@ -350,9 +353,11 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
     between = copies.reduce_seconds(gradients / group.size, buckets)
     if run.num_sharing == 1:
         return WorkSeconds(dp=tied)
-    if zero == 3:  # `zero3_communication` has what is communicated within the group for each microbatch
+    if zero == 3:
         once = _gathered_once_seconds(run, backward_seconds / 2)
-        return WorkSeconds(dp=tied + once + between / buckets + exposed_seconds(backward_seconds, between))
+        if run.all_reduces_once:
+            once += between / buckets + exposed_seconds(backward_seconds, between)
+        return WorkSeconds(dp=tied + once)
     if zero == 0:
         reduced, gathered = replicas_of(run).reduce_seconds(gradients, buckets), 0.0
         last = reduced / buckets

@@ -11,7 +11,7 @@ from megalite.config.stage_layers import layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
 from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
-from megalite.pipeline.schedules import StageMap
+from megalite.pipeline.schedules import SCHEDULES, StageMap
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,17 @@ class PlannedRun:
         choice = self.config.parallel.fsdp_reshard_after_forward
         fits = choice == "default" and self.pp > 1 and self.full_weights_fit
         return self.zero_stage == 3 and (choice == "never" or fits)
+
+    @property
+    def all_reduces_once(self) -> bool:
+        """Return whether ranks with the same shards all-reduce them once per iteration with ZeRO stage 3.
+
+        They do so for each microbatch where messages have 16 bits, in which sums would lose digits, and where
+        a zero bubble reduces a layer's gradients in two messages.
+        """
+        parallel = self.config.parallel
+        is_exact = parallel.grad_communication_dtype in (None, "fp32")
+        return is_exact and not SCHEDULES[parallel.schedule].splits_backward
 
     @property
     def gathers_under_forward(self) -> bool:

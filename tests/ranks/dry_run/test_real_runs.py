@@ -31,6 +31,7 @@ LAYOUTS = [
     ("pp2v2", "bf16", {"position_embedding_type": "alibi"}),
     ("pp2dp2+zero2", "fp16", {}),
     ("dp4shard2+zero2", "bf16", {}),
+    ("dp4shard2+zero3", "bf16", {}),
     ("pp2dp2+zero3+kept", "bf16", {}),
     ("dp2+zero1+offload", "bf16", {}),
     ("tp2pp2+sp+zero1+gather", "bf16", {"position_embedding_type": "rope", "activation": "swiglu"}),
@@ -97,6 +98,7 @@ def test_counts_are_those_of_a_real_run(name: str, dtype: str, model: dict[str, 
         assert dry.counts.offload == counts.offload
         assert (dry.counts.offload is not None) == layout.offload
         assert dry.counts.calls == counts.calls
+        assert dry.counts.copied == counts.copied
         assert dry.counts.actions == counts.actions
         assert dry.model_parameters == sum(whole.values())
         assert counts.calls or layout.world_size == 1
@@ -126,6 +128,8 @@ def test_peak_is_that_of_a_real_run(dtype: str, recompute: RecomputeConfig) -> N
     assert dry.counts.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.005)
     assert dry.counts.peak_bytes > 100_000
     assert dry.counts.host_bytes == ran.host_bytes
+    assert dry.counts.copied == ran.copied
+    assert (ran.copied.down > 0) == (ran.copied.up > 0) == (recompute.cpu_offload_activations > 0)
     assert (ran.host_bytes > 100_000) == (recompute.cpu_offload_activations > 0)
 
 

@@ -13,13 +13,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.observer import Observer, Wait
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
-from megalite.train.telemetry.timers import Timers
+from megalite.train.telemetry.timers import Timers, WallClock
 from megalite.train.telemetry.writers import Writers
+from megalite.train.tracing import Recorder
 from megalite.train.trainer import start_trainer
 
 CONFIG = Config(
@@ -90,3 +92,46 @@ def test_timers_for_tensorboard_alone_are_not_in_the_log(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
     assert [event.step for event in events.Scalars("forward-backward-time")] == [1, 2, 3, 4]
+
+
+class _WaitsOfAxes(Observer[object]):
+    """Collect the axes and kinds of waits."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def begins(self, what: object) -> None:
+        if isinstance(what, Wait):
+            self.seen.add((what.axis, what.what))
+
+    def ends(self, what: object) -> None:
+        pass
+
+
+def _step_in_groups(topology: Topology, config: Config) -> tuple[set[str], set[tuple[str, str]], set[str]]:
+    """Return the timers of a step, its waits for other replicas, and their categories in a trace."""
+    timers, waits, recorder = Timers(level=1), _WaitsOfAxes(), Recorder(WallClock(), WallClock())
+    trainer = start_trainer(config, topology, timers)
+    topology.dp.observers.extend((waits, recorder))
+    trainer.step()
+    return set(timers.take()), waits.seen, {span.category for span in recorder.spans()}
+
+
+def test_waits_within_and_between_groups_count_as_those_of_all_replicas() -> None:
+    parallel = replace(
+        CONFIG.parallel,
+        pipeline_model_parallel_size=1,
+        data_parallel_size=4,
+        data_parallel_shard_degree=2,
+        zero_stage=1,
+    )
+    config = replace(CONFIG, parallel=parallel)
+    for timers, waits, categories in run_ranks(_step_in_groups, parallel, 4, config):
+        assert waits == {
+            ("dp_shard", "reduce-scatter"),
+            ("dp_replicate", "all-reduce"),
+            ("dp_shard", "all-gather"),
+            ("dp", "all-reduce"),  # the loss
+        }
+        assert categories == {"dp wait"}
+        assert {"all-grads-sync", "params-all-gather"} <= timers

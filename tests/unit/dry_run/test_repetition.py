@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,7 @@ CASES = [
     ("--pp 4 --pipeline-schedule zb-h1", 2, 48),
     ("--pp 2 --pipeline-schedule zb-v", 0, 40),
     ("--pp 2 --pipeline-schedule zb-v", 1, 41),
+    ("--pp 2 --cpu-offload-activations 1 --seq-length 512", 0, 24),
 ]
 
 
@@ -59,6 +61,7 @@ def test_a_shorter_iteration_has_the_same_counts(
         lambda self: ran.append(self.config.training.global_batch_size) or step(self),
     )
     assert counts_of(layout, rank, microbatches, shortened=True) == whole
+    assert (whole.copied.down > 0) == (whole.copied.up > 0) == ("offload" in layout)
     assert len(ran) == 1  # it did not fall back on the whole iteration
     assert ran[0] < microbatches * (2 if "--dp 2" in layout else 1)
 
@@ -76,10 +79,16 @@ def test_few_microbatches_are_all_run() -> None:
 
 
 def test_a_part_that_does_something_else_the_second_time_is_not_repeated() -> None:
-    marks = [counting._Mark(10 * i, 10 * i + 7, counting.Counter({"send": i})) for i in range(4)]
-    assert counting._extended(marks, 5) == ({"send": 3 + 5}, 37 + 5 * 10)
-    marks[2] = counting._Mark(20, 27, counting.Counter({"send": 3}))
-    assert counting._extended(marks, 5) is None
+    def mark(i: int, number: int) -> counting._Mark:
+        copied = counting.CopiedBytes(number, 2 * number)
+        return counting._Mark(10 * i, 10 * i + 7, counting.Counter({"send": number}), copied)
+
+    marks = [mark(i, i) for i in range(4)]
+    assert counting._extended(marks, 5) == counting._Mark(
+        30 + 5 * 10, 37 + 5 * 10, counting.Counter({"send": 3 + 5}), counting.CopiedBytes(3 + 5, 2 * (3 + 5))
+    )
+    for changed in (mark(2, 3), replace(marks[2], copied=counting.CopiedBytes(2, 5))):
+        assert counting._extended([*marks[:2], changed, marks[3]], 5) is None
 
 
 def test_a_long_iteration_logs_its_progress(

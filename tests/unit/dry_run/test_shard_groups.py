@@ -21,11 +21,11 @@ PADDING = 0.02
 """Share of the buckets that may be padding."""
 
 
-def planned(name: str, dtype: str) -> PlannedRun:
-    """A run on nodes of four GPUs."""
+def planned(name: str, dtype: str, messages: str | None = "bf16") -> PlannedRun:
+    """A run on nodes of four GPUs, whose gradient messages have a dtype of their own."""
     layout = Layout.parse(name)
     gpu = GPUS["a100-80"]
-    config = config_of(layout, dtype, {"attention_dropout": 0.0}, grad_communication_dtype="bf16")
+    config = config_of(layout, dtype, {"attention_dropout": 0.0}, grad_communication_dtype=messages)
     config = replace(config, parallel=replace(config.parallel, ddp_bucket_size=None))
     cluster = Cluster(gpu, layout.world_size, 4, gpu.node_gbps, gpu.network_gbps)
     return PlannedRun(config, cluster, own_program(config.model, gpu))
@@ -67,6 +67,27 @@ def test_collectives_and_memory_are_those_of_the_formulas(tp: int, shard: int, s
     assert held.weights == pytest.approx(memory.weights, rel=PADDING)
     assert held.gradients == pytest.approx(memory.gradients, rel=PADDING)
     assert held.main_weights + held.moments == pytest.approx(memory.optimizer, rel=PADDING)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "messages", "times"),
+    [
+        ("", None, 1),
+        ("", "fp32", 1),
+        ("", "bf16", MICROBATCHES),
+        ("pp2", None, 1),
+        ("pp2zb", None, MICROBATCHES),
+        ("pp2zb", "bf16", MICROBATCHES),
+    ],
+)
+def test_shards_of_weights_are_all_reduced_as_often_as_planned(
+    pipeline: str, messages: str | None, times: int
+) -> None:
+    run = planned(f"{pipeline}dp4shard2+zero3", "bf16", messages)
+    calls = dry_run_of(run.config, 4 * run.pp, 0).counts.calls
+    once = rank_parameters(run, 0) * gradient_bytes(run) / 2
+    assert bytes_of(calls, "dp_replicate") == pytest.approx({"all-reduce": times * once}, rel=PADDING)
+    assert run.all_reduces_once is (times == 1)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -29,6 +29,7 @@ def test_copies_come_back_and_buffers_are_used_again() -> None:
     again = buffers.copy_to_host(second)
     assert again in kept and buffers.num_bytes == 5000
     assert buffers.copy_to_device(again).equal(second)
+    assert (buffers.copied_down, buffers.copied_up) == (6000, 6000)
 
 
 def test_the_meta_device_is_counted_without_memory() -> None:

@@ -46,23 +46,44 @@ def test_figures_are_the_planners(line: str, world_size: int) -> None:
     now = totals(config, world_size)[0]
     assert advice.memory.total == pytest.approx(now)
     assert 1 <= len(advice.remedies) <= NUM_REMEDIES
-    for change, saved in advice.remedies:
+    for change, saved, _ in advice.remedies:
         then = totals(change.config, change.world_size or world_size)
         assert saved == pytest.approx(now - (then[0] if change.world_size is None else max(then)))
         assert saved > 0
 
 
 @pytest.mark.parametrize(("line", "world_size"), LINES)
-def test_none_of_the_others_would_save_more(line: str, world_size: int) -> None:
+def test_none_that_is_missing_would_save_more(line: str, world_size: int) -> None:
     config = config_of(line)
-    message = advise(config, world_size, 0, DEVICE).remedies
-    assert [saved for _, saved in message] == sorted((saved for _, saved in message), reverse=True)
-    kinds = {change.kind for change, _ in message}
-    assert len(kinds) == len(message)
+    advice = advise(config, world_size, 0, DEVICE)
+    others = [remedy for remedy in advice.remedies if not remedy.suffices]
+    savings = [remedy.saved for remedy in others]
+    assert savings == sorted(savings, reverse=True)
+    kinds = {remedy.change.kind for remedy in advice.remedies}
+    assert len(kinds) == len(advice.remedies)
     for change in changes(config, world_size):
-        if change.kind not in kinds and change.world_size is None:
+        if others and change.kind not in kinds and change.world_size is None:
             saved = totals(config, world_size)[0] - totals(change.config, world_size)[0]
-            assert saved <= message[-1].saved
+            assert saved <= savings[-1]
+
+
+def test_flags_that_suffice_come_first_and_the_cheapest_of_them_first() -> None:
+    line = "--preset gpt2-124m --position-embedding-type rope --micro-batch-size 24"
+    now = totals(config_of(line), 1)[0] / 1e9
+    advice = advise(config_of(line), 1, 0, replace(DEVICE, memory_bytes=16e9))
+    assert 0.94 * 16 < now < 16
+    assert [(remedy.change.flags, remedy.suffices) for remedy in advice.remedies] == [
+        ("--recompute-granularity selective", True),
+        ("--micro-batch-size 12", True),
+        ("--tp 2", True),
+    ]
+    assert advice.remedies[0].saved < advice.remedies[1].saved
+    advice = advise(config_of(line), 1, 0, replace(DEVICE, memory_bytes=11e9))
+    assert [remedy.change.flags for remedy in advice.remedies if remedy.suffices] == [
+        "--micro-batch-size 12",
+        "--recompute-granularity full",
+        "--tp 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +109,39 @@ def test_one_group_of_all_replicas_is_advised_where_there_are_several(
         assert totals(flags, 16) == totals(change.config, 16)
 
 
+def advised(line: str, world_size: int, memory: float) -> dict[str, str]:
+    """Return the advised flags by kind, for GPUs of this many GB."""
+    device = replace(DEVICE, memory_bytes=memory * 1e9)
+    remedies = advise(config_of(line), world_size, 0, device).remedies
+    return {remedy.change.kind: remedy.change.flags for remedy in remedies}
+
+
+@pytest.mark.parametrize(
+    ("stage", "memory", "flags"),
+    [
+        (0, 80, "--use-distributed-optimizer"),
+        (0, 40, "--zero-stage 2"),
+        (1, 40, "--zero-stage 2"),
+        (0, 24, "--zero-stage 3"),
+        (2, 24, "--zero-stage 3"),
+        (0, 16, "--zero-stage 3"),  # none fits
+        (0, 180, "--zero-stage 3"),  # it fits as planned, but has run out of memory
+        (3, 16, None),
+    ],
+)
+def test_the_cheapest_zero_stage_that_fits_is_advised(stage: int, memory: float, flags: str | None) -> None:
+    line = f"--preset llama3-8b --micro-batch-size 1 --recompute-granularity full --zero-stage {stage}"
+    sizes = [totals(with_layout(config_of(line), zero_stage=each), 16)[0] / 1e9 for each in range(4)]
+    assert sizes == pytest.approx([160, 64, 32, 20], abs=0.5)
+    assert advised(line, 16, memory).get("zero") == flags
+
+
+def test_stage_3_is_not_advised_where_each_group_has_one_replica() -> None:
+    line = "--preset llama3-8b --recompute-granularity full --zero-stage 1 --data-parallel-shard-degree 1"
+    assert advised(line, 16, 24)["groups"] == "--data-parallel-shard-degree 16"
+    assert "zero" not in advised(line, 16, 24)
+
+
 def test_what_is_on_already_or_refused_is_not_advised() -> None:
     config = config_of(
         "--num-layers 2 --hidden-size 6144 --num-attention-heads 3 --seq-length 2048 --vocab-size 500 "
@@ -106,7 +160,7 @@ def test_offload_is_advised_where_layers_are_recomputed_already() -> None:
         "--preset llama3-70b --tp 8 --seq-length 65536 --max-position-embeddings 65536 --micro-batch-size 1"
     )
     config = with_layout(config_of(line), recompute_granularity="full", optimizer_cpu_offload=True)
-    found = {change.flags: saved for change, saved in advise(config, 64, 0, DEVICE).remedies}
+    found = {change.flags: saved for change, saved, _ in advise(config, 64, 0, DEVICE).remedies}
     assert found["--cpu-offload-activations 80"] > 50e9
 
 
@@ -116,7 +170,7 @@ def test_offload_is_advised_where_layers_are_recomputed_already() -> None:
 def test_optimizer_state_leaves_the_memory_that_is_full(is_host: bool, flags: str) -> None:
     config = config_of("--preset gpt-1.3b --micro-batch-size 1 --recompute-granularity full")
     advice = advise(config, 1, 0, replace(DEVICE, is_host=is_host))
-    change, saved = advice.remedies[0]
+    change, saved, _ = advice.remedies[0]
     assert change.flags == flags
     assert saved == pytest.approx(1.06 * advice.memory.optimizer)  # and its share of fragmentation
     assert advice.memory.optimizer == 12 * advice.memory.weights / 2

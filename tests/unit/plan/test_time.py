@@ -14,9 +14,11 @@ from megalite.plan.iteration_time import (
     TENSORS,
     _stages,
     exchange_seconds,
+    gradient_bytes,
     least_seconds,
     makespan,
     replicas_of,
+    sharing_of,
     time_iteration,
     zero3_communication,
 )
@@ -370,3 +372,23 @@ def test_kept_weights_are_gathered_once_an_iteration(schedule: str) -> None:
     )
     one_gathering = layers * replicas_of(once).gather_seconds(2 * layer_parameters_of_rank(once))
     assert exchange_seconds(once, 1e-9).dp - exchange_seconds(often, 1e-9).dp == pytest.approx(one_gathering)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("messages", [None, "bf16"])
+def test_groups_reduce_their_shards_as_often_as_training_does(messages: str | None, schedule: str) -> None:
+    """Where that is once, after the last microbatch; otherwise with each microbatch's gradients."""
+    pipeline = {"pipeline_model_parallel_size": 4, "pipeline_schedule": schedule, "zero_stage": 3}
+    run = run_of(data_parallel_shard_degree=8, grad_communication_dtype=messages, **pipeline)
+    group, copies = sharing_of(run)
+    size = layer_parameters_of_rank(run) * gradient_bytes(run)
+    within, between = group.gather_seconds(size), copies.reduce_seconds(size / 8)
+    is_once = messages is None and schedule == "1f1b"
+    of_layer = zero3_communication(run, 1, 0.0).layer_gradients
+    assert of_layer == pytest.approx(within if is_once else within + between)
+    of_edge = zero3_communication(run, 0, size / gradient_bytes(run)).edge_gradients
+    assert of_edge == pytest.approx(of_layer)
+    slow = replace(run, cluster=replace(CLUSTER, network_gbps=2.5))  # only what is between nodes takes longer
+    extra = exchange_seconds(slow, 0.0).seconds - exchange_seconds(run, 0.0).seconds
+    of_rank = rank_parameters(run, 0) * gradient_bytes(run) / 8
+    assert (extra > sharing_of(slow)[1].reduce_seconds(of_rank) / 2) is is_once
