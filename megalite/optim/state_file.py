@@ -27,8 +27,8 @@ from megalite.optim.state_storage import StateSize, StateStorage
 FLAG = "--optimizer-nvme-offload"
 BLOCK = 4096
 """Direct reads and writes start and end at multiples of this number of bytes, in the file and in memory."""
-NUM_THREADS = 4
-"""Threads that read and write: a disk is fastest with several requests at once."""
+NUM_THREADS = 8
+"""Threads that read, write and compute checksums: a disk is fastest with several requests at once."""
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p", "afs", "glusterfs"),

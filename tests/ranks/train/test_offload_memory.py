@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import pytest
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.train.trainer import start_trainer
+from tests.soak.folder import iterations_of, losses_of, tensors_of
 
 ROOT = Path(__file__).parents[3]
-NUM_KILLS = 20
 CONFIG = Config(
     model=ModelConfig(
         num_layers=8,
@@ -56,42 +55,63 @@ def test_resident_memory_falls_by_the_planned_bytes(tmp_path: Path) -> None:
     assert before - after == pytest.approx(planned, rel=0.02)
 
 
-def _command(save: Path, *flags: str) -> list[str]:
+def _flags(save: Path, train_iters: int, *flags: str) -> list[str]:
     model = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --bf16"
-    run = (
-        "--train-iters 150 --global-batch-size 2 --micro-batch-size 1 --lr 1e-3 --mock-data --log-interval 1"
-    )
+    run = "--global-batch-size 2 --micro-batch-size 1 --lr 1e-3 --mock-data --log-interval 1 --eval-iters 0"
     return [
-        *(sys.executable, "pretrain_gpt.py", *model.split(), *run.split(), "--eval-iters", "0"),
+        *(*model.split(), *run.split(), "--train-iters", str(train_iters), "--num-threads", "1"),
         *("--save", str(save), "--load", str(save), "--save-interval", "2", "--keep-last", "2", *flags),
     ]
 
 
-def _losses(save: Path) -> list[tuple[int, float]]:
-    lines = (save / "metrics.jsonl").read_text().splitlines()
-    objects = [json.loads(line) for line in lines if line.endswith("}")]
-    return [(each["iteration"], each["lm_loss"]) for each in objects if "lm_loss" in each]
+def _train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def _cuts_of_killed_run(folder: Path, train_iters: int, kills: Sequence[tuple[str, int]]) -> list[dict]:
+    """Train whole, and again with kills in writes and a resume after each; return what was cut.
+
+    Args:
+        kills: of each process, the file in whose write it dies, and the number of that write.
+    """
+    whole, killed, disk, record = (folder / name for name in ("whole", "killed", "disk", "cut.json"))
+    disk.mkdir()
+    run = _train("pretrain_gpt.py", *_flags(whole, train_iters))
+    assert run.returncode == 0, run.stderr
+    flags = _flags(killed, train_iters, "--optimizer-nvme-offload", str(disk))
+    cuts = []
+    for kind, number in kills:
+        run = _train("-m", "tests.ranks.train.killed_in_write", kind, str(number), str(record), *flags)
+        assert run.returncode == -signal.SIGKILL, run.stderr
+        cut = json.loads(record.read_text())
+        record.unlink()
+        cuts.append(cut)
+        assert 0 < cut["written"] < cut["size"]
+        assert cut["file"].startswith(str(disk if kind == "state" else killed))
+        assert Path(cut["file"]).exists() == (kind == "checkpoint")  # it is left incomplete
+        assert not list(disk.iterdir())
+    run = _train("pretrain_gpt.py", *flags)
+    assert run.returncode == 0, run.stderr
+    assert losses_of(killed) == losses_of(whole)  # each time an iteration was trained
+    assert len(losses_of(whole)) == train_iters
+    assert len(iterations_of(killed)) > train_iters  # some were trained again
+    assert tensors_of(killed) == tensors_of(whole)
+    assert not list(disk.iterdir())
+    return cuts
+
+
+def test_a_run_that_is_killed_in_writes_loses_nothing(tmp_path: Path) -> None:
+    state, checkpoint = _cuts_of_killed_run(tmp_path, 6, [("state", 200), ("checkpoint", 2)])
+    assert state["times"] == 3  # the update after the first save
+    assert "/.iter_0000004." in checkpoint["file"]  # it resumed from the second iteration
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_many_times_loses_nothing(tmp_path: Path) -> None:
-    whole, killed, disk = tmp_path / "whole", tmp_path / "killed", tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(_command(whole), cwd=ROOT, check=True, capture_output=True)
-    expected = dict(_losses(whole))
-    command = _command(killed, "--optimizer-nvme-offload", str(disk))
-    chance = random.Random(1)
-    for number in range(NUM_KILLS):
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
-            for line in run.stdout:  # until it trains, and then some of its iterations
-                if b"iteration" in line and b"loss" in line:
-                    break
-            time.sleep(chance.uniform(0.0, 0.1 * (number % 3)))
-            run.send_signal(signal.SIGKILL)
-        assert run.returncode == -signal.SIGKILL  # it had not ended
-        assert not list(disk.iterdir())
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    found = _losses(killed)
-    assert dict(found).keys() == expected.keys()
-    assert all(loss == expected[iteration] for iteration, loss in found)
-    assert len(found) > len(expected)  # some iterations were trained again
+def test_a_run_that_is_killed_in_many_writes_loses_nothing(tmp_path: Path) -> None:
+    in_state = [("state", 1 + 23 * index) for index in range(14)]
+    in_checkpoint = [("checkpoint", 1 + index % 4) for index in range(6)]
+    cuts = _cuts_of_killed_run(tmp_path, 30, [*in_state[:7], *in_checkpoint, *in_state[7:]])
+    of_state = [cut for cut in cuts if not cut["file"].endswith(".safetensors")]
+    assert len(of_state) == len(in_state)
+    assert {cut["times"] for cut in of_state} == {1, 2, 3, 4}  # updates of the process
+    assert len({cut["start"] for cut in of_state}) > 10
