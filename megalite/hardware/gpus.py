@@ -43,8 +43,7 @@ class Gpu:
         memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
         link_share: share of a link that a collective of long messages reaches: 235 of 300 GB/s between 8
             A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). Also
-            assumed of `host_link_bandwidth` for pinned memory; measured of a GH200's: 0.83 to the GPU, 0.66
-            from it (Schieffer et al. 2024, arXiv:2407.07850).
+            assumed of `host_link_bandwidth` for pinned memory.
         has_triton: it runs Triton's kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.

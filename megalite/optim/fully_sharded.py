@@ -21,7 +21,7 @@ from megalite.distributed.topology import Axis, Topology
 from megalite.optim.adamw import MOMENTS
 from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.gradient_buckets import MESSAGE_DTYPES, main_dtype
-from megalite.optim.offload import open_offload
+from megalite.optim.offload import OptimizerOffload, open_offload
 from megalite.optim.optimizer import BaseOptimizer, CountedShard
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
@@ -328,12 +328,26 @@ class FullyShardedOptimizer(BaseOptimizer):
             )
         self._group_of: dict[nn.Parameter, FSDPParamGroup] = {}
         self.local = [each for each in self.parameters if each.main.numel() > 0]
-        numels = [each.main.numel() for each in self.local]
-        main = main_dtype(dtype)
         units = [pair for chunk in self._chunks for pair in chunk.units()]
+        offload = self._allocate_moments(units, config, parallel, topology)
+        super().__init__(self.local, config, parallel, topology, dtype, offload)
+        self._num_reductions: list[int] = []  # of this iteration so far, by offloaded state
+        self._num_expected = 0
+        if offload is not None:
+            self._overlap_copies(units, self.local[: offload.count])
+
+    def _allocate_moments(
+        self,
+        units: Sequence[tuple[FSDPModule, Sequence[nn.Parameter]]],
+        config: OptimizerConfig,
+        parallel: ParallelConfig,
+        topology: Topology,
+    ) -> OptimizerOffload | None:
+        """Allocate the moments; return the storage of those that are offloaded, if there are any."""
         in_order = list(dict.fromkeys(parameter for _, own in units for parameter in own))
         position = {parameter: number for number, parameter in enumerate(in_order)}
         order = sorted(range(len(self.local)), key=lambda number: position[self.local[number].parameter])
+        numels, main = [each.main.numel() for each in self.local], main_dtype(self.dtype)
         offload = open_offload(numels, MOMENTS, main, main, config, parallel, topology, order)
         offloaded = self.local[: offload.count] if offload else []
         for each in self.parameters:
@@ -342,14 +356,19 @@ class FullyShardedOptimizer(BaseOptimizer):
         for number, each in enumerate(offloaded):
             assert offload is not None
             each.moments = offload.tensors(number)
-        super().__init__(self.local, config, parallel, topology, dtype, offload)
-        self._num_reductions: list[int] = []  # of this iteration so far, by offloaded state
-        self._num_expected = 0
+        return offload
+
+    def _overlap_copies(
+        self,
+        units: Sequence[tuple[FSDPModule, Sequence[nn.Parameter]]],
+        offloaded: Sequence[FullyShardedParameter],
+    ) -> None:
+        """Copy gradients to the host as FSDP reduces them, and let each unit wait for its own updates."""
         for number, each in enumerate(offloaded):
             if self._is_complete(each) and each.name != self._copied:
                 each.parameter.register_post_accumulate_grad_hook(partial(self._copy_to_host, number))
         number_of = {each.parameter: number for number, each in enumerate(offloaded)}
-        for unit, own in units if offloaded else ():
+        for unit, own in units:
             numbers = [number_of[each] for each in own if each in number_of]
             assert isinstance(unit, nn.Module)
             unit.register_forward_pre_hook(partial(self._wait_for_update, numbers), prepend=True)

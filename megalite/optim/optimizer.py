@@ -327,18 +327,7 @@ class Optimizer(BaseOptimizer):
         self._number_of = {buffer.bucket: number for number, buffer in enumerate(self.buffers)}
         self.reducer = self._make_reducer(parallel, topology, graphs_add and fuses_weight_gradients)
         self.main_grads = self.reducer.main_grads() if fuses_weight_gradients else {}
-        self.gatherer: WeightGatherer | None = None
-        if stage > 0 or offload is not None:
-            overlaps = stage == 0 or parallel.gathers_under_forward(topology.device.type)
-            self.gatherer = WeightGatherer(
-                [buffer.bucket for buffer in self.buffers],
-                topology.dp.shard if stage > 0 else None,
-                units if overlaps else (),
-                # With tensor parallelism a GPU starts kernels in the order of their launch (`settings_for`):
-                # forward would not begin before the last bucket.
-                one_ahead=topology.tp.size > 1,
-                wait_for_update=None if offload is None else self._wait_for_update,
-            )
+        self.gatherer = self._make_gatherer(units, parallel, topology, stage)
 
     def _make_buffers(
         self,
@@ -368,6 +357,22 @@ class Optimizer(BaseOptimizer):
         sum_copies = partial(sum_tied_embedding_grads, pp=topology.pp) if self.tied.has_other_copy else None
         return GradReducer(
             self.buffers[:-1], dp, overlap, self.buffers[-1], sum_copies, graphs_add, on_complete
+        )
+
+    def _make_gatherer(
+        self, units: Sequence[ForwardUnit], parallel: ParallelConfig, topology: Topology, stage: int
+    ) -> WeightGatherer | None:
+        if stage == 0 and self.offload is None:
+            return None
+        overlaps = stage == 0 or parallel.gathers_under_forward(topology.device.type)
+        return WeightGatherer(
+            [buffer.bucket for buffer in self.buffers],
+            topology.dp.shard if stage > 0 else None,
+            units if overlaps else (),
+            # With tensor parallelism a GPU starts kernels in the order of their launch (`settings_for`):
+            # forward would not begin before the last bucket.
+            one_ahead=topology.tp.size > 1,
+            wait_for_update=None if self.offload is None else self._wait_for_update,
         )
 
     def _copy_to_host(self, buffer: GradientBuffer) -> None:
