@@ -98,8 +98,8 @@ class FileStorage(StateStorage):
         slots = allocate_bytes(self.ring_bytes).split(self.ring_bytes // NUM_SLOTS)
         self._parts = [list(self._parts_of(number, starts, slots)) for number in range(len(self.ranges))]
         zeros = {part.num_bytes for parts in self._parts for part in parts}
-        crc_of_zeros = {size: _checksum(bytes(size)) for size in zeros}
-        self._checksums = [[crc_of_zeros[part.num_bytes] for part in parts] for parts in self._parts]
+        checksum_of_zeros = {size: _checksum(bytes(size)) for size in zeros}
+        self._checksums = [[checksum_of_zeros[part.num_bytes] for part in parts] for parts in self._parts]
         self._is_direct = _set_direct(self._descriptor, slots[0])
         self._pool = ThreadPoolExecutor(NUM_THREADS, "optimizer-file")
         self._running: dict[int, list[Future[None]]] = {}  # by the range that they read
