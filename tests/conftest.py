@@ -22,6 +22,8 @@ hypothesis.settings.load_profile("megalite")
 ROOT = Path(__file__).parents[1]
 # torch.compile would build and run a program for each kind of vector instructions that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Threads of torch that wait would use up the cores, which several processes share here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 FOLDERS_OF_RANKS = {"parity", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 

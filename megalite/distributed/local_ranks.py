@@ -21,8 +21,11 @@ from megalite.config import ParallelConfig
 from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
 
-_PRELOADED = ("torch.distributed.fsdp", "megalite.distributed.topology", "megalite.train.trainer", "pytest")
+FSDP = "torch.distributed.fsdp"
+_PRELOADED = (FSDP, "megalite.distributed.topology", "megalite.train.trainer", "pytest")
 """Modules that ranks import, and that the fork server imports for them if this process uses them."""
+FIRST_SHARDING = "torch._dynamo"
+"""Module that FSDP imports when it first shards a module: a second of CPU time."""
 FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
 """Module that torch imports, with sympy, in a process's first backward: half a second of CPU time."""
 
@@ -52,6 +55,8 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     # The fork server imports these once: a rank then starts in hundredths of a second instead of seconds.
     imported = [name for name in _PRELOADED if name in sys.modules]
+    if FSDP in imported:
+        imported.append(FIRST_SHARDING)
     context.set_forkserver_preload([*imported, FIRST_BACKWARD, function.__module__])
     if parallel.distributed_backend != "nccl":
         parallel = dataclasses.replace(parallel, distributed_backend="gloo")

@@ -17,6 +17,7 @@ from megalite.cli import train
 from megalite.config.entry_point import run_main
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.train.stopping import STOP_SIGNALS
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -55,11 +56,14 @@ def pretrain(tmp_path: Path, corpus: str) -> Run:
     def run(
         *flags: str, ranks: int = 1, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
+        line = ["pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus, *flags]
+        if ranks == 1 and environment is None:
+            return run_program(*line)
         launcher = [sys.executable]
         if ranks > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         return subprocess.run(
-            [*launcher, "pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus, *flags],
+            [*launcher, *line],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
             capture_output=True,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megalite.data.indexed_dataset import IndexedWriter
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 WORDS = [*("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), *(f"word{i}" for i in range(40)), "##s", "##ed"]
@@ -22,9 +23,9 @@ FLAGS = (
 
 
 def run(program: str, *flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    if ranks == 1:
+        return run_program(program, *flags)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*launcher, program, *map(str, flags)],
         cwd=ROOT,

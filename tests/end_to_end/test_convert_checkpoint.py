@@ -1,9 +1,5 @@
 """A trained model goes to transformers, and comes back to be trained on."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,13 +7,11 @@ from transformers import AutoModelForCausalLM
 
 from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import read_manifest
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_program
 
 
 def convert(*flags):
-    command = [sys.executable, "tools/convert_checkpoint.py", *map(str, flags)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return run_program("tools/convert_checkpoint.py", *flags)
 
 
 @pytest.mark.slow

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, TINY_FLAGS, write_corpus
+from tests.end_to_end.conftest import TINY_FLAGS, write_corpus
+from tests.programs import run_program
 
 
 def test_each_is_told_in_log_metrics_and_tensorboard(tmp_path: Path) -> None:
@@ -21,18 +19,11 @@ def test_each_is_told_in_log_metrics_and_tensorboard(tmp_path: Path) -> None:
     (tmp_path / "valid").write_text(f'"PLAIN: 1 0.9:1 {plain}" "ODD: 0.5 0:1 {odd}, 0.5 0.9:1 {plain}"\n')
     flags = list(TINY_FLAGS)
     del flags[flags.index("--split") : flags.index("--split") + 2]
-    done = subprocess.run(
-        [
-            *(sys.executable, "pretrain_gpt.py", *flags, "--lr", "0.01", "--train-iters", "12"),
-            *("--eval-interval", "6", "--train-weighted-split-paths", f"TRAIN: 1 0:0.9 {plain}"),
-            *("--valid-weighted-split-paths-path", str(tmp_path / "valid")),
-            *("--metrics-file", str(tmp_path / "m.jsonl"), "--tensorboard-dir", str(tmp_path / "t")),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    done = run_program(
+        *("pretrain_gpt.py", *flags, "--lr", "0.01", "--train-iters", "12"),
+        *("--eval-interval", "6", "--train-weighted-split-paths", f"TRAIN: 1 0:0.9 {plain}"),
+        *("--valid-weighted-split-paths-path", str(tmp_path / "valid")),
+        *("--metrics-file", str(tmp_path / "m.jsonl"), "--tensorboard-dir", str(tmp_path / "t")),
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]

@@ -13,6 +13,7 @@ from megalite.verify.record_run import RunRecord, record_run
 from tests.parity import test_layout_table as table
 
 NUM_ITERATIONS = 50
+NUM_IN_CORE = 15
 PLACES = ("memory", "half", "file", "all")
 """Of the optimizer's state; with "all" it is in a file, and activations are in host memory."""
 CORE = [("bf16", "dp2+zero1", "memory"), ("fp32", "dp2+zero3", "all")]
@@ -24,35 +25,40 @@ ROWS = [
 ]
 
 
-def _run(name: str, dtype: str, corpus: str, **offload: object) -> RunRecord:
+def _run(name: str, dtype: str, corpus: str, num_iterations: int, **offload: object) -> RunRecord:
     layout = Layout.parse(name)
     config = table._config("gpt-tiny", dtype, corpus)
     config = replace(
         config,
         optimizer=replace(config.optimizer, **offload),
         parallel=replace(config.parallel, ddp_bucket_size=100_000),  # several buckets
-        training=replace(config.training, train_iters=NUM_ITERATIONS),
+        training=replace(config.training, train_iters=num_iterations),
     )
-    return record_run(layout.apply(config, table.GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
+    return record_run(layout.apply(config, table.GLOBAL_BATCH_SIZE), num_iterations, layout.world_size)
 
 
 _reference = functools.cache(_run)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "place"),
-    [pytest.param(*row, marks=() if row in CORE else pytest.mark.slow) for row in ROWS],
+    ("dtype", "name", "place", "num_iterations"),
+    [
+        *((*row, NUM_IN_CORE) for row in CORE),
+        *(pytest.param(*row, NUM_ITERATIONS, marks=pytest.mark.slow) for row in ROWS),
+    ],
 )
-def test_offloading_changes_no_bit(dtype: str, name: str, place: str, corpus: str, tmp_path: Path) -> None:
+def test_offloading_changes_no_bit(
+    dtype: str, name: str, place: str, num_iterations: int, corpus: str, tmp_path: Path
+) -> None:
     offload = {
         "memory": {"optimizer_cpu_offload": True},
         "half": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
         "file": {"optimizer_nvme_offload": str(tmp_path)},
         "all": {"optimizer_nvme_offload": str(tmp_path)},
     }[place]
-    expected = _reference(name, dtype, corpus)
-    found = _run(f"{name}+offload" if place == "all" else name, dtype, corpus, **offload)
+    expected = _reference(name, dtype, corpus, num_iterations)
+    found = _run(f"{name}+offload" if place == "all" else name, dtype, corpus, num_iterations, **offload)
     assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
     assert all(found.weights[key].equal(expected.weights[key]) for key in expected.weights)
-    assert len(set(found.losses)) == NUM_ITERATIONS
+    assert len(set(found.losses)) == num_iterations
     assert not list(tmp_path.iterdir())
