@@ -87,7 +87,7 @@ def load(topology, config: Config) -> tuple[dict[str, torch.Tensor], list[float]
     ("saved_as", "loaded_as", "dtype"),
     [
         *(
-            (*ways, dtype)
+            pytest.param(*ways, dtype, marks=[] if dtype == "bf16" else pytest.mark.slow)
             for dtype in ("fp32", "bf16", "fp16")
             for ways in (((2, 1), (1, 0)), ((1, 0), (2, 2)), ((2, 2), (4, 1)), ((2, 0), (2, 1)))
         ),

@@ -205,7 +205,9 @@ def expected_traffic(pieces: list[Piece], number: int, *, keeps: bool, splits: b
 
 
 @pytest.mark.parametrize("choice", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b", "interleaved", "zb-h1"]
+)
 def test_traffic_in_a_pipeline(schedule: str, choice: str) -> None:
     """A stage has two layers or more, also one with layers alone; nothing is gathered that is not used."""
     config = config_of(

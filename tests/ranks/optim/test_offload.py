@@ -61,7 +61,15 @@ def copies_of(topology, config: Config):
     return num_copied, offload.count - num_summed_later, waited
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout, id=name, marks=[pytest.mark.slow] if name in ("ZeRO 2", "ZeRO 3 in groups") else []
+        )
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_copies_overlap_backward_and_the_next_forward(layout: dict[str, Any]) -> None:
     parallel = ParallelConfig(**layout, ddp_bucket_size=2000, overlap_grad_reduce=True)
     config = Config(

@@ -44,16 +44,11 @@ def run_tests(*arguments: str) -> None:
     assert " graphs were compiled" in done.stdout and "\n0 graphs" not in done.stdout
 
 
-@pytest.mark.usefixtures("compiler")
-def test_an_operator_passes_its_tests() -> None:
-    """Among them autograd, opcheck and a call from a graph of torch.compile."""
-    run_tests("tests/unit/kernels/test_rotary.py", "-k", "autograd")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("name", ["activations", "cross_entropy", "norm", "rotary"])
 def test_operators_pass_their_tests(name: str) -> None:
+    """Among them autograd, opcheck and a call from a graph of torch.compile."""
     # PyTorch's GELU, which is compiled here, has NaN as its gradient at 3e38.
     selected = "(bfloat16 or autograd or number or zeros) and not ends_of_the_number_line"
     run_tests(f"tests/unit/kernels/test_{name}.py", "-k", selected)

@@ -9,7 +9,7 @@ from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.posing import ROOT
 
 TESTS = {
-    "flash_attention": "test",
+    "flash_attention": "everything or large or drops",
     "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
     "dropout_add": "equals and not bfloat16 and (127 or 4097-0) or lie_apart",
     "softmax": "float64-op or whole_weights or large or not_a_number",
@@ -17,16 +17,19 @@ TESTS = {
 """What takes seconds; the interpreter truncates to bf16."""
 
 
-LONG = ("dropout_add", "softmax")
-"""Those that take longest besides flash_attention."""
+LONG = [("dropout_add", TESTS["dropout_add"]), ("softmax", TESTS["softmax"]), ("flash_attention", "test")]
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: pip install triton==3.7.1")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in TESTS]
+    ("name", "selected"),
+    [
+        *(each for each in TESTS.items() if each not in LONG),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG),
+    ],
 )
-def test_kernels_pass_the_operators_tests(name: str) -> None:
-    program = [sys.executable, "-m", "tests.unit.kernels.interpreted", "-k", TESTS[name]]
+def test_kernels_pass_the_operators_tests(name: str, selected: str) -> None:
+    program = [sys.executable, "-m", "tests.unit.kernels.interpreted", "-k", selected]
     done = subprocess.run(
         [*program, f"tests/unit/kernels/test_{name}.py"], cwd=ROOT, capture_output=True, text=True
     )
