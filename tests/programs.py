@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -11,16 +10,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.distributed.local_ranks import FIRST_BACKWARD
+from megalite.distributed.local_ranks import forked_with_torch
 
 ROOT = Path(__file__).parents[1]
-_PRELOADED = ("torch", "torch.distributed", "megalite.cli.train", "megalite.train.trainer", FIRST_BACKWARD)
 
 
 def run_program(path: str, *arguments: object, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     """Run what ``python PATH ARGUMENTS`` runs in the repository's folder, on a CPU."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED, __name__])
+    context = forked_with_torch(__name__)
     line = [path, *map(str, arguments)]
     with tempfile.TemporaryDirectory(prefix="megalite-program-") as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]

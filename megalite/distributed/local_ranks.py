@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,36 @@ from megalite.config import ParallelConfig
 from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
 
-FSDP = "torch.distributed.fsdp"
-_PRELOADED = (FSDP, "megalite.distributed.topology", "megalite.train.trainer", "pytest")
+_FSDP = "torch.distributed.fsdp"
+_PRELOADED = (
+    *(_FSDP, "megalite.distributed.topology", "megalite.train.trainer", "megalite.cli.train", "pytest"),
+)
 """Modules that ranks import, and that the fork server imports for them if this process uses them."""
-FIRST_SHARDING = "torch._dynamo"
+_FIRST_SHARDING = "torch._dynamo"
 """Module that FSDP imports when it first shards a module: a second of CPU time."""
-FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
+_FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
 """Module that torch imports, with sympy, in a process's first backward: half a second of CPU time."""
 
 
 class RankError(RuntimeError):
     """An exception on a rank; the message has its number and traceback."""
+
+
+def forked_with_torch(*modules: str) -> ForkServerContext:
+    """Return the context of processes that are forked from a server, which imports what they need once.
+
+    A process then starts in hundredths of a second instead of seconds. The first start of a process decides
+    what the server imports, for all later ones.
+
+    Args:
+        modules: more to import.
+    """
+    context = multiprocessing.get_context("forkserver")
+    imported = [name for name in _PRELOADED if name in sys.modules]
+    if _FSDP in imported:
+        imported.append(_FIRST_SHARDING)
+    context.set_forkserver_preload(["torch", *imported, _FIRST_BACKWARD, *modules])
+    return context
 
 
 def run_ranks(
@@ -52,12 +72,7 @@ def run_ranks(
         UserError: a rank raised it.
         RankError: a rank raised anything else, or did not answer in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    # The fork server imports these once: a rank then starts in hundredths of a second instead of seconds.
-    imported = [name for name in _PRELOADED if name in sys.modules]
-    if FSDP in imported:
-        imported.append(FIRST_SHARDING)
-    context.set_forkserver_preload([*imported, FIRST_BACKWARD, function.__module__])
+    context = forked_with_torch(function.__module__)
     if parallel.distributed_backend != "nccl":
         parallel = dataclasses.replace(parallel, distributed_backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:

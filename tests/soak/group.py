@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from megalite.cli import train
 from megalite.config.entry_point import run_main
-from megalite.distributed.local_ranks import FIRST_BACKWARD
+from megalite.distributed.local_ranks import forked_with_torch
 
 _SECONDS_TO_NOTICE = 20.0
 """How long ranks have to end by themselves after one of them is gone; after that they are killed."""
@@ -52,10 +51,7 @@ class Group:
             further: variables of the environment.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "megalite.cli.train", FIRST_BACKWARD, __name__]
-        )
+        context = forked_with_torch(__name__)
         number = len(list(folder.parent.glob(f"{folder.name}_*.log")))
         log = folder.parent / f"{folder.name}_{number:03d}.log"
         log.touch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import forked_with_torch
 from megalite.distributed.topology import Launch, Topology
 from megalite.train.health import watchdog
 from megalite.train.trainer import Trainer, start_trainer
@@ -58,10 +58,7 @@ def run_with_fault(fault: Fault, at_fault: int, parallel: ParallelConfig, folder
         fault: a function of this module; called instead of the second iteration, which follows.
         at_fault: the rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "megalite.distributed.topology", "megalite.train.trainer"]
-    )
+    context = forked_with_torch()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
