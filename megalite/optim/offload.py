@@ -105,16 +105,15 @@ class OptimizerOffload:
         self._events = topology.events
         device = topology.device
         range_size = min(RANGE_SIZE, max((size.numel for size in mine), default=0))
-        sizes_of = {
-            keeps: _bytes_of(mine, weight_dtype, range_size, config, keeps_gradients=keeps)
-            for keeps in ((False,) if config.optimizer_nvme_offload else (True, False))
-        }
-        self.keeps_gradients, num_cores = max(sizes_of), 1
+        choices = [False] if config.optimizer_nvme_offload else [True, False]  # to keep gradients
+        sizes_of = [
+            _bytes_of(mine, weight_dtype, range_size, config, keeps_gradients=keeps) for keeps in choices
+        ]
+        choice, num_cores = 0, 1
         if not isinstance(topology, FakeTopology):
-            hosts = [size.host for size in sizes_of.values()]
+            hosts = [size.host for size in sizes_of]
             choice, num_cores = _choose_by_host_memory(hosts, config, topology)
-            self.keeps_gradients = list(sizes_of)[choice]
-        self.bytes = sizes_of[self.keeps_gradients]
+        self.keeps_gradients, self.bytes = choices[choice], sizes_of[choice]
         with topology.agreed():
             self.storage = _new_storage(mine, config, device, range_size, self._order)
             self._gradients: HostGradients | None = None
@@ -128,7 +127,9 @@ class OptimizerOffload:
         for index, each in enumerate(self.storage.ranges):
             self._ranges.setdefault(each.state, []).append(index)
         self._thread = (
-            None if device.type == "meta" else ThreadPoolExecutor(1, "optimizer-update", _use, (device,))
+            None
+            if device.type == "meta"
+            else ThreadPoolExecutor(1, "optimizer-update", _use_device, (device,))
         )
         self._num_threads: int | None = None
         if device.type == "cuda":
@@ -142,9 +143,13 @@ class OptimizerOffload:
 
     def begin(self) -> None:
         """Start an iteration: forget the last one's gradients, and begin to read a file's first ranges."""
-        if self._gradients is not None:
-            self._gradients.begin()
+        self.forget_gradients()
         self._others.append(self._submit(self.storage.start))
+
+    def forget_gradients(self) -> None:
+        """Let `copy_gradients` copy all gradients: those on the host are not this iteration's final ones."""
+        if self._gradients is not None:
+            self._gradients.forget()
 
     def copy_gradient(self, state: int, gradient: Tensor) -> None:
         """Start to copy a state's complete gradient to the host, where that does not wait for the update.
@@ -175,7 +180,7 @@ class OptimizerOffload:
         """
         self.finish()
         host = "cpu" if self._thread is not None else "meta"
-        update = _Update(
+        update = _HostUpdate(
             self.storage,
             self._staging,
             None if self._gradients is None else self._gradients.copied,
@@ -238,8 +243,8 @@ class OptimizerOffload:
         return done
 
 
-class _Update(NamedTuple):
-    """One update of all offloaded states, a state at a time."""
+class _HostUpdate(NamedTuple):
+    """Update all offloaded states, one state at a time."""
 
     storage: StateStorage
     staging: Staging
@@ -323,7 +328,7 @@ def _staged_dtypes(
     return (weight_dtype,) if keeps_gradients else (sizes[0].dtype, weight_dtype)
 
 
-def _use(device: torch.device) -> None:
+def _use_device(device: torch.device) -> None:
     """Let this thread's copies use the rank's GPU: a new thread's is GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

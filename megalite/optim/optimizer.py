@@ -155,7 +155,7 @@ class BaseOptimizer(ABC):
             if scale is not None and (gradients := self._owned_gradients()):
                 torch._foreach_mul_(gradients, scale)
                 if self.offload is not None:
-                    self.offload.begin()  # what backward copied to the host is not scaled
+                    self.offload.forget_gradients()  # what backward copied to the host is not scaled
             return global_norm(self._norm_gradients(), self.topology) / self.scaler.scale
 
     def _is_complete(self, state: OptimizerState) -> bool:

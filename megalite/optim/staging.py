@@ -105,7 +105,7 @@ class HostGradients:
         UserError: the system does not let the process pin the memory.
 
     Attributes:
-        copied: gradients of this iteration, by state.
+        copied: gradients that are copied or on their way, by state.
     """
 
     def __init__(self, device: torch.device, numels: Sequence[int], dtype: torch.dtype) -> None:
@@ -115,8 +115,8 @@ class HostGradients:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copied: dict[int, HostGradient] = {}
 
-    def begin(self) -> None:
-        """Start an iteration, whose gradients replace those of the last one; `copied` is a new dict."""
+    def forget(self) -> None:
+        """Let later copies replace all gradients; an update that runs keeps the old `copied`."""
         self.copied = {}
 
     def copy(self, state: int, gradient: Tensor) -> None:
