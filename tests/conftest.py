@@ -19,11 +19,13 @@ hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("megalite")
 
 
-ROOT = Path(__file__).parents[1]
+# For the workers of pytest-xdist and the programs that tests start, which inherit them.
 # torch.compile would build and run a program for each kind of vector instructions that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Threads of torch that wait would use up the cores, which several processes share here.
+# Threads of torch that wait would use up the cores, which several processes share.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+ROOT = Path(__file__).parents[1]
 FOLDERS_OF_RANKS = {"parity", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 

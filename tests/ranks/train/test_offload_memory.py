@@ -100,7 +100,6 @@ def _cuts_of_killed_run(folder: Path, train_iters: int, kills: Sequence[tuple[st
     return cuts
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_in_writes_loses_nothing(tmp_path: Path) -> None:
     state, checkpoint = _cuts_of_killed_run(tmp_path, 6, [("state", 200), ("checkpoint", 2)])
     assert state["times"] == 3  # the update after the first save
