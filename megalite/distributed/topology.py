@@ -28,7 +28,7 @@ from megalite.distributed.network import choose_interface, is_this_machine, loop
 from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer, Wait, observed
 from megalite.distributed.store_barrier import at_work, name_of_start, wait_for_all, wait_for_listener
 from megalite.errors import UserError
-from megalite.hardware.cpu import keep_freed_memory, limit_threads
+from megalite.hardware.cpu import keep_freed_memory, limit_threads, schedule_as_batch
 from megalite.hardware.cuda_environment import prepare_environment, settings_for
 
 WORLD = "world"
@@ -199,6 +199,8 @@ class Topology:
             if parallel.keep_freed_memory:
                 keep_freed_memory()
             limit_threads(parallel.num_threads, launch.local_world_size)
+            if launch.local_world_size > 1:
+                schedule_as_batch()
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         if must_agree is not None:
             # Nodes may have different numbers of ranks.

@@ -1,9 +1,10 @@
-"""CPU settings of a rank's process: threads and the allocator."""
+"""CPU settings of a rank's process: threads, their scheduling and the allocator."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 
 import torch
 
@@ -21,6 +22,20 @@ def limit_threads(num_threads: int | None, local_world_size: int) -> None:
         num_threads = 1
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+
+
+def schedule_as_batch() -> None:
+    """Let Linux schedule this thread, and those that it starts, as batch work (sched(7), SCHED_BATCH).
+
+    A thread that wakes up then does not interrupt the one that runs. It is for ranks that share cores: while
+    a thread holds the lock of a connection, gloo's own thread polls the socket without pause, and if it takes
+    the core of the thread with the lock, both wait for the end of its time slice. Figures are in
+    benchmarks/RESULTS.md. No effect on cores that are free, nor on other systems, nor if the process was
+    started with a policy other than the default.
+    """
+    if hasattr(os, "sched_setscheduler") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,9 @@
 """What several ranks do together before anything is computed."""
 
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +94,14 @@ def _timeouts(topology: Topology) -> list[float]:
 def test_every_axis_has_the_timeout_that_was_given() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_timeout_minutes=3)
     assert run_ranks(_timeouts, parallel, 2) == [[180.0] * 4] * 2
+
+
+def _policies(topology: Topology) -> set[int]:
+    return {os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+def test_ranks_that_share_cores_are_scheduled_as_batch_work() -> None:
+    """Among their threads is gloo's own."""
+    assert run_ranks(_policies, ParallelConfig(), 2) == [{os.SCHED_BATCH}] * 2
+    assert run_ranks(_policies, ParallelConfig(), 1) == [{os.SCHED_OTHER}]
