@@ -121,7 +121,7 @@ class Launch:
         set, there is one rank.
 
         Raises:
-            UserError: only some of the variables that ``env://`` needs are set, or one is not a number.
+            UserError: only some of the variables that ``env://`` needs are set, or one is not valid.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         given = [name for name in needed if name in os.environ]
@@ -135,10 +135,12 @@ class Launch:
         rank, world_size, _ = map(_environment_int, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
         if rank >= world_size or local_world_size == 0:
-            raise UserError(
+            mistake = UserError(
                 f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size} are not valid: "
                 "RANK must be below WORLD_SIZE, and LOCAL_WORLD_SIZE at least 1"
             )
+            mistake.on_one_rank = rank >= world_size
+            raise mistake
         local_rank = _environment_int("LOCAL_RANK", rank % local_world_size)
         return Launch(rank, world_size, local_rank, local_world_size, restarts)
 
@@ -146,7 +148,9 @@ class Launch:
 def _environment_int(name: str, default: int = 0) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise UserError(f"environment variable {name}={text!r} is not a number: set it to an integer")
+        mistake = UserError(f"environment variable {name}={text!r} is not a number: set it to an integer")
+        mistake.on_one_rank = name in ("RANK", "LOCAL_RANK")
+        raise mistake
     return int(text)
 
 
