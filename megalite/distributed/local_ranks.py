@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -22,15 +23,14 @@ from megalite.config import ParallelConfig
 from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
 
-_FSDP = "torch.distributed.fsdp"
-_PRELOADED = (
-    *(_FSDP, "megalite.distributed.topology", "megalite.train.trainer", "megalite.cli.train", "pytest"),
-)
+_PRELOADED = ("megalite.distributed.topology", "megalite.train.trainer", "megalite.cli.train", "pytest")
 """Modules that ranks import, and that the fork server imports for them if this process uses them."""
-_FIRST_SHARDING = "torch._dynamo"
-"""Module that FSDP imports when it first shards a module: a second of CPU time."""
-_FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
-"""Module that torch imports, with sympy, in a process's first backward: half a second of CPU time."""
+_FIRST_STEP = (
+    "torch.fx.experimental.symbolic_shapes",  # by torch's first backward
+    "megalite.optim.fully_sharded",  # by ZeRO 3
+    "torch._dynamo",  # by FSDP when it first shards a module
+)
+"""Modules that a rank imports only when it trains: two seconds of CPU time."""
 
 
 class RankError(RuntimeError):
@@ -48,9 +48,7 @@ def forked_with_torch(*modules: str) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     imported = [name for name in _PRELOADED if name in sys.modules]
-    if _FSDP in imported:
-        imported.append(_FIRST_SHARDING)
-    context.set_forkserver_preload(["torch", *imported, _FIRST_BACKWARD, *modules])
+    context.set_forkserver_preload(["torch", *imported, *_FIRST_STEP, *modules])
     return context
 
 
@@ -101,6 +99,7 @@ def _rank_main(
     init_file: Path,
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # what the fork server imported is never garbage: collections need not visit and so copy it
     torch.set_num_threads(parallel.num_threads or 1)
     try:
         with Topology.start(parallel, launch, init_file) as topology:
