@@ -22,6 +22,8 @@ hypothesis.settings.load_profile("megalite")
 # For the workers of pytest-xdist and the programs that tests start, which inherit them.
 # torch.compile would build and run a program for each kind of vector instructions that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# It would start a process to compile in, which imports torch again.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Threads of torch that wait would use up the cores, which several processes share.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -25,7 +25,10 @@ ALL = "dropout, documents, alibi"
 BERT = "dropout, documents, both sides"
 
 
-@pytest.mark.parametrize("options", ["", "dropout", ALL, BERT])
+@pytest.mark.parametrize(
+    "options",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("", "dropout")), ALL, BERT],  # these need most
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hopper_keeps_sums_in_registers(head_dim: int, options: str) -> None:
     found = compile_attention(head_dim, torch.bfloat16, options)
@@ -35,14 +38,20 @@ def test_hopper_keeps_sums_in_registers(head_dim: int, options: str) -> None:
         assert each.programs(sizes.warps) >= 1, name
 
 
+@pytest.mark.parametrize("options", [ALL, BERT])
 @pytest.mark.parametrize(
-    ("seq_length", "num_heads", "num_groups", "head_dim"), [(1, 1, 1, 16), (37, 4, 1, 96), (44, 6, 2, 80)]
+    ("seq_length", "num_heads", "num_groups", "head_dim"),
+    [
+        (1, 1, 1, 16),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((37, 4, 1, 96), (44, 6, 2, 80))),
+    ],
 )
-def test_odd_shapes_compile(seq_length: int, num_heads: int, num_groups: int, head_dim: int) -> None:
+def test_odd_shapes_compile(
+    seq_length: int, num_heads: int, num_groups: int, head_dim: int, options: str
+) -> None:
     """Triton compiles an integer of 1 as a constant."""
     shape = {"seq_length": seq_length, "num_heads": num_heads, "num_groups": num_groups}
-    for options in (ALL, BERT):
-        assert len(compile_attention(head_dim, torch.float16, options, **shape)) == len(NAMES)
+    assert len(compile_attention(head_dim, torch.float16, options, **shape)) == len(NAMES)
 
 
 @pytest.mark.slow
