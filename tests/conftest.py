@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).parents[1]
+SIGNAL_HANDLERS = {
+    number: signal.getsignal(number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+}
 FOLDERS_OF_RANKS = {"parity", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 
@@ -86,17 +91,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def logger_as_imported() -> Iterator[None]:
-    """What a program run in this process, by a test or a wider fixture, made of the logger ends there."""
-    _reset_logger()
+def process_as_started() -> Iterator[None]:
+    """Undo what a program run in this process, by a test or a wider fixture, made of logger and signals.
+
+    A program that is about to exit ignores signals, and so would the programs that later tests start.
+    """
+    _reset_process()
     yield
-    _reset_logger()
+    _reset_process()
 
 
-def _reset_logger() -> None:
+def _reset_process() -> None:
     log.handlers.clear()
     log.setLevel(logging.NOTSET)
     log.propagate = True
+    for number, handler in SIGNAL_HANDLERS.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
