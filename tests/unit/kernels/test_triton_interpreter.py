@@ -8,24 +8,22 @@ import pytest
 from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.posing import ROOT
 
-TESTS = {
-    "flash_attention": "everything or large or drops",
+SHORT = {"flash_attention": "everything or drops"}
+LONG = {
     "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
     "dropout_add": "equals and not bfloat16 and (127 or 4097-0) or lie_apart",
     "softmax": "float64-op or whole_weights or large or not_a_number",
+    "flash_attention": "test",
 }
-"""What takes seconds; the interpreter truncates to bf16."""
-
-
-LONG = [("dropout_add", TESTS["dropout_add"]), ("softmax", TESTS["softmax"]), ("flash_attention", "test")]
+"""Tests of each operator: not those in bf16, to which the interpreter truncates."""
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: pip install triton==3.7.1")
 @pytest.mark.parametrize(
     ("name", "selected"),
     [
-        *(each for each in TESTS.items() if each not in LONG),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG),
+        *SHORT.items(),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG.items()),
     ],
 )
 def test_kernels_pass_the_operators_tests(name: str, selected: str) -> None:

@@ -134,7 +134,6 @@ def test_gradients_add_up_in_the_order_of_microbatches(name, sizes):
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=200)
 @given(SIZES)
 def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
     """A queue of rendezvous a direction takes no longer than messages that are never in each other's way."""
@@ -180,7 +179,7 @@ def test_receives_start_no_earlier_than_they_must(name, sizes):
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data(), SIZES)
 def test_no_speed_of_any_rank_makes_a_deadlock(name, evaluates, data, sizes):
     """Order and batches are those of the usual times, whatever they are; each channel keeps its order."""
