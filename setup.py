@@ -119,9 +119,10 @@ def is_stale(object_file: str, source: str) -> bool:
 
 
 class BuildExt(build_ext):
-    """Compiles only what changed.
+    """Compiles only what changed, also in an editable install, and leaves the libraries in `megalite/` too.
 
-    In an editable install too, which setuptools would build in a fresh folder each time.
+    Python imports `megalite/` of the current folder before the installed package. So `pip install .` must
+    make both usable: users start `torchrun -m megalite` or `pretrain_gpt.py` in the folder that they installed.
     """
 
     def finalize_options(self) -> None:
@@ -130,6 +131,12 @@ class BuildExt(build_ext):
         if self.editable_mode:
             folder = Path("build") / f"editable-{sys.implementation.cache_tag}"
             self.build_temp, self.build_lib = str(folder / "temp"), str(folder / "lib")
+
+    def run(self) -> None:
+        """Builds the libraries, and copies them into the source folder as an editable install does."""
+        super().run()
+        if not self.inplace:
+            self.copy_extensions_to_source()
 
     def build_extensions(self) -> None:
         """Has nvcc compile the `.cu` files, and the C++ compiler all others."""

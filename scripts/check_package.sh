@@ -18,6 +18,10 @@ find "$work/tree" \( -name '*.so' -o -name __pycache__ \) -prune -exec rm -r {} 
   exit 1
 }
 "$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$work/tree"
+compgen -G "$work/tree/megalite/data/_index_builder.*.so" >/dev/null || {
+  echo "error: the build left no libraries in the folder that it was built from" >&2
+  exit 1
+}
 sdist=$(echo "$work"/sdist/megalite-*.tar.gz) wheel=$(echo "$work"/wheel/megalite-*.whl)
 
 say "Building a wheel from the sdist where there is no torch: without the kernels"

@@ -4,3 +4,15 @@ Preprocessing: `preprocessing/` reads text, and `tokenizers/` encode it -> `inde
 Training: `corpus_sources` (which parts of which corpora) -> `gpt_dataset` (samples) -> `blend` ->
 `build_datasets` -> `sampler`, `batch`.
 """
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec(f"{__name__}._index_builder") is None:
+    _package = Path(__file__).parents[1]
+    # An exit, so that a program of several ranks prints one line each instead of a traceback.
+    sys.exit(
+        f"error: {_package} is not compiled: run `pip install {_package.parent}`, or start in another folder "
+        "to use an installed megalite"
+    )

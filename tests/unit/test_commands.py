@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,19 @@ def test_the_documentation_lists_the_commands() -> None:
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = [f"| `megalite {name}` | `{each.script}` | {each.summary} |" for name, each in COMMANDS.items()]
     assert "\n".join(["|---|---|---|", *rows, ""]) in page
+
+
+@pytest.mark.parametrize("program", [("pretrain_gpt.py",), ("-m", "megalite", "train")], ids=" ".join)
+def test_a_folder_that_is_not_compiled_says_what_to_type(program: tuple[str, ...], tmp_path: Path) -> None:
+    """A folder hides the installed package of the same name, whichever way a program is started in it."""
+    shutil.copytree(ROOT / "megalite", tmp_path / "megalite", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
+    ended = subprocess.run(
+        [sys.executable, *program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/megalite is not compiled: run `pip install {tmp_path}`")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
