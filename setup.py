@@ -122,7 +122,7 @@ class BuildExt(build_ext):
     """Compiles only what changed, also in an editable install, and leaves the libraries in `megalite/` too.
 
     Python imports `megalite/` of the current folder before the installed package. So `pip install .` must
-    make both usable: users start `torchrun -m megalite` or `pretrain_gpt.py` in the folder that they installed.
+    make both usable: users start `torchrun -m megalite` or `pretrain_gpt.py` where they installed it from.
     """
 
     def finalize_options(self) -> None:

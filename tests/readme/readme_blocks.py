@@ -1,14 +1,19 @@
-"""Check the output of scripts/quickstart.sh in runs/quickstart: loss, resume, checkpoint and generated text.
+"""Paste the blocks of README.md, in order, into a shell in a fresh clone, and check what comes out.
 
-.ci/run runs this file after the quickstart. Pytest does not collect it by default because of its name.
+.ci/run runs this file. Pytest does not collect it by default because of its name: it takes minutes. The
+clone holds the last commit, not the changes in the working tree.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,14 +21,110 @@ import pytest
 from megalite.data.indexed_dataset import IndexedDataset
 from tests.corpora import split_ranges
 
-RUN = Path(__file__).parents[2] / "runs" / "quickstart"
+ROOT = Path(__file__).parents[2]
 SPLIT = "949,50,1"  # of scripts/examples/quickstart.yaml
 VOCAB_SIZE = 2048
+MARK = "== block"
+SHORT_TEST = "tests/unit/test_files.py"
+"""The tests that `scripts/test.sh` of the README runs here: .ci/run runs all of them."""
+
+
+class Block(NamedTuple):
+    """A block of the README that a reader pastes, and the output that the README shows below it."""
+
+    language: str
+    text: str
+    output: list[str]
+
+    @property
+    def commands(self) -> str:
+        """Return the shell commands that run the block."""
+        return self.text if self.language == "sh" else f"python - <<'END_OF_BLOCK'\n{self.text}END_OF_BLOCK\n"
+
+
+def blocks() -> Iterator[Block]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for found in re.finditer(
+        r"^```(sh|python)\n(.*?)^```\n(.*?)(?=^```|^#|\Z)", text, re.MULTILINE | re.DOTALL
+    ):
+        yield Block(found[1], found[2], [line for line in found[3].splitlines() if line.startswith("    ")])
+
+
+BLOCKS = list(blocks())
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("readme") / "megalite"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outputs(clone: Path) -> list[str]:
+    """Run all blocks in one shell, and return the output of each that ran."""
+    hidden = {"VIRTUAL_ENV", "PYTHONPATH", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["PYTEST_ADDOPTS"] = SHORT_TEST
+    pasted = "".join(f"echo '{MARK}'\n{block.commands}" for block in BLOCKS)
+    log = clone.parent / "log"
+    with log.open("w") as file:
+        command = ["bash", "-e", "-c", pasted]
+        result = subprocess.run(
+            command,
+            cwd=clone,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    text = log.read_text()
+    assert result.returncode == 0, text[-5000:]
+    return text.split(f"{MARK}\n")[1:]
+
+
+def words(line: str) -> list[str]:
+    """Return the words of a line, without those that hold figures or names of parameters."""
+    return [word for word in line.split() if not re.search(r"\d|\w\.\w", word)]
+
+
+def test_every_block_of_the_readme_is_found() -> None:
+    """No block is left out because it is written in another way."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 2 * len(BLOCKS) == len(re.findall("^```", text, re.MULTILINE))
+    assert len(BLOCKS) >= 4
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_block_prints_what_the_readme_shows(outputs: list[str], number: int) -> None:
+    printed = iter(outputs[number].splitlines())
+    for line in BLOCKS[number].output:
+        shown = words(line.split("And God said")[0] or line)[:3] if "And God said" in line else words(line)
+        assert shown, f"nothing of this line can be compared: {line}"
+        pattern = " ".join(".*" if word == "…" else re.escape(word) for word in shown)
+        assert any(re.match(pattern, " ".join(words(each))) for each in printed), f"not printed: {line}"
+
+
+def test_the_installed_package_trains_in_the_clone(outputs: list[str]) -> None:
+    assert re.search(r"^ iteration +10/ +10 .* lm loss: 5\.", outputs[-1], re.MULTILINE)
+
+
+def test_the_loop_of_the_readme_trains(outputs: list[str]) -> None:
+    (python,) = (text for block, text in zip(BLOCKS, outputs, strict=True) if block.language == "python")
+    losses = [float(line) for line in python.splitlines() if re.fullmatch(r"\d+\.\d+", line)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.fixture(scope="module")
+def run(clone: Path, outputs: list[str]) -> Path:
+    """Return the folder of the quickstart's run."""
+    return clone / "runs" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +147,9 @@ def test_the_resumed_run_continued_from_the_checkpoint(lines: list[dict[str, Any
     assert abs(losses[220] - losses[200]) < 0.25
 
 
-def test_it_beats_a_unigram_model(validations: dict[int, float]) -> None:
+def test_it_beats_a_unigram_model(run: Path, validations: dict[int, float]) -> None:
     """Compare with the cross-entropy of the validation documents under the training token frequencies."""
-    dataset = IndexedDataset(str(RUN / "corpus_text_document"))
+    dataset = IndexedDataset(str(run / "corpus_text_document"))
     train, valid, _ = split_ranges(SPLIT, len(dataset))
     assert train is not None
     assert valid is not None
@@ -60,14 +161,14 @@ def test_it_beats_a_unigram_model(validations: dict[int, float]) -> None:
     assert validations[300] < unigram - 1.0
 
 
-def test_tensorboard_files_and_checkpoint_exist() -> None:
-    assert list((RUN / "tensorboard").glob("events.out.tfevents.*"))
-    assert (RUN / "checkpoints" / "latest").read_text().strip() == "iter_0000300"
-    assert len(list((RUN / "checkpoints" / "iter_0000300").glob("*.safetensors"))) == 4
+def test_tensorboard_files_and_checkpoint_exist(run: Path) -> None:
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    assert (run / "checkpoints" / "latest").read_text().strip() == "iter_0000300"
+    assert len(list((run / "checkpoints" / "iter_0000300").glob("*.safetensors"))) == 4
 
 
-def test_it_generated_text() -> None:
-    text = (RUN / "text.txt").read_text()
+def test_it_generated_text(run: Path) -> None:
+    text = (run / "text.txt").read_text()
     assert text.startswith("And God said")
     words = text.removeprefix("And God said").split()
     assert len(words) > 5
