@@ -85,6 +85,7 @@ class HostCopy:
         with torch.cuda.stream(stream):
             for copy, tensor in pairs:
                 copy.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # a temporary's memory is not reused before the copy has run
             self._done = stream.record_event()
 
 
