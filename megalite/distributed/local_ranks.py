@@ -127,8 +127,11 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float) -> lis
             try:
                 succeeded, answer = pickle.loads(receiver.recv_bytes())
             except EOFError:
+                process = ranks[rank][0]
+                process.join(timeout=5.0)
                 raise RankError(
-                    f"rank {rank} ended without an answer (exit {ranks[rank][0].exitcode})"
+                    f"rank {rank} ended without an answer (exit {process.exitcode}): its error is above. A "
+                    "program of your own must start ranks from a file, below `if __name__ == '__main__':`"
                 ) from None
             if not succeeded:
                 raise answer
