@@ -20,22 +20,31 @@ from torch._C._autograd import _get_sequence_nr
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # exported for subclasses
+
+# The public torch.overrides.TorchFunctionMode does not see the operators of backward passes.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Functions on nested lists, tuples and dicts have no public module.
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Operators. torch.optim's classes use those on lists of tensors, but only within steps of their own.
+# Operators on lists of tensors. The public classes of torch.optim use them within steps of their own only.
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 fused_adamw_ = torch._fused_adamw_
-scaled_mm = torch._scaled_mm  # torch.nn.functional.scaled_mm has no CPU kernel in torch 2.11
-unsafe_view = torch.ops.aten._unsafe_view  # autograd lets the result of a public view not be changed in place
-# The kernels of scaled_dot_product_attention, of which the public function runs one, and what `item` runs.
+
+# The public torch.nn.functional.scaled_mm has no CPU kernel in torch 2.11.
+scaled_mm = torch._scaled_mm
+
+# The result of a public view that an autograd Function returns must not be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view
+
+# What dispatch modes see of scaled_dot_product_attention and of Tensor.item, instead of the public names.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 unfused_attention = torch.ops.aten._scaled_dot_product_attention_math
@@ -45,7 +54,10 @@ read_scalar = torch.ops.aten._local_scalar_dense.default
 
 
 def selected_attention(*arguments: Any, **options: Any) -> int:
-    """Return the number of the SDPBackend that `scaled_dot_product_attention` selects; it takes the same."""
+    """Return the number of the SDPBackend that `scaled_dot_product_attention` selects for these arguments.
+
+    The public `torch.backends.cuda.can_use_flash_attention` and the like return what could be selected.
+    """
     return torch._fused_sdp_choice(*arguments, **options)
 
 
@@ -60,10 +72,6 @@ def has_kernel(operator: str, key: str) -> bool:
     `torch.library.get_kernel` also finds the kernel that the dispatcher falls back to.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
-
-
-COMPILER = "torch._dynamo"
-"""Module that FSDP imports when it first shards a module, in about a second."""
 
 
 def scoped_library(namespace: str, kind: str) -> AbstractContextManager[torch.library.Library]:
@@ -88,7 +96,10 @@ def storage_number(storage: torch.UntypedStorage) -> int:
 
 
 def next_node_number() -> int:
-    """Return a number that is above those of autograd's nodes so far, and not above those of later ones."""
+    """Return a number that is above those of autograd's nodes so far, and not above those of later ones.
+
+    Hooks on nodes are public, but not which module has made a node: these numbers say it.
+    """
     return _get_sequence_nr()
 
 
@@ -103,7 +114,10 @@ def profiler_options(*, verbose: bool) -> Any:
 
 
 def start_memory_history() -> None:
-    """Record each allocation of GPU memory from now on, with its call stack."""
+    """Record each allocation of GPU memory from now on, with its call stack.
+
+    torch's documentation of its memory viewer names this function and the next two.
+    """
     torch.cuda.memory._record_memory_history()
 
 
@@ -117,9 +131,16 @@ def save_memory_history(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
+COMPILER = "torch._dynamo"
+"""Module that FSDP imports when it first shards a module, in about a second."""
+
+
 @contextmanager
 def compilations_observed(begin: Callable[..., None], end: Callable[..., None]) -> Iterator[None]:
-    """Call the functions when torch.compile begins and ends to compile something in this block."""
+    """Call the functions when torch.compile begins and ends to compile something in this block.
+
+    The public `torch.compiler` has no such hook.
+    """
     from torch._dynamo.callback import callback_handler  # takes a second to import
 
     callback_handler.register_start_callback(begin)
@@ -132,18 +153,21 @@ def compilations_observed(begin: Callable[..., None], end: Callable[..., None]) 
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives and messages this rank has started in the group."""
+    """Return how many collectives and messages this rank has started in the group, to find late ranks."""
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
 
 def flight_recorder(device_type: str) -> Callable[..., bytes] | None:
-    """Return the function that pickles NCCL's or gloo's last collectives; None if this torch has none."""
+    """Return the function that pickles NCCL's or gloo's last collectives; None if this torch has none.
+
+    Public are only the settings by which torch's own watchdog of NCCL writes them.
+    """
     name = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}.get(device_type, "")
     return getattr(_distributed_c10d, name, None)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str, options: Any) -> DeviceMesh:
-    """Return the product of a mesh's axes as one axis of this name.
+    """Return the product of a mesh's axes as one axis of this name. Public functions slice meshes only.
 
     Args:
         options: of its process groups; None for torch's defaults.

@@ -67,7 +67,7 @@ if [ ! -x .venv/bin/torchrun ]; then # torch is not in .venv, and the torchrun b
   printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m torch.distributed.run "$@"\n' "$PWD" >.venv/bin/torchrun
   chmod +x .venv/bin/torchrun
 fi
-cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")')
+cuda=$(.venv/bin/python -W ignore -c 'import torch; print(torch.version.cuda or "")')
 if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda" 2>&1); then
   if [ "${cuda%%.*}" -ge 13 ]; then # before CUDA 13 the packages hold no nvcc
     say "Installing the CUDA compiler from Python packages: $missing"
