@@ -26,7 +26,7 @@ for minor, torch in runpy.run_path("megalite/torch_versions.py")["supported_pair
 END
   )
   printf '%s\n' "" "${results[@]}"
-  [[ "${results[*]}" != *failed:* ]]
+  [[ "${results[*]}" == *passed:* && "${results[*]}" != *failed:* ]]
   exit
 fi
 

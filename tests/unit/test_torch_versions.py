@@ -13,7 +13,7 @@ import torch
 
 from megalite.config import Config
 from megalite.distributed.topology import Launch
-from megalite.torch_versions import TESTED, is_too_old, minor_of, untested_warning
+from megalite.torch_versions import TESTED, is_too_old, minor_of, supported_pairs, untested_warning
 from megalite.train.setup import prepare_process
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +169,44 @@ def test_another_flag_is_refused(tmp_path: Path) -> None:
     status, output = Checkout(tmp_path, "2.15.0").install("--replace")
     assert status == 1
     assert output == "error: scripts/install.sh has no flag --replace: the one it has is --replace-torch\n"
+
+
+@pytest.mark.parametrize("failing", ["2.13.0", "none"])
+def test_all_supported_pairs_are_checked(failing: str, tmp_path: Path) -> None:
+    """Installation and tests are replaced by programs that only pass or fail; two Pythons are there."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "megalite").mkdir()
+    shutil.copy(ROOT / "scripts" / "check_versions.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "megalite" / "torch_versions.py", tmp_path / "megalite")
+    programs = {
+        "scripts/install.sh": "mkdir -p .venv/bin; cp true .venv/bin/python",
+        "true": "",
+        "scripts/test.sh": f'[ "$TORCH_VERSION" != {failing} ]',
+        "bin/python3.10": "",
+        "bin/python3.12": "",
+        "bin/python3": f'exec {sys.executable} "$@"',
+    }
+    for name, code in programs.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "cp", "dirname", "git", "mkdir", "mktemp", "rm", "sh", "tar"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    done = subprocess.run(
+        ["bash", tmp_path / "scripts" / "check_versions.sh"],
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+    )
+    expected = {
+        f"{'failed' if version == failing else 'passed'}: python3.{minor}, torch {version}"
+        for minor, version in supported_pairs()
+        if minor in (10, 12)
+    } | {
+        f"not run: python3.{minor}, torch {version}: there is no python3.{minor}"
+        for minor, version in supported_pairs()
+        if minor in (11, 13)
+    }
+    assert set(done.stdout.splitlines()[-len(expected) :]) == expected, done.stderr
+    assert (done.returncode == 0) == (failing == "none")
