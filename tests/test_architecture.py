@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "files", "log", "microbatch", "commands"),
+    ("errors", "files", "log", "microbatch", "commands", "torch_private", "torch_versions"),
     ("config", "hardware", "kernels"),
     ("distributed",),
     ("tensor_parallel",),

@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.save_agreement import SaveError
@@ -273,7 +272,7 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
         assert shared[0] is not None
         yield lease or FolderLease(Path(folder), *shared[0])
         # Another rank may be writing the last metrics, for which it reads the lease.
-        wait_for_all(_get_default_store(), topology.world_size)
+        wait_for_all(topology.store, topology.world_size)
     finally:
         if lease is not None:
             lease.release()

@@ -19,7 +19,7 @@ from megalite.distributed.store_barrier import at_work, wait_for_key
 from megalite.errors import UserError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 _DONE, _FAILED = "+", "-"
 

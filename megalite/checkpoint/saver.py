@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
@@ -257,7 +256,7 @@ class Saver:
             self._name = names[0]
         self._num_saves += 1
         name = f"save/{self._name}/{self._num_saves}"
-        return SaveAgreement(_get_default_store(), topology.rank, topology.world_size, name)
+        return SaveAgreement(topology.store, topology.rank, topology.world_size, name)
 
     def _end(self, is_last: bool = False) -> None:
         """Wait for the running save, log its outcome, and raise what must end the run."""

@@ -23,7 +23,7 @@ import megalite
 from megalite.errors import UserError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 RankRecord = Mapping[str, str]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from megalite.distributed.topology import Axis, Topology
 
 # torch 2.13 renamed both; 2.11 knows the old names alone.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduce_from(x: Tensor, axis: Axis, *, in_place: bool = False) -> Tensor:
@@ -98,25 +98,25 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     """Start an all-gather over the first dim: ``[s / size, ...]`` -> ``[s, ...]``."""
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    work = _all_gather(whole.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    work = all_gather_single(whole.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending(whole, work, axis, "all-gather")
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     """Start a reduce-scatter over the first dim: ``[s, ...]`` -> ``[s / size, ...]``."""
     mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    work = _reduce_scatter(mine.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    work = reduce_scatter_single(mine.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending(mine, work, axis, "reduce-scatter")
 
 
 def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis) -> Pending:
     """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` may be this rank's part of it."""
-    return Pending(whole, _all_gather(whole, mine, group=axis.group, async_op=True), axis, "all-gather")
+    return Pending(whole, all_gather_single(whole, mine, group=axis.group, async_op=True), axis, "all-gather")
 
 
 def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
     """Start a reduce-scatter of the ranks' flat `whole` into `mine`, which may be this rank's part of it."""
-    work = _reduce_scatter(mine, whole, group=axis.group, async_op=True)
+    work = reduce_scatter_single(mine, whole, group=axis.group, async_op=True)
     return Pending(mine, work, axis, "reduce-scatter")
 
 

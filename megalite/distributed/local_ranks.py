@@ -22,13 +22,14 @@ import torch.distributed as dist
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Launch, Topology
 from megalite.errors import UserError
+from megalite.torch_private import COMPILER
 
 _PRELOADED = ("megalite.distributed.topology", "megalite.train.trainer", "megalite.cli.train", "pytest")
 """Modules that ranks import, and that the fork server imports for them if this process uses them."""
 _FIRST_STEP = (
     "torch.fx.experimental.symbolic_shapes",  # by torch's first backward
     "megalite.optim.fully_sharded",  # by ZeRO 3
-    "torch._dynamo",  # by FSDP when it first shards a module
+    COMPILER,
 )
 """Modules that a rank imports only when it trains: two seconds of CPU time."""
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megalite.torch_private import flatten_mesh
+
 AXES = ("pp", "dp", "tp")
 """Mesh axes, outermost first. A further axis is an entry here and a size in topology's `_axis_sizes`."""
 
@@ -37,7 +39,7 @@ def build_mesh(
         backend_override=group_options(device_type, dp, REPLICATE, SHARD),
     )
     options = group_options(device_type, dp, "dp")
-    whole = mesh[REPLICATE, SHARD]._flatten("dp", None if options is None else options["dp"])
+    whole = flatten_mesh(mesh[REPLICATE, SHARD], "dp", None if options is None else options["dp"])
     return mesh, {"dp": whole, **{name: mesh[name] for name in names}}
 
 

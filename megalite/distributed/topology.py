@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
@@ -234,17 +233,20 @@ class Topology:
         Raises:
             UserError: world size is not tp * pp * dp.
         """
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
         sizes = _axis_sizes(parallel, world_size)
         shard_degree = _shard_degree(parallel, sizes[AXES.index("dp")], world_size)
         if "meta" not in (devices := dist.Backend.backend_capability["fake"]):
             devices.append("meta")  # not in torch's list
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
         try:
             yield _from_mesh(sizes, shard_degree, rank, torch.device(device), kind=FakeTopology)
         finally:
             dist.destroy_process_group()
+
+    @property
+    def store(self) -> Store:
+        """The store that all ranks of the run share."""
+        return self.world.group.get_group_store()
 
     @property
     def is_reporter(self) -> bool:
@@ -264,14 +266,13 @@ class Topology:
         collective, and may take longer on some ranks than a collective's time-out.
         """
         mistake: str | None = None
-        store = _get_default_store()
         try:
-            with at_work(store):
+            with at_work(self.store):
                 yield
         except UserError as error:
             mistake = str(error)
         with self.world.wait(STORE_BARRIER):
-            wait_for_all(store, self.world_size)
+            wait_for_all(self.store, self.world_size)
         mistakes: list[str | None] = [None] * self.world_size
         with self.world.wait("all-gather", "errors"):
             dist.all_gather_object(mistakes, mistake)
@@ -289,7 +290,7 @@ class Topology:
         """
         if self.world_size > 1:
             with suppress(dist.DistError):  # a rank is gone: the next collective reports it better
-                check_agreement(_get_default_store(), self.rank, self.world_size, record, topic)
+                check_agreement(self.store, self.rank, self.world_size, record, topic)
 
 
 class FakeTopology(Topology):
@@ -457,9 +458,10 @@ def _from_mesh(
         parts = [part for axis in axes.values() for part in axis.parts]
         for group in (*(part.group for part in parts), axes["pp"].backward_group):
             if group is not None:
-                _set_pg_timeout(timeout, group)
+                group.set_timeout(timeout)
     size = mesh.size()
-    world = Axis(WORLD, size, rank, tuple(range(size)), _get_default_group())
+    assert dist.group.WORLD is not None
+    world = Axis(WORLD, size, rank, tuple(range(size)), dist.group.WORLD)
     return kind(rank=rank, world_size=size, device=device, mesh=mesh, world=world, **axes)
 
 

@@ -16,12 +16,13 @@ from megalite.distributed.topology import Launch, Topology
 from megalite.dry_run.corpus_estimate import corpora_of
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
-from megalite.dry_run.meta_tensors import fsdp_on_meta, meta_tensors
+from megalite.dry_run.meta_tensors import meta_tensors
 from megalite.dry_run.repetition import Repetition, repetition_of
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.stage import StageProvider
 from megalite.plan.model_parameters import total_parameters
+from megalite.torch_private import fsdp_on_meta
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data

@@ -9,18 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-
-class Mode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper that disables torch.compile.
-
-    Nothing is compiled in a dry run. The wrapper takes half of the time under a mode, and seconds to import.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+from megalite.torch_private import EagerMode, storage_number
 
 
 @dataclass
@@ -31,7 +21,7 @@ class _Held:
     size: int
 
 
-class LiveBytes(Mode):
+class LiveBytes(EagerMode):
     """Count the bytes of storages that operators in this block made and that are still referenced.
 
     Tensors saved by autograd are included, workspace that a kernel allocates while it runs is not.
@@ -45,7 +35,7 @@ class LiveBytes(Mode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self._held: dict[int, _Held] = {}  # by the storage's address
+        self._held: dict[int, _Held] = {}  # by the storage's number
 
     def __enter__(self) -> LiveBytes:
         self._resizing = patch.object(torch.UntypedStorage, "resize_", self._resize)
@@ -64,7 +54,7 @@ class LiveBytes(Mode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             out = original(storage, size)
-            if held := self._held.get(storage._cdata):
+            if held := self._held.get(storage_number(storage)):
                 self._add(size - held.size)
                 held.size = size
             return out
@@ -85,14 +75,14 @@ class LiveBytes(Mode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._held:  # a view, an in-place result, or seen before
+        number, size = storage_number(storage), storage.nbytes()
+        if number in self._held:  # a view, an in-place result, or seen before
             return
 
         def forget(_: object) -> None:
-            self.now -= self._held.pop(address).size
+            self.now -= self._held.pop(number).size
 
-        self._held[address] = _Held(weakref.ref(storage, forget), size)
+        self._held[number] = _Held(weakref.ref(storage, forget), size)
         self._add(size)
 
     def _add(self, size: int) -> None:

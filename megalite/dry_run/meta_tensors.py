@@ -1,19 +1,26 @@
-"""Let a training iteration run on meta tensors: fake reads, a GPU's attention, cached results, and FSDP."""
+"""Let a training iteration run on meta tensors: fake reads, a GPU's attention and cached results."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from megalite.dry_run.live_bytes import Mode
 from megalite.kernels.library import NAMESPACE
+from megalite.torch_private import (
+    EagerMode,
+    efficient_attention,
+    flash_attention,
+    read_scalar,
+    schema_of,
+    scoped_library,
+    storage_number,
+    unfused_attention,
+)
 
-_READ = torch.ops.aten._local_scalar_dense.default
 FIGURE = 1.0
 """Value of every number that the host reads from the device, such as a loss or a norm."""
 
@@ -21,28 +28,8 @@ FIGURE = 1.0
 @contextmanager
 def meta_tensors() -> Iterator[None]:
     """Let the training code run on meta tensors in this block, without changes to that code."""
-    with torch.library._scoped_library("aten", "IMPL") as library, _MetaOperators():
+    with scoped_library("aten", "IMPL") as library, _MetaOperators():
         library.impl("scaled_dot_product_attention", _fused_attention, "AutogradMeta")
-        yield
-
-
-@contextmanager
-def fsdp_on_meta() -> Iterator[None]:
-    """Let `fully_shard` shard, all-gather and reduce-scatter meta tensors in this block.
-
-    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``; on
-    the latter they do nothing. Outside of a CPU, FSDP requires that recording an event returns one.
-    """
-    from torch.distributed.fsdp._fully_shard import _fully_shard as interface  # seconds to import
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(torch, "meta", torch.cpu, create=True))
-        stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()))
-        stack.enter_context(
-            patch.object(interface, "_get_device_from_mesh", lambda mesh: torch.device("meta"))
-        )
-        stack.enter_context(patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None))
         yield
 
 
@@ -61,7 +48,7 @@ _ITSELF = _Like((), (), torch.float32)
 """Marks the first argument as the result, of an in-place operator: on meta tensors it has nothing to do."""
 
 
-class _MetaOperators(Mode):
+class _MetaOperators(EagerMode):
     """Return `FIGURE` for reads, and compute each operator's result once for the same sizes.
 
     torch's meta implementations are Python code, which takes a hundred times as long as a look-up. Layers and
@@ -80,7 +67,7 @@ class _MetaOperators(Mode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _READ and args[0].is_meta:
+        if func is read_scalar and args[0].is_meta:
             return type(args[0].new_empty((), device="cpu").item())(FIGURE)
         if func not in self._repeatable:
             self._repeatable[func] = _is_repeatable(func)
@@ -107,14 +94,14 @@ class _MetaOperators(Mode):
             self._known[key] = _ITSELF
             return
         results = out if isinstance(out, tuple) else (out,)
-        input_storages = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+        input_storages = {storage_number(each.untyped_storage()) for each in args if isinstance(each, Tensor)}
         likes: list[_Like | None] = []
         for each in results:
             if each is not None:
                 if (
                     not isinstance(each, Tensor)
                     or not each.is_meta
-                    or each.untyped_storage()._cdata in input_storages
+                    or storage_number(each.untyped_storage()) in input_storages
                 ):
                     return
                 likes.append(_Like(tuple(each.shape), each.stride(), each.dtype))
@@ -132,7 +119,7 @@ class _HasValuesError(Exception):
 
 def _is_repeatable(func: Any) -> bool:
     """Return whether an operator only makes new tensors, or only changes its first argument."""
-    schema = func._schema
+    schema = schema_of(func)
     if func.namespace not in ("aten", NAMESPACE):
         return False
     if schema.name in _IN_PLACE:
@@ -168,15 +155,14 @@ def _fused_attention(
 
     torch alone would use the unfused attention for meta tensors, which saves the scores.
     """
-    aten = torch.ops.aten
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
-        flash = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        flash = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         return flash[0]
     if query.dtype == torch.float64 or enable_gqa:  # no GPU kernel supports these
-        unfused = aten._scaled_dot_product_attention_math
-        out = unfused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        out = unfused_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         return out[0]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    efficient = aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

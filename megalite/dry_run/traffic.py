@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from megalite.distributed.mesh import AXES
 from megalite.distributed.topology import Topology
-from megalite.dry_run.live_bytes import Mode
+from megalite.torch_private import EagerMode, schema_of, tree_leaves
 
 
 class _Operator(NamedTuple):
@@ -53,7 +52,7 @@ class CollectiveCall(NamedTuple):
     num_bytes: int
 
 
-class Traffic(Mode):
+class Traffic(EagerMode):
     """Count all calls of torch.distributed on each axis.
 
     Attributes:
@@ -76,7 +75,7 @@ class Traffic(Mode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func.namespace == "c10d":
-            self._count(_OPERATORS[func._schema.name.removeprefix("c10d::")], args)
+            self._count(_OPERATORS[schema_of(func).name.removeprefix("c10d::")], args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, operator: _Operator, args: Sequence[Any]) -> None:

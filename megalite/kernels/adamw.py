@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.library import NAMESPACE
+from megalite.torch_private import foreach_copy_, foreach_mul_, fused_adamw_
 
 _OP = f"{NAMESPACE}::adamw_"
 
@@ -85,9 +86,9 @@ def reference(
     rank's start, and count the steps of each tensor.
     """
     if divisor is not None and main[0].dtype == torch.float64:
-        torch._foreach_mul_(gradients, torch.where(is_good, divisor.reciprocal(), 1.0))
+        foreach_mul_(gradients, torch.where(is_good, divisor.reciprocal(), 1.0))
         divisor = None  # the fused op would round it to fp32
-    torch._fused_adamw_(
+    fused_adamw_(
         main,
         gradients,
         exp_avg,
@@ -105,7 +106,7 @@ def reference(
         found_inf=is_good.logical_not().float(),
     )
     if rounded:
-        torch._foreach_copy_(rounded, main)
+        foreach_copy_(rounded, main)
 
 
 torch.library.impl(_OP, "default", reference)  # on every device without a compiled kernel

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalite.errors import UserError, first_line
 from megalite.log import log
+from megalite.torch_private import has_kernel
 
 NAMESPACE = "megalite"
 
@@ -162,7 +163,7 @@ def is_compiled(op: str, device_type: str) -> bool:
     return (
         key is not None
         and not (device_type == "cuda" and op in _AT_RUN_TIME)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op}", key)
+        and has_kernel(f"{NAMESPACE}::{op}", key)
     )
 
 

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from megalite.errors import UserError, first_line
 from megalite.hardware.host_buffers import HostBuffer, HostBuffers, HostMemoryError
 from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
+from megalite.torch_private import storage_number, tree_leaves
 
 MIN_BYTES = 1 << 14
 """Smallest storage to copy: starting a copy takes as long as copying this many bytes."""
@@ -170,7 +170,7 @@ class _SavedGroup:
         if self._layers is not None:  # the first tensor: ZeRO stage 3 has gathered the parameters by now
             parameters = (parameter for layer in self._layers for parameter in layer.parameters())
             self._kept, self._layers = self._kept | _storages(parameters), None
-        number = storage._cdata
+        number = storage_number(storage)
         if number in self._kept:
             return tensor.detach()
         piece = self.pieces.get(number) or self._before.get(number)
@@ -208,7 +208,7 @@ class _SavedGroup:
 
 def _storages(tensors: Iterable[Any]) -> set[int]:
     """Return the numbers of the tensors' storages, each valid as long as its storage exists."""
-    return {each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}
+    return {storage_number(each.untyped_storage()) for each in tensors if isinstance(each, Tensor)}
 
 
 def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> None:

@@ -23,6 +23,7 @@ from megalite.kernels.library import compile_problem
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.torch_private import selected_attention
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
@@ -133,7 +134,7 @@ def kernel_of(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     q, k, bias = _tensors(case)
     with sdpa_kernel(by_speed(kernels, case.context.device), set_priority=True):
         selected = SDPBackend(
-            torch._fused_sdp_choice(q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
+            selected_attention(q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
         )
     version = torch.backends.cudnn.version()
     installed = f"cuDNN {cudnn_version(version)}" if version else "no cuDNN"

@@ -39,6 +39,7 @@ from megalite.model.layer import TransformerLayer
 from megalite.model.positions import PositionInfo
 from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
+from megalite.torch_private import storage_number
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Keeps a tensor for backward: returns a function that returns the tensor."""
@@ -305,10 +306,10 @@ class _DroppedOutput:
 
     def __init__(self, region: _Region, y: Tensor) -> None:
         self.region = region
-        self.storage = y.untyped_storage()._cdata  # its identity; data_ptr() is 0 for all meta tensors
+        self.storage = storage_number(y.untyped_storage())
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.untyped_storage()._cdata != self.storage:
+        if storage_number(tensor.untyped_storage()) != self.storage:
             return tensor.detach()
         return tensor.size(), tensor.stride(), tensor.storage_offset()
 

@@ -15,6 +15,7 @@ from megalite.optim.flat_buffers import Bucket, BucketEntry, ParameterShard
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
+from megalite.torch_private import foreach_div_, foreach_mul_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments by torch's names."""
@@ -271,6 +272,6 @@ def _divide(gradients: Sequence[Tensor], divisor: Tensor) -> None:
     if not gradients:
         return
     if gradients[0].dtype == torch.float64:
-        torch._foreach_mul_(list(gradients), divisor.reciprocal())
+        foreach_mul_(list(gradients), divisor.reciprocal())
     else:
-        torch._foreach_div_(list(gradients), divisor.float())
+        foreach_div_(list(gradients), divisor.float())

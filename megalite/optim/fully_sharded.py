@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from megalite.config import OptimizerConfig, ParallelConfig
+from megalite.distributed.collectives import all_gather_single, reduce_scatter_single
 from megalite.distributed.observer import EventStack, Wait
 from megalite.distributed.topology import Axis, Topology
 from megalite.optim.adamw import MOMENTS
@@ -28,6 +27,7 @@ from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, num_used, spec_of
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 from megalite.tensor_parallel.weight_gradient_store import WeightGradient, run_stored
+from megalite.torch_private import all_gather_waits_for, unsharded_parameters, wait_for_reductions
 
 
 class FullyShardedParameter:
@@ -129,6 +129,10 @@ def shard_module(
     names = {parameter: name for name, parameter in named.items()}
     dp = topology.dp
     mesh = topology.mesh["dp"] if dp.replicate is None else topology.mesh[dp.replicate.name, dp.shard.name]
+    gather = Wait(dp.shard.name, "all-gather", "weights")
+    reduce = Wait(dp.shard.name, "reduce-scatter", "gradients")
+    all_gather = _PostedCollective(all_gather_single, topology.events, gather)
+    reduce_scatter = _PostedCollective(reduce_scatter_single, topology.events, reduce)
     for unit in (*blocks, module):
         for owner in unit.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
@@ -140,8 +144,9 @@ def shard_module(
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is a mean already
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        unit.set_custom_all_gather(_PostedAllGather(topology.events, dp.shard.name))
-        unit.set_custom_reduce_scatter(_PostedReduceScatter(topology.events, dp.shard.name))
+        # The types that FSDP declares are private, and ask for no more than these methods.
+        unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
     sharded = []
     for name, parameter in module.named_parameters():
         if parameter in shared:
@@ -151,28 +156,24 @@ def shard_module(
     return sharded
 
 
-class _PostedAllGather(DefaultAllGather):
-    """FSDP's all-gather; posts the wait for it."""
+class _PostedCollective:
+    """A collective of FSDP that posts the wait for it. FSDP calls `allocate` and the object itself.
 
-    def __init__(self, events: EventStack, axis: str) -> None:
-        super().__init__()
-        self._events, self._axis = events, axis
+    Args:
+        run: takes the output, the input, the group and what else FSDP passes.
+        wait: that is posted.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.distributed.Work | None:
-        with self._events.during(Wait(self._axis, "all-gather", "weights")):
-            return super().__call__(*args, **kwargs)
+    def __init__(self, run: Callable[..., Any], events: EventStack, wait: Wait) -> None:
+        self._run, self._events, self._wait = run, events, wait
 
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for an input or output."""
+        return torch.empty(size, dtype=dtype, device=device)
 
-class _PostedReduceScatter(DefaultReduceScatter):
-    """FSDP's reduce-scatter; posts the wait for it."""
-
-    def __init__(self, events: EventStack, axis: str) -> None:
-        super().__init__()
-        self._events, self._axis = events, axis
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.distributed.Work:
-        with self._events.during(Wait(self._axis, "reduce-scatter", "gradients")):
-            return super().__call__(*args, **kwargs)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self._events.during(self._wait):
+            return self._run(output_tensor, input_tensor, *args, **kwargs)
 
 
 def _flat_outputs(weight: Tensor, key: str) -> Tensor:
@@ -252,18 +253,14 @@ class ShardedChunk:
         self._num_left -= 1
         self._root.set_requires_all_reduce(self._num_left <= 0)
 
-    def groups(self) -> Iterator[FSDPParamGroup]:
-        """Yield the groups of parameters that are communicated together."""
+    def reductions(self) -> Iterator[tuple[nn.Parameter, Callable[[], None]]]:
+        """Yield the full parameters, each with the function that reduces its unit's gradients."""
         for unit in self._units:
-            state = unit._get_fsdp_state()
-            if hasattr(state, "_fsdp_param_groups"):
-                yield from state._fsdp_param_groups
-            elif state._fsdp_param_group is not None:  # an older torch has one group a unit
-                yield state._fsdp_param_group
+            yield from unsharded_parameters(unit)
 
     def wait_for_reductions(self) -> None:
         """Let the device wait for reductions that began outside of a backward pass."""
-        self._units[-1]._get_fsdp_state()._root_post_backward_final_callback()
+        wait_for_reductions(self._units[-1])
 
     def free_weights(self) -> None:
         """Free the full weights."""
@@ -326,7 +323,7 @@ class FullyShardedOptimizer(BaseOptimizer):
                     and has_one_reduction,
                 )
             )
-        self._group_of: dict[nn.Parameter, FSDPParamGroup] = {}
+        self._reduce_of: dict[nn.Parameter, Callable[[], None]] = {}
         self.local = [each for each in self.parameters if each.main.numel() > 0]
         units = [pair for chunk in self._chunks for pair in chunk.units()]
         offload = self._allocate_moments(units, config, parallel, topology)
@@ -399,16 +396,15 @@ class FullyShardedOptimizer(BaseOptimizer):
         """Wait until a unit's shards are updated, before FSDP gathers them."""
         assert self.offload is not None and isinstance(unit, FSDPModule)
         for event in self.offload.wait(states):  # the stream of the all-gather waits for nothing else
-            unit._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream.wait_event(event)
+            all_gather_waits_for(unit, event)
 
     def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
         """Compute stored weight gradients, and reduce-scatter each layer's before the next layer's."""
-        if not self._group_of:  # the full parameters exist since the first forward
-            groups = (group for chunk in self._chunks for group in chunk.groups())
-            self._group_of = {each.unsharded_param: group for group in groups for each in group.fsdp_params}
-        for group, of_group in groupby(gradients, lambda each: self._group_of[each.weight]):
-            run_stored(of_group)
-            group.post_backward()
+        if not self._reduce_of:  # the full parameters exist since the first forward
+            self._reduce_of = dict(pair for chunk in self._chunks for pair in chunk.reductions())
+        for reduce, of_unit in groupby(gradients, lambda each: self._reduce_of[each.weight]):
+            run_stored(of_unit)
+            reduce()
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter's main weights in its local shape; every rank of dp must call it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
+from megalite.torch_private import foreach_norm
 
 BLOCKS = {"cpu": 2**16}
 """Elements whose squares are summed in one call, by device; elsewhere all, which the op itself splits.
@@ -41,7 +42,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     here: list[Tensor] = []
     offloaded: list[Tensor] = []  # main weights may be
-    for norm in torch._foreach_norm(blocks):
+    for norm in foreach_norm(blocks):
         (here if norm.device.type == device.type else offloaded).append(norm)
     norms = torch.cat([torch.stack(part).to(device) for part in (here, offloaded) if part])
     return norms.double().square().sum()

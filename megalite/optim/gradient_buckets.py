@@ -13,6 +13,7 @@ from megalite.distributed.collectives import Pending, flat_all_gather, flat_redu
 from megalite.distributed.topology import Axis
 from megalite.optim.flat_buffers import Bucket, BucketEntry
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.torch_private import foreach_zero_
 
 MESSAGE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the config's grad_communication_dtype; None is the dtype in which gradients accumulate."""
@@ -169,7 +170,7 @@ class GradientBuffer:
         """Return the full buffer, ``[size]``, with zeros for the parameters that have got no gradient."""
         if self.stale:
             missing = [entry for entry in self.bucket.entries if entry.name in self.stale]
-            torch._foreach_zero_([self.bucket.view(self.full, entry) for entry in missing])
+            foreach_zero_([self.bucket.view(self.full, entry) for entry in missing])
             self.stale.clear()
         return self.full
 

@@ -32,6 +32,7 @@ from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import num_used
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 from megalite.tensor_parallel.weight_gradient_store import WeightGradient, run_stored
+from megalite.torch_private import foreach_copy_, foreach_mul_
 
 
 class CountedShard(NamedTuple):
@@ -153,7 +154,7 @@ class BaseOptimizer(ABC):
                 self._sum_over_tp()
         with observed(self.observers, "optimizer-unscale-and-check-inf"):
             if scale is not None and (gradients := self._owned_gradients()):
-                torch._foreach_mul_(gradients, scale)
+                foreach_mul_(gradients, scale)
                 if self.offload is not None:
                     self.offload.forget_gradients()  # what backward copied to the host is not scaled
             return global_norm(self._norm_gradients(), self.topology) / self.scaler.scale
@@ -168,7 +169,7 @@ class BaseOptimizer(ABC):
         pairs = zip(self.adamw.states, self._owned_gradients(), strict=True)
         if gradients := [gradient for state, gradient in pairs if not self._is_complete(state)]:
             total = all_reduce(torch.cat(gradients), self.topology.tp)
-            torch._foreach_copy_(gradients, list(total.split([tensor.numel() for tensor in gradients])))
+            foreach_copy_(gradients, list(total.split([tensor.numel() for tensor in gradients])))
 
     def step(
         self,

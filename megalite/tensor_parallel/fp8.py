@@ -22,6 +22,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Axis
 from megalite.errors import UserError
 from megalite.kernels.library import at_run_time
+from megalite.torch_private import scaled_mm, unsafe_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
@@ -67,9 +68,9 @@ def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_f
     Args:
         is_fast: let Hopper GPUs accumulate with fewer bits, which is too few for gradients.
     """
-    return torch._scaled_mm(
+    return scaled_mm(
         a.numbers,
-        b.numbers.t(),  # _scaled_mm requires a column-major second operand
+        b.numbers.t(),  # scaled_mm requires a column-major second operand
         scale_a=a.scale,
         scale_b=b.scale,
         bias=bias,
@@ -127,7 +128,7 @@ class Fp8Gemm:
 def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     """Reshape `y` ``[s b, out]`` to ``[s, b, out]``, by the shape of `x` ``[s, b, in]``."""
     # Not a view: the ranks sum the result in place.
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+    return unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 class _Traced(torch.autograd.Function):

@@ -22,15 +22,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import run_as_written
+from megalite.torch_private import (
+    TorchDispatchMode,
+    cpu_attention,
+    cpu_attention_backward,
+    next_node_number,
+    node_number,
+    storage_number,
+    tree_leaves,
+)
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import Trainer
 
@@ -155,7 +161,7 @@ def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> No
     def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         time.sleep(_SETTLING_SECONDS)
         for owner, storage in made.take_alive():
-            if storage._cdata != _identity(output):
+            if storage_number(storage) != _identity(output):
                 for each in _lineage(owner, costs):
                     each.activation_bytes += storage.nbytes()
         costs[""].activation_bytes += sum(each.nbytes for each in arguments if isinstance(each, Tensor))
@@ -259,12 +265,12 @@ class _CostReader:
 
     def _note_module(self) -> None:
         if not self._open or self._open[-1].phase is Phase.FORWARD:
-            self._first_nodes.append(_get_sequence_nr())
+            self._first_nodes.append(next_node_number())
             self._modules.append(self.running_module())
 
     def _end_stage(self, chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         for node in _graph_of(output):
-            index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+            index = bisect_right(self._first_nodes, node_number(node)) - 1
             name = self._modules[index] if index >= 0 else None
             if name is not None:
                 node.register_prehook(partial(self._begin_node, name))
@@ -300,7 +306,7 @@ class _MadeStorages(TorchDispatchMode):
     def __init__(self, running_module: Callable[[], str | None]) -> None:
         super().__init__()
         self._running_module = running_module
-        self._made: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by the storage's address
+        self._made: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by the storage's number
 
     def __torch_dispatch__(
         self,
@@ -335,7 +341,7 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _identity(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_number(tensor.untyped_storage())
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -358,8 +364,8 @@ def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) ->
 
 
 FORMULAS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    cpu_attention: _attention_flops,
+    cpu_attention_backward: _attention_backward_flops,
     torch.ops.megalite.flash_attention: _attention_flops,
     torch.ops.megalite.flash_attention_backward: _attention_backward_flops,
     torch.ops.megalite.add_weight_gradient_: _weight_gradient_flops,

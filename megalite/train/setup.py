@@ -18,6 +18,7 @@ from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.log import configure_logging, log
 from megalite.optim.offload import OffloadBytes
 from megalite.plan.model_flops import CONVENTION
+from megalite.torch_versions import untested_warning
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
@@ -28,15 +29,16 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
-    """Set up logging, log the notices of the command line, and check the config for this world size.
+    """Set up logging, log notices and an untested torch, and check the config for this world size.
 
     Raises:
         ConfigError: lists all mistakes; on every rank alike, and before any process group starts.
     """
     configure_logging(launch.rank)
     check_config(config, launch.world_size)
-    for notice in notices:
-        log.warning(notice)
+    for notice in (*notices, untested_warning(torch.__version__)):
+        if notice is not None:
+            log.warning(notice)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         torch.use_deterministic_algorithms(True)

@@ -7,9 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import megalite
+from megalite.torch_versions import PYTHONS, TESTED, supported_pairs
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -19,19 +21,41 @@ def _yaml(name: str) -> Any:
     return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
 
 
-def _minors(pattern: str) -> range:
-    """Return the minor versions of a range in pyproject.toml."""
-    found = re.search(pattern, PROJECT)
-    assert found is not None
-    return range(int(found[1]), int(found[2]))
-
-
 def test_ci_runs_every_supported_python_and_torch() -> None:
     matrix = _yaml(".github/workflows/ci.yml")["jobs"]["core"]["strategy"]["matrix"]
-    pythons = [f"3.{minor}" for minor in _minors(r'requires-python = ">=3\.(\d+),<3\.(\d+)"')]
-    assert matrix["python"] == pythons
+    pythons = [f"3.{minor}" for minor in PYTHONS]
+    assert f'requires-python = ">=3.{PYTHONS[0]},<3.{PYTHONS[-1] + 1}"' in PROJECT
     assert re.findall(r"Python :: (3\.\d+)", PROJECT) == pythons
-    assert matrix["torch"] == [f"2.{minor}.0" for minor in _minors(r'"torch>=2\.(\d+),<2\.(\d+)"')]
+    assert matrix["python"] == pythons
+    assert matrix["torch"] == list(TESTED)
+    excluded = [(each["python"], each["torch"]) for each in matrix["exclude"]]
+    run = [(python, torch) for torch in TESTED for python in pythons if (python, torch) not in excluded]
+    assert run == [(f"3.{minor}", torch) for minor, torch in supported_pairs()]
+
+
+def test_no_bound_makes_pip_replace_a_newer_torch_or_triton() -> None:
+    oldest = TESTED[0].removesuffix(".0")
+    assert re.findall(r'"(torch|triton)(>[^;"]*)', PROJECT) == [("torch", f">={oldest}"), ("triton", ">=3.6")]
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("docs/install.md", r"tested with torch ([\d.]+) to (\d+\.\d+)"),
+        ("docs/containers.md", r"torch ([\d.]+) to ([\d.]+)"),
+        ("docker/Dockerfile", r"torch ([\d.]+) to ([\d.]+)"),
+        ("megalite/torch_private.py", r"torch from ([\d.]+) to ([\d.]+)"),
+    ],
+)
+def test_documents_name_the_tested_versions(file: str, pattern: str) -> None:
+    found = re.findall(pattern, (ROOT / file).read_text(encoding="utf-8"))
+    assert found == [tuple(".".join(version.split(".")[:2]) for version in (TESTED[0], TESTED[-1]))]
+
+
+def test_a_machine_without_torch_gets_a_tested_one() -> None:
+    for file in ("scripts/install.sh", "docker/Dockerfile.cpu"):
+        (version,) = re.findall(r"TORCH_VERSION(?::-|=)(\d[\d.]+)", (ROOT / file).read_text(encoding="utf-8"))
+        assert version in TESTED, file
 
 
 def test_ci_runs_programs_that_exist() -> None:

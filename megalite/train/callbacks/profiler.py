@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch.profiler
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from megalite.config import LoggingConfig
@@ -17,6 +16,12 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import THIS_RANK, log
+from megalite.torch_private import (
+    profiler_options,
+    save_memory_history,
+    start_memory_history,
+    stop_memory_history,
+)
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.train_step import StepResult
 
@@ -142,7 +147,7 @@ def _pytorch(
         with_stack=config.pytorch_profiler_collect_callstack,
         profile_memory=config.pytorch_profiler_collect_memory,
         # Verbose: each operator's call stack, which TensorBoard's plugin shows, besides the Python functions.
-        experimental_config=_ExperimentalConfig(verbose=config.pytorch_profiler_collect_callstack),
+        experimental_config=profiler_options(verbose=config.pytorch_profiler_collect_callstack),
     ) as profile:
         yield profile
     _warn_if_missed(window, topology, ranks, is_missed=not was_active)
@@ -240,16 +245,16 @@ def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
     if not is_on:
         yield
         return
-    torch.cuda.memory._record_memory_history()
+    start_memory_history()
     try:
         yield
     finally:
         try:
-            torch.cuda.memory._dump_snapshot(str(path))
+            save_memory_history(str(path))
             log.info("memory history: %s; open it on pytorch.org/memory_viz", path, extra=THIS_RANK)
         except OSError as error:
             log.warning("the memory history %s cannot be written (%s)", path, error.strerror, extra=THIS_RANK)
-        torch.cuda.memory._record_memory_history(enabled=None)
+        stop_memory_history()
 
 
 def snapshot_path(config: LoggingConfig, rank: int) -> Path:

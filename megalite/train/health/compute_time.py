@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from megalite.distributed.observer import DEVICE, PROFILER, EventStack
 

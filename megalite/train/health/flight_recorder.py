@@ -6,24 +6,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from torch._C import _distributed_c10d
-
 from megalite.files import no_follow
+from megalite.torch_private import flight_recorder
 
 PREFIX = "flight_recorder_"
 """Start of a file's name, before the rank: torchfrtrace needs it, and a name that ends with the rank."""
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Names of torch's environment variable for the number of records: 2000 by default, 0 for none."""
-_DUMPS = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}
-"""Functions of torch that return the records of NCCL, and of gloo, as a pickle."""
 
 
 def recorder_of(device_type: str) -> Callable[..., bytes] | None:
     """Return the function that dumps the records; None if torch has none, or the user has turned it off."""
     if any(os.environ.get(name) == "0" for name in _SIZES):
         return None
-    return getattr(_distributed_c10d, _DUMPS.get(device_type, ""), None)
+    return flight_recorder(device_type)
 
 
 def analysis_of(folder: Path, device_type: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megalite.train.health.rank_status import RankStatus
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 T = TypeVar("T")
 

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed.distributed_c10d import _get_default_store
-
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action
+from megalite.torch_private import num_collectives
 from megalite.train.health.flight_recorder import PREFIX, analysis_of, recorder_of, write_records
 from megalite.train.health.hang_report import (
     STANDARD_ERROR,
@@ -258,7 +257,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
             yield
             return
         folder = config.checkpoint.save or config.logging.tensorboard_dir
-        connection = _get_default_store().clone()  # type: ignore[attr-defined]
+        connection = topology.store.clone()  # type: ignore[attr-defined]
         store = StatusStore(connection, topology.rank, topology.world_size, _PATIENCE_SECONDS)
         dog = Watchdog(
             timeout, topology, store, Path(folder) if folder else None, lambda: trainer.progress.iteration
@@ -289,8 +288,7 @@ def _num_collectives(topology: Topology) -> tuple[tuple[tuple[int, ...], int], .
         topology.tp,
     ):  # pp counts messages too, and its ranks send different numbers
         if axis.size > 1:
-            number = axis.group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            counts.append((axis.ranks, number))
+            counts.append((axis.ranks, num_collectives(axis.group)))
     return tuple(counts)
 
 

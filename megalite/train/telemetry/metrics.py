@@ -17,6 +17,7 @@ from megalite.config import ModelConfig, TrainingConfig
 from megalite.hardware.gpus import peak_tflops
 from megalite.log import log
 from megalite.plan.model_flops import flops_per_token
+from megalite.torch_private import compilations_observed
 from megalite.train.train_step import StepResult
 
 
@@ -55,15 +56,8 @@ def compile_time(config: TrainingConfig) -> Iterator[CompileTime]:
     if not config.compile:
         yield watch
         return
-    from torch._dynamo.callback import callback_handler  # takes a second to import
-
-    callback_handler.register_start_callback(watch.begin)
-    callback_handler.register_end_callback(watch.end)
-    try:
+    with compilations_observed(watch.begin, watch.end):
         yield watch
-    finally:
-        callback_handler.remove_start_callback(watch.begin)
-        callback_handler.remove_end_callback(watch.end)
 
 
 _MIB = 2.0**20

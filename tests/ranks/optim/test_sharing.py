@@ -181,7 +181,7 @@ def traffic(topology, config: ParallelConfig) -> tuple[list[tuple[str, int]], in
         collective = getattr(module, name)
 
         def call(*args, **options):
-            calls.append((name.strip("_"), args[tensor].numel()))
+            calls.append((name.removesuffix("_single"), args[tensor].numel()))
             return collective(*args, **options)
 
         setattr(module, name, call)
@@ -189,8 +189,8 @@ def traffic(topology, config: ParallelConfig) -> tuple[list[tuple[str, int]], in
     net = Net(topology, torch.float32)
     optimizer = optimizer_of(net, topology, config)
     counted(dist, "all_reduce", 0)
-    counted(collectives, "_reduce_scatter", 1)
-    counted(collectives, "_all_gather", 0)
+    counted(collectives, "reduce_scatter_single", 1)
+    counted(collectives, "all_gather_single", 0)
     iterate(net, optimizer, topology.dp.rank, 0)
     optimizer.finish_weights()
     return calls, sum(each.bucket.size for each in optimizer.buffers), len(optimizer.buffers)

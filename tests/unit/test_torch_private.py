@@ -1,0 +1,312 @@
+"""Private names of torch: one module uses them, and each still does what it is used for."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend
+
+from megalite import torch_private
+from megalite.distributed.topology import Topology
+
+ROOT = Path(__file__).parents[2] / "megalite"
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py"]
+STANDARD_LIBRARY = {
+    *("_asdict", "_fields", "_replace"),  # of named tuples
+    *("_current_frames", "_exit", "_run_exitfuncs", "_TemporaryFileWrapper"),
+    *("_get_values", "_match_argument", "_option_string_actions"),  # of argparse.ArgumentParser
+}
+TORCH_BASES = (nn.Module, torch.autograd.Function, torch.optim.Optimizer, torch_private.TorchDispatchMode)
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a module gives to functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+OURS = {name for tree in TREES.values() for name in _defined(tree) if _is_private(name)}
+
+
+def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            names = [node.value]  # a module that is imported by its name
+        yield from (name for name in names if name.startswith("torch.") and _is_private(name))
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            chain = ast.unparse(node)
+            if chain.startswith("torch.") or node.attr not in OURS | STANDARD_LIBRARY:
+                yield chain
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    used = {str(path.relative_to(ROOT)): list(_private_names_of_torch(tree)) for path, tree in TREES.items()}
+    assert not {path: names for path, names in used.items() if names}
+
+
+def test_no_private_method_of_torch_is_overridden() -> None:
+    of_torch = {name for base in TORCH_BASES for name in dir(base) if _is_private(name)}
+    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert not [(each.name, name) for each in classes for name in _defined(each) if name in of_torch]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._C import x",
+        "from torch.distributed.distributed_c10d import _get_default_store",
+        "import torch._dynamo",
+        "torch.cuda.memory._snapshot()",
+        "group._get_backend()",
+        "MODULES = ('torch._dynamo',)",
+    ],
+)
+def test_private_names_are_found(code: str) -> None:
+    assert list(_private_names_of_torch(ast.parse(code)))
+
+
+def test_every_entry_is_run_below() -> None:
+    entries = {
+        name
+        for node in ast.parse(Path(torch_private.__file__).read_text(encoding="utf-8")).body
+        for name in _defined(node if isinstance(node, ast.Assign) else ast.Module([node], []))
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or name == node.name
+    }
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch_private"
+    }
+    assert entries | {"TorchDispatchMode", "tree_leaves"} == used - {"__file__"}
+
+
+def test_lists_of_tensors() -> None:
+    x = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
+    assert [float(norm) for norm in torch_private.foreach_norm(x)] == [5.0, 2.0]
+    torch_private.foreach_mul_(x, torch.tensor(2.0))
+    torch_private.foreach_div_(x, torch.tensor(4.0))
+    assert [each.tolist() for each in x] == [[1.5, 2.0], [1.0]]
+    copies = [torch.empty(2, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16)]
+    torch_private.foreach_copy_(copies, x)
+    torch_private.foreach_zero_(x)
+    assert [each.tolist() for each in copies] == [[1.5, 2.0], [1.0]]
+    assert not any(each.any() for each in x)
+
+
+def test_the_fused_step_is_that_of_adamw() -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(7)
+    parameter, gradient = nn.Parameter(weight.clone()), torch.randn(7)
+    expected = torch.optim.AdamW(
+        [parameter], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
+    )
+    parameter.grad = gradient * 2.0
+    expected.step()
+    moments = torch.zeros(7), torch.zeros(7)
+    torch_private.fused_adamw_(
+        [weight],
+        [gradient * 4.0],
+        *([moment] for moment in moments),
+        [],
+        [torch.tensor(1.0)],
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.1,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=torch.tensor(2.0),
+        found_inf=torch.tensor(0.0),
+    )
+    assert torch.equal(weight, parameter.detach())
+
+
+def test_products_in_8_bits() -> None:
+    a, b = torch.full((16, 32), 2.0), torch.full((16, 32), 0.5)
+    numbers = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    scales = {"scale_a": torch.tensor(0.5), "scale_b": torch.tensor(4.0)}
+    y = torch_private.scaled_mm(*numbers, **scales, bias=None, out_dtype=torch.bfloat16, use_fast_accum=True)
+    assert torch.equal(y, torch.full((16, 16), 64.0, dtype=torch.bfloat16))
+
+
+def test_an_unsafe_view_may_be_changed_in_place() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch_private.unsafe_view(x * 2.0, (2, 3))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.reshape(6) * 2.0
+
+    x = torch.ones(6, requires_grad=True)
+    y = Doubled.apply(x)
+    y.add_(1.0).sum().backward()
+    assert y.shape == (2, 3)
+    assert x.grad is not None and x.grad.tolist() == [2.0] * 6
+
+
+def test_attention_kernels() -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, 5, 8) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(torch_private.unfused_attention(q, k, v, None, 0.0, True)[0], expected)
+    out, logsumexp = torch_private.cpu_attention(q, k, v, 0.0, True)
+    torch.testing.assert_close(out, expected)
+    grads = torch_private.cpu_attention_backward(torch.ones_like(out), q, k, v, out, logsumexp, 0.0, True)
+    assert [each.shape for each in grads] == [q.shape] * 3
+    selected = torch_private.selected_attention(q, k, v, None, 0.0, True, enable_gqa=False)
+    assert SDPBackend(selected) in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+    half = [each.to("meta", torch.bfloat16) for each in (q, k, v)]
+    assert torch_private.flash_attention(*half, 0.0, True, scale=None)[0].shape == q.shape
+    mask = torch.empty(2, 3, 5, 5, dtype=torch.bfloat16, device="meta")
+    assert torch_private.efficient_attention(*half, mask, True, 0.0, False, scale=None)[0].shape == q.shape
+
+
+def test_modes_see_reads_of_scalars_and_their_schemas() -> None:
+    seen: Counter[str] = Counter()
+
+    class Counted(torch_private.EagerMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[torch_private.schema_of(func).name] += 1
+            if func is torch_private.read_scalar:
+                return 5.0
+            return func(*args, **(kwargs or {}))
+
+    assert issubclass(torch_private.EagerMode, torch_private.TorchDispatchMode)
+    with Counted():
+        assert torch.ones(1).item() == 5.0
+    assert seen == {"aten::ones": 1, "aten::_local_scalar_dense": 1}
+    assert "_should_skip_dynamo" in dir(torch_private.TorchDispatchMode)  # which EagerMode overrides
+
+
+def test_nested_arguments() -> None:
+    assert torch_private.tree_leaves(((1, [2, None]), {"a": 3})) == [1, 2, None, 3]
+
+
+def test_kernels_are_registered_and_taken_back() -> None:
+    with torch_private.scoped_library("aten", "IMPL") as library:
+        library.impl("relu", lambda x: x + 7.0, "AutogradMeta")
+        assert torch_private.has_kernel("aten::relu", "AutogradMeta")
+    assert not torch_private.has_kernel("aten::relu", "AutogradMeta")
+    assert torch_private.has_kernel("aten::relu", "CPU")
+
+
+def test_storages_have_numbers() -> None:
+    x, y = torch.empty(6, device="meta"), torch.empty(6, device="meta")
+    number = torch_private.storage_number(x.untyped_storage())
+    assert number == torch_private.storage_number(x.view(2, 3).untyped_storage())
+    assert number != torch_private.storage_number(y.untyped_storage())
+
+
+def test_nodes_are_numbered_in_order() -> None:
+    x = torch.ones(2, requires_grad=True)
+    first = (x * 2.0).grad_fn
+    between = torch_private.next_node_number()
+    second = (x * 2.0).grad_fn
+    assert first is not None and second is not None
+    assert torch_private.node_number(first) < between <= torch_private.node_number(second)
+
+
+def test_the_profiler_takes_its_options() -> None:
+    options, cpu = torch_private.profiler_options(verbose=True), torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], experimental_config=options):
+        torch.ones(1)
+
+
+def test_memory_history_is_called_as_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {}
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        calls[name] = create_autospec(getattr(torch.cuda.memory, name))
+        monkeypatch.setattr(torch.cuda.memory, name, calls[name])
+    torch_private.start_memory_history()
+    torch_private.save_memory_history("snapshot.pickle")
+    torch_private.stop_memory_history()
+    assert calls["_record_memory_history"].call_count == 2
+    assert calls["_dump_snapshot"].call_count == 1
+
+
+def test_compilations_are_observed() -> None:
+    events: list[str] = []
+    __import__(torch_private.COMPILER)
+    begin, end = (lambda _: events.append("begin")), (lambda _: events.append("end"))
+    with torch_private.compilations_observed(begin, end):
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert events == ["begin", "end"]
+
+
+def test_groups_count_and_record_collectives(one_rank: Topology) -> None:
+    group = one_rank.world.group
+    before = torch_private.num_collectives(group)
+    dist.all_reduce(torch.ones(1), group=group)
+    assert torch_private.num_collectives(group) == before + 1
+    recorders = {kind: torch_private.flight_recorder(kind) for kind in ("cpu", "cuda", "meta")}
+    assert recorders["meta"] is None
+    assert recorders["cpu"] is None or recorders["cpu"](includeStackTraces=False)
+
+
+def test_axes_become_one() -> None:
+    dist.init_process_group("fake", rank=5, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        line = torch_private.flatten_mesh(mesh["a", "b"], "ab", None)
+        assert line.mesh.tolist() == [1, 3, 5, 7]
+        assert line.get_local_rank() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fsdp_reduces_outside_of_backward(device: str, one_rank: Topology) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device)
+    x = torch.ones(2, 4, device=device)
+    with torch_private.fsdp_on_meta() if device == "meta" else nullcontext():
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+            module.set_reshard_after_backward(False)
+        sharded = model[0].weight
+        for _ in range(2):
+            model(x).sum().backward()
+            pairs = [pair for module in model for pair in torch_private.unsharded_parameters(module)]
+            assert [full.shape for full, _ in pairs] == [(4, 4)] * 2
+            assert pairs[0][1] == next(torch_private.unsharded_parameters(model[0]))[1] != pairs[1][1]
+            full, reduce = pairs[0]
+            before = sharded.grad.to_local().clone()
+            full.grad = torch.full((4, 4), 3.0, device=device)
+            reduce()
+            torch_private.wait_for_reductions(model)
+            assert full.grad is None
+            for module in model:
+                module.reshard()
+            if device == "cpu":
+                assert torch.equal(sharded.grad.to_local(), before + 3.0)
+                torch_private.all_gather_waits_for(model, torch.cpu.Event())
