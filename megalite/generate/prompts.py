@@ -59,7 +59,7 @@ def _read(path: str) -> str:
 
 def _from_json(line: str, where: str) -> str:
     try:
-        record = parse_json(line)
+        record = parse_json(line, unique_keys=True)
     except ValueError:
         record = None
     prompt = record.get("prompt") if isinstance(record, dict) else None
