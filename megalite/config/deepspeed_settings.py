@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,16 @@ class DeepSpeedSettings:
     def of(content: Mapping[str, Any]) -> tuple[DeepSpeedSettings, list[tuple[str, str]]]:
         """Return the settings of a file, and those of a wrong type, each with a message that continues it."""
         values, unknown, problems = dict[str, Any](), set[str](), list[tuple[str, str]]()
-        for key, value in _flattened(content):
+        found = dict(_flattened(content))
+        for key, value in found.items():
+            section, dot, name = key.partition(".")
+            if (
+                dot
+                and section in SWITCHED
+                and name != "enabled"
+                and found.get(f"{section}.enabled") is not True
+            ):
+                continue
             if value == _AUTO and key not in (_OPTIMIZER, SCHEDULER):
                 unknown.add(key)
                 continue
@@ -57,9 +66,7 @@ class DeepSpeedSettings:
             except ValueError as error:
                 problems.append((key, str(error)))
                 unknown.add(key)
-        off = [name for name in SWITCHED if not values.get(f"{name}.enabled", False)]
-        kept = {key: value for key, value in values.items() if key.partition(".")[0] not in off}
-        return DeepSpeedSettings(kept, frozenset(unknown)), problems
+        return DeepSpeedSettings(values, frozenset(unknown)), problems
 
     def fields_of(self, key: str, value: Any) -> Mapping[str, Any]:
         """Return the fields that a setting sets, by name.
@@ -73,7 +80,7 @@ class DeepSpeedSettings:
         if key in FIELDS:
             return {FIELDS[key]: value}
         if key in OF_FP16:
-            return {OF_FP16[key]: value} if self.values.get("fp16.enabled") else {}
+            return {OF_FP16[key]: value} if _may_be_fp16(self) else {}
         if key in HANDLERS:
             return HANDLERS[key].of(self, value)
         if key in NOT_NEEDED or key in SOFT or key in LATER:
@@ -188,13 +195,9 @@ def _boolean(value: Any) -> bool:
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _wrong(value, "a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+    if not abs(value) <= sys.float_info.max:
         raise _wrong(value, "a finite number")
-    return number
+    return value
 
 
 def _whole_number(value: Any) -> int:
@@ -249,11 +252,16 @@ def _sum_type(settings: DeepSpeedSettings, name: str | None) -> Mapping[str, Any
 
 def _loss_scale(settings: DeepSpeedSettings, scale: float) -> Mapping[str, Any]:
     """Return the constant loss scale; 0 is a dynamic one."""
-    return {"loss_scale": scale or None} if settings.values.get("fp16.enabled") else {}
+    return {"loss_scale": scale or None} if _may_be_fp16(settings) else {}
+
+
+def _may_be_fp16(settings: DeepSpeedSettings) -> bool:
+    """Return whether the run has a loss scale, or may have one because the precision is left to a flag."""
+    return settings.values.get("fp16.enabled", "fp16.enabled" in settings.unknown) is True
 
 
 def _is_dynamic(settings: DeepSpeedSettings) -> bool:
-    return bool(settings.values.get("fp16.enabled")) and not settings.values.get("fp16.loss_scale")
+    return _may_be_fp16(settings) and not settings.values.get("fp16.loss_scale")
 
 
 def _initial_loss_scale(settings: DeepSpeedSettings, power: float) -> Mapping[str, Any]:
@@ -364,6 +372,8 @@ def _tensorboard(settings: DeepSpeedSettings, path: str) -> Mapping[str, Any]:
 
 
 def _profiled_iteration(settings: DeepSpeedSettings, is_on: bool) -> Mapping[str, Any]:
+    if not is_on:
+        return {}
     return {} if "flops_profiler.profile_step" in settings.values else {"profile_modules": 1}  # the default
 
 

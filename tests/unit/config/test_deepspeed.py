@@ -117,6 +117,7 @@ DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
     (_adam("AdamW", weight_decay="auto", lr="auto"), {"weight_decay": 0.01, "lr": 3e-4}),
     ({}, {"clip_grad": 0.0, "weight_decay": 0.01}),
     ({"gradient_clipping": "auto"}, {"clip_grad": 1.0}),
+    ({"fp16": {"enabled": "auto", "hysteresis": 3}}, {"params_dtype": "fp32", "hysteresis": 3}),
     ({"fp16": {"enabled": True}}, {"initial_loss_scale": 65536.0, "loss_scale": None}),
     ({"data_types": {"grad_accum_dtype": "fp32"}}, {}),
     ({"communication_data_type": "fp32"}, {"grad_communication_dtype": None}),
@@ -125,7 +126,7 @@ DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
         _NOT_OFFLOADED,
     ),
     ({"tensorboard": {"enabled": True, "output_path": "T", "job_name": "J"}}, {"tensorboard_dir": "T/J"}),
-    ({"tensorboard": {"enabled": False, "output_path": "T"}}, {"tensorboard_dir": None}),
+    ({"tensorboard": {"enabled": False, "output_path": "T", "job_name": None}}, {"tensorboard_dir": None}),
     ({"wandb": {"enabled": True, "project": "P"}}, {"wandb_project": "P"}),
     (
         {"nebula": {"enabled": True, "persistent_storage_path": "S", "num_of_version_in_retention": 2}},
@@ -208,7 +209,7 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
         (
             _offloading(device="cpu", ratio=2),
             "",
-            ["offload_optimizer.ratio is 2.0: it must be greater than 0"],
+            ["offload_optimizer.ratio is 2: it must be greater than 0"],
         ),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "", ["weights are not offloaded"]),
         (
@@ -279,7 +280,7 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
             ["warmup_type cannot be 'exp': choose one of linear"],
         ),
         (_scheduler("WarmupLR", warmup_min_lr=[0, 1]), "", ["warmup_min_lr is [0, 1]: it must be a number"]),
-        (_scheduler("WarmupLR", warmup_max_lr=-1), "", ["warmup_max_lr is -1.0: it must be at least 0"]),
+        (_scheduler("WarmupLR", warmup_max_lr=-1), "", ["warmup_max_lr is -1: it must be at least 0"]),
         (
             _scheduler("WarmupLR", warmup_max_lr=1.0),
             "--lr 2",
@@ -300,7 +301,7 @@ def test_a_deepspeed_file_sets_what_it_says(settings: dict, fields: dict, tmp_pa
         (
             {"fp16": {"enabled": True, "loss_scale": 0}},
             "--loss-scale 15",
-            ["fp16.loss_scale 0.0, which is dynamic, and --loss-scale 15.0 set the same option"],
+            ["fp16.loss_scale 0, which is dynamic, and --loss-scale 15.0 set the same option"],
         ),
         ({"fp16": {"enabled": "false"}}, "", ['fp16.enabled is "false": it must be true or false']),
         ({"fp16": []}, "", ["fp16 is []: it must be an object of settings"]),

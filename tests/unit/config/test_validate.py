@@ -143,6 +143,16 @@ RULES = [
     ),
     ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
+    (
+        "--lr-step-timing deepspeed",
+        None,
+        "--lr-step-timing deepspeed needs a warm-up: pass --lr-warmup-iters",
+    ),
+    (
+        "--lr-step-timing deepspeed --lr-warmup-iters 9 --lr-decay-style inverse-square-root",
+        None,
+        "inverse-square-root: choose one of constant, linear, cosine",
+    ),
     ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),
     ("--lr-warmup-iters 50 --lr-decay-iters 50", None, "does not end before --lr-decay-iters 50"),
     ("--train-samples 500", None, "--train-iters 100 and --train-samples 500 both set the length"),
@@ -259,6 +269,10 @@ SAMPLES = "--data-path p --tokenizer-type byte --train-samples 100 "
     [
         ("--lr-decay-iters 5", "--lr-decay-iters 5 with --train-samples 100: a run is counted in"),
         ("--lr-warmup-iters 5", "--lr-warmup-iters 5 with --train-samples 100"),
+        (
+            "--lr-step-timing deepspeed",
+            "--lr-step-timing deepspeed with --train-samples 100: it counts updates",
+        ),
         ("--lr-warmup-samples 100", "--lr-warmup-samples 100 does not end before --train-samples 100"),
         ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-samples: pass the samples"),
         ("--global-batch-size 101", "--train-samples 100 is less than the first batch of 101"),

@@ -17,6 +17,8 @@ CONFIGS: dict[str, OptimizerConfig] = {
     "constant": OptimizerConfig(lr_decay_style="constant", lr_warmup_fraction=0.125, lr_warmup_init=1e-6),
     "wsd": OptimizerConfig(lr_decay_style="WSD", lr_wsd_decay_iters=20, lr_wsd_decay_style="cosine"),
     "cosine": OptimizerConfig(lr_decay_style="cosine", lr_decay_iters=70),
+    "log": OptimizerConfig(lr_warmup_iters=10, lr_warmup_style="log"),
+    "deepspeed": OptimizerConfig(lr_decay_style="cosine", lr_warmup_iters=10, lr_step_timing="deepspeed"),
     "decoupled": OptimizerConfig(decoupled_lr=1e-2, decoupled_min_lr=1e-3),
     "decoupled, one minimum": OptimizerConfig(decoupled_lr=1e-2, min_lr=1e-4),
     "decoupled, constant": OptimizerConfig(decoupled_lr=1e-2, lr_decay_style="constant"),
