@@ -25,6 +25,11 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+def shortened(text: str, most: int = 40) -> str:
+    """Return a text from outside for a message, cut after `most` characters."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
 def few(names: Sequence[str], most: int = 3) -> str:
     """Return the first names in one line, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -173,13 +173,24 @@ def url_problem(path: str) -> str:
     return f"{path} is a URL: pass a path on this machine or on a mounted file system"
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     """Parse JSON.
 
+    Args:
+        unique_keys: refuse an object that has a key twice, as for settings: `json` uses the last one.
+
     Raises:
-        ValueError: the text is not JSON, or is nested too deeply for Python.
+        ValueError: the text is not JSON, is nested too deeply for Python, or has a key twice.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for key in found:
+        if sum(name == key for name, _ in pairs) > 1:
+            raise ValueError(f"it has {json.dumps(key)} twice in an object: remove one")
+    return found

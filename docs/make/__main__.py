@@ -1,4 +1,4 @@
-"""Update the generated parts of the documentation: command output, pictures and the flag table.
+"""Update the generated parts of the documentation: command output, pictures and tables.
 
 python -m docs.make [PAGE.md …]     run from the repository root; the default is every page of docs/
 """
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.make.blocks import renewed
+from docs.make.deepspeed_table import BEGIN as DEEPSPEED
+from docs.make.deepspeed_table import deepspeed_table
 from docs.make.flag_table import BEGIN, END, flag_table
 from docs.make.pictures import PICTURES
 
@@ -21,13 +23,15 @@ def main(pages: Sequence[str]) -> None:
     for name, draw in PICTURES.items():
         _write(DOCS / "pictures" / name, draw())
     for page in [Path(page).resolve() for page in pages] or sorted(DOCS.glob("*.md")):
-        _write(page, with_table(renewed(page)))
+        _write(page, with_tables(renewed(page)))
 
 
-def with_table(text: str) -> str:
-    """Return the text with its flag table, if it has one, replaced by the current one."""
-    before, begin, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{flag_table()}\n{END}{rest.partition(END)[2]}" if begin else text
+def with_tables(text: str) -> str:
+    """Return the text with its generated tables, if it has any, replaced by the current ones."""
+    for mark, table in ((BEGIN, flag_table), (DEEPSPEED, deepspeed_table)):
+        before, begin, rest = text.partition(mark)
+        text = f"{before}{begin}\n{table()}\n{END}{rest.partition(END)[2]}" if begin else text
+    return text
 
 
 def _write(path: Path, text: str) -> None:

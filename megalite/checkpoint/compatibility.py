@@ -58,7 +58,7 @@ def compatibility_record(
             "rampup_batch_size": list(config.training.rampup_batch_size or []) or None,
             "step_batch_size_schedule": list(config.training.step_batch_size_schedule or []) or None,
         },
-        "schedule": OptimizerSchedules.of(config).fields(),
+        "schedule": OptimizerSchedules.of(config, topology.dp.size).fields(),
         "settings": _settings(config),
         "data": _data_options(config),
         "corpora": None if data is None else data.for_json(),
@@ -140,7 +140,8 @@ def resumed_config(description: Mapping[str, Any], config: Config) -> Config:
     saved, checkpoint = _mapping(description, "schedule"), config.checkpoint
     if not (checkpoint.use_checkpoint_opt_param_scheduler and loads_optimizer(checkpoint) and saved):
         return config
-    return dataclasses.replace(config, optimizer=OptimizerSchedules.of(config).with_fields(saved).config)
+    schedules = OptimizerSchedules.of(config, dp=1)  # the fields do not depend on the batch size
+    return dataclasses.replace(config, optimizer=schedules.with_fields(saved).config)
 
 
 def loads_optimizer(checkpoint: CheckpointConfig) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalite.config.fields import ConfigField, ValueKind, nearest_hint, normalised
+from megalite.config.fields import MAX_INT, ConfigField, ValueKind, nearest_hint, normalised
 from megalite.config.flags import format_value
+from megalite.errors import shortened
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -33,11 +34,13 @@ class UserSetting(NamedTuple):
 
     Attributes:
         name: what the user wrote: `--tp`, or `run.yaml line 3: tp`.
+        text: the value as the user wrote it, if it is not that of a flag.
     """
 
     field: ConfigField
     value: Any
     name: str
+    text: str | None = None
 
 
 @dataclass
@@ -72,7 +75,8 @@ class Diagnostics:
 
 def _as_written(setting: UserSetting) -> str:
     is_valueless = setting.name.replace("_", "-") in setting.field.sets  # --bf16
-    return setting.name if is_valueless else f"{setting.name} {format_value(setting.value)}"
+    text = format_value(setting.value) if setting.text is None else setting.text
+    return setting.name if is_valueless else f"{setting.name} {text}"
 
 
 def split_tokens(argv: Sequence[str]) -> tuple[list[FlagTokens], list[str]]:
@@ -133,6 +137,9 @@ def _parse_item(kind: ValueKind, token: str) -> Any:
             raise ValueError(f"takes {_KIND_NAMES[bool]}, not {token!r}")
         return token.lower() in _TRUE
     try:
-        return kind.item(token)
+        value = kind.item(token)
     except ValueError:
-        raise ValueError(f"takes {_KIND_NAMES[kind.item]}, not {token!r}") from None
+        raise ValueError(f"takes {_KIND_NAMES[kind.item]}, not {shortened(token)!r}") from None
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        raise ValueError(f"takes {_KIND_NAMES[kind.item]} of at most 2**63 - 1, not {shortened(token)!r}")
+    return value

@@ -19,6 +19,8 @@ from megalite.config.flags import flag_of, flags_in
 
 _MIN_SIMILARITY = 0.7
 """Least similarity (difflib's ratio, from 0 to 1) of a typo to a name that an error message suggests."""
+MAX_INT = 2**63 - 1
+"""Largest whole number of a field: PyTorch's sizes and most file formats have no larger ones."""
 SYNONYMS = {
     "batch_size": "micro_batch_size",
     "dtype": "params_dtype",

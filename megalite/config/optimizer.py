@@ -9,6 +9,8 @@ OptimizerName = Literal["adam"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+LrWarmupStyle = Literal["linear", "log"]
+LrStepTiming = Literal["megatron", "deepspeed"]
 
 
 MAX_LOSS_SCALE = 2.0**64
@@ -39,13 +41,18 @@ class OptimizerConfig:
     lr_decay_samples: int | None = None
     """Consumed samples at which the decay ends, for a run with --train-samples. By default all of them."""
     lr_warmup_iters: int = 0
-    """Iterations of the linear warm-up of the learning rate."""
+    """Iterations of the warm-up of the learning rate."""
     lr_warmup_samples: int = 0
-    """Samples of the linear warm-up, for a run with --train-samples."""
+    """Samples of the warm-up, for a run with --train-samples."""
     lr_warmup_fraction: float | None = None
     """Length of the warm-up as a fraction of the decay's iterations or samples."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of the warm-up."""
+    lr_warmup_style: LrWarmupStyle = "linear"
+    """Shape of the warm-up. log rises with the logarithm of the number of the iteration or sample."""
+    lr_step_timing: LrStepTiming = "megatron"
+    """Learning rate of update n: as Megatron-LM logs it for iteration n, or as DeepSpeed's update n has it,
+    which lags by one or two updates."""
     lr_wsd_decay_style: WsdDecayStyle = "exponential"
     """With WSD: shape of the decay at the end."""
     lr_wsd_decay_iters: int | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import fields
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from megalite.config.config import Config
+from megalite.config.fields import MAX_INT, ConfigField, config_fields
 from megalite.config.flags import flag_of
-from megalite.errors import Problem
+from megalite.errors import Problem, shortened
 
 
 class Range(NamedTuple):
@@ -21,6 +21,7 @@ class Range(NamedTuple):
 
 POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
 NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
+SIZE = Range(lambda value: 0 < value < 2**31, "greater than 0 and below 2**31")
 NONZERO_SHARE = Range(lambda value: 0 < value <= 1, "greater than 0 and at most 1")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 OPEN_SHARE = Range(lambda value: 0 < value < 1, "greater than 0 and below 1")
@@ -31,22 +32,23 @@ ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
 SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 _FIELDS_OF_RANGE = {
-    POSITIVE: """
+    SIZE: """
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
-        max_position_embeddings vocab_size make_vocab_size_divisible_by pad_vocab_size_to rotary_base
-        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size
+        max_position_embeddings vocab_size make_vocab_size_divisible_by pad_vocab_size_to
+        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size world_size
         num_distributed_optimizer_instances
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-        ddp_bucket_size distributed_timeout_minutes num_threads lr_decay_iters lr_wsd_decay_iters
-        micro_batch_size global_batch_size train_iters train_samples rampup_batch_size
+        distributed_timeout_minutes num_threads micro_batch_size global_batch_size
+        recompute_num_layers cross_entropy_chunks keep_last profile_modules_top tensorboard_queue_size""",
+    POSITIVE: """
+        rotary_base ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
+        train_iters train_samples rampup_batch_size
         lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
-        eval_interval exit_interval
-        exit_duration_in_mins recompute_num_layers cross_entropy_chunks
-        save_interval non_persistent_save_interval
-        keep_last keep_every world_size profile_modules profile_modules_top
+        eval_interval exit_interval exit_duration_in_mins save_interval non_persistent_save_interval
+        keep_every profile_modules
         log_interval log_straggler_interval log_layer_grad_norms_interval
-        tensorboard_log_interval tensorboard_queue_size profile_step_end adam_eps
+        tensorboard_log_interval profile_step_end adam_eps
         loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """
@@ -70,20 +72,20 @@ RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name 
 
 def range_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each field whose value is invalid on its own."""
-    for group in fields(config):
-        part = getattr(config, group.name)
-        hints = get_type_hints(type(part))
-        for field in fields(part):
-            yield from _field_problems(field.name, hints[field.name], getattr(part, field.name))
+    for field in config_fields():
+        value = getattr(getattr(config, field.group), field.name)
+        if value is not None:
+            yield from _field_problems(field, value if isinstance(value, tuple) else (value,))
 
 
-def _field_problems(name: str, hint: Any, value: Any) -> Iterator[Problem]:
-    if value is None:
-        return
-    flag, allowed = flag_of(name), RANGES.get(name)
-    if allowed is not None:
-        for item in value if isinstance(value, tuple) else (value,):
-            if not allowed.holds(item):
-                yield Problem((name,), f"{flag} {item} is out of range: it must be {allowed.text}")
-    elif get_origin(hint) is Literal and value not in get_args(hint):
-        yield Problem((name,), f"{flag} {value} is not known: choose one of {', '.join(get_args(hint))}")
+def _field_problems(field: ConfigField, items: Iterable[Any]) -> Iterator[Problem]:
+    flag, allowed = flag_of(field.name), RANGES.get(field.name)
+    for item in items:
+        if isinstance(item, int) and abs(item) > MAX_INT:
+            shown = shortened(str(item))
+            yield Problem((field.name,), f"{flag} {shown} is out of range: it must be at most 2**63 - 1")
+        elif allowed is not None and not allowed.holds(item):
+            yield Problem((field.name,), f"{flag} {item} is out of range: it must be {allowed.text}")
+        elif field.kind.choices and item not in field.kind.choices:
+            choices = ", ".join(field.kind.choices)
+            yield Problem((field.name,), f"{flag} {item} is not known: choose one of {choices}")

@@ -32,7 +32,8 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.SCHEDULE: """
         lr min_lr decoupled_lr decoupled_min_lr
         lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
-        lr_warmup_fraction lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
+        lr_warmup_fraction lr_warmup_init lr_warmup_style lr_step_timing
+        lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
         weight_decay weight_decay_incr_style start_weight_decay end_weight_decay weight_decay_incr_iters
         weight_decay_incr_samples""",
     OnResume.SETTING: """

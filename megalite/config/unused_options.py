@@ -180,6 +180,9 @@ def _profiler_reasons(logging: LoggingConfig) -> Iterator[tuple[str, str]]:
 
 
 def _schedule_reasons(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    if not (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples or optimizer.lr_warmup_fraction):
+        for name in ("lr_warmup_init", "lr_warmup_style"):
+            yield name, "there is no warm-up"
     if optimizer.lr_decay_style != "WSD":
         for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
             yield name, f"--lr-decay-style is {optimizer.lr_decay_style}, not WSD"

@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     training_rules.bounds,
     training_rules.unit,
     training_rules.warmup,
+    training_rules.step_timing,
     training_rules.wsd,
     training_rules.weight_decay,
     training_rules.optimizer_offload,

@@ -73,9 +73,13 @@ def _settings(
         parent = "at the top level" if group is None else f"under {group}"
         diagnostics.add_problem(f"{_line(node, path)}: expected `key: value` lines {parent}")
         return
+    seen: dict[str, yaml.Node] = {}
     for key, value in node.value:
         name = str(key.value)
-        if group is None and _is_group(name, value):
+        if seen.setdefault(name, key) is not key:
+            line = seen[name].start_mark.line + 1
+            diagnostics.add_problem(f"{_line(key, path)}: {name} is already in line {line}: remove one", name)
+        elif group is None and _is_group(name, value):
             if not _is_null(value):  # null: all lines of the group are commented out
                 yield from _settings(value, name, path, diagnostics)
         elif _is_field(name, group):

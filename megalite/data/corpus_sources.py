@@ -214,7 +214,7 @@ def _read_per_split(path: str) -> tuple[list[str], list[str], list[str]]:
     flag = "--per-split-data-args-path"
     form = f'{flag} {path} must be a JSON object {{"train": [values], "valid": [values], "test": [values]}}'
     try:
-        found = parse_json(_read(path, flag))
+        found = parse_json(_read(path, flag), unique_keys=True)
     except ValueError as error:
         raise UserError(f"{form}: {error}") from None
     if not isinstance(found, dict):

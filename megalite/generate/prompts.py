@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from json import JSONDecodeError
 from pathlib import Path
 
 from megalite.config import ModelConfig
@@ -59,9 +60,11 @@ def _read(path: str) -> str:
 
 def _from_json(line: str, where: str) -> str:
     try:
-        record = parse_json(line)
-    except ValueError:
+        record = parse_json(line, unique_keys=True)
+    except JSONDecodeError:
         record = None
+    except ValueError as error:
+        raise UserError(f"{where} cannot be read: {error}") from None
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str):
         raise UserError(f'{where} is not an object with a string "prompt"')

@@ -24,16 +24,20 @@ class LearningRate:
     """Warm-up, then decay; a pure function of the position in the run, so a resumed run needs no state.
 
     The update that brings the run to a position has the rate that Megatron logs for it. Megatron itself
-    updates with the previous one, so that its first update, at the start of warm-up, has rate 0.
+    updates with the previous one, so that its first update, at the start of warm-up, has rate 0. With
+    `lr_step_timing` deepspeed, update n has the rate of update n in DeepSpeed (WarmupLR, WarmupDecayLR and
+    WarmupCosineLR).
 
     Args:
         run_length: iterations or samples of the run; the decay's length unless the config sets one.
         unit: of the run's length, and of the config's fields that are used.
+        batch_size: samples of an iteration, after any ramp-up.
     """
 
     config: OptimizerConfig
     run_length: int
     unit: Literal["iters", "samples"] = "iters"
+    batch_size: int = 1
 
     @property
     def decay_length(self) -> int:
@@ -42,7 +46,7 @@ class LearningRate:
 
     @property
     def warmup_length(self) -> float:
-        """Length of linear warm-up; not necessarily an integer if it is a fraction of the decay."""
+        """Length of the warm-up; not necessarily an integer if it is a fraction of the decay."""
         fraction = self.config.lr_warmup_fraction
         return self._given("lr_warmup") if fraction is None else fraction * self.decay_length
 
@@ -52,16 +56,38 @@ class LearningRate:
         Args:
             position: number of the iteration, from 1, or the samples consumed including the iteration's.
         """
-        peak, least = self.config.lr, self.config.min_lr
+        if self.config.lr_step_timing == "deepspeed":
+            return self._after_steps(position - 1)
         if position <= self.warmup_length:
-            start = self.config.lr_warmup_init
-            return start + (peak - start) * position / self.warmup_length
-        if self.config.lr_decay_style == "constant":
+            return self._warmup(position)
+        return self._decayed(position)
+
+    def _after_steps(self, steps: int) -> float:
+        """Return the rate after so many steps of a DeepSpeed scheduler, the first of which has number 0."""
+        style = self.config.lr_decay_style
+        if steps == 0:
+            return 0.0 if style == "cosine" else self.config.lr_warmup_init
+        if steps <= self.warmup_length:
+            return self._warmup(steps - 1 if self.config.lr_warmup_style == "linear" else steps)
+        return self._decayed(steps - 1 if style == "linear" else steps)
+
+    def _warmup(self, position: int) -> float:
+        start, length = self.config.lr_warmup_init, self.warmup_length
+        if self.config.lr_warmup_style == "linear":
+            return start + (self.config.lr - start) * position / length
+        share = math.log(position) / math.log(length) if length > 1 else 1.0
+        return start + (self.config.lr - start) * share
+
+    def _decayed(self, position: int) -> float:
+        """Return the rate at a position after the warm-up."""
+        peak, least, style = self.config.lr, self.config.min_lr, self.config.lr_decay_style
+        if style == "constant":
             return peak
-        if position > self.decay_length:
+        if style == "inverse-square-root" and position <= self.decay_length:
+            sample = 1 if self.unit == "samples" else 1 / self.batch_size  # Megatron counts in samples
+            return max(least, peak * math.sqrt(max(self.warmup_length, sample) / position))
+        if position >= self.decay_length:
             return least
-        if self.config.lr_decay_style == "inverse-square-root":
-            return max(least, peak * math.sqrt(max(self.warmup_length, 1.0) / position))
         return least + self._decay(position) * (peak - least)
 
     def _decay(self, position: int) -> float:
@@ -102,6 +128,8 @@ class WeightDecay:
 
 _STYLES = {
     "lr_decay_style": {"linear", "cosine", "constant", "inverse-square-root", "WSD"},
+    "lr_warmup_style": {"linear", "log"},
+    "lr_step_timing": {"megatron", "deepspeed"},
     "lr_wsd_decay_style": set(DECAYS),
     "weight_decay_incr_style": {"constant", "linear", "cosine"},
 }
@@ -115,24 +143,28 @@ class OptimizerSchedules:
         config: the optimizer's.
         run_length: iterations or samples of the run.
         unit: of the run's length.
+        batch_size: samples of an iteration, after any ramp-up.
     """
 
     config: OptimizerConfig
     run_length: int
     unit: Literal["iters", "samples"]
+    batch_size: int
 
     @staticmethod
-    def of(config: Config) -> OptimizerSchedules:
-        """Return the schedules of a config."""
-        is_in_samples = config.training.is_counted_in_samples
+    def of(config: Config, dp: int) -> OptimizerSchedules:
+        """Return the schedules of a config on `dp` replicas."""
         return OptimizerSchedules(
-            config.optimizer, config.training.length, "samples" if is_in_samples else "iters"
+            config.optimizer,
+            config.training.length,
+            "samples" if config.training.is_counted_in_samples else "iters",
+            config.global_batch(dp),
         )
 
     @property
     def learning_rate(self) -> LearningRate:
         """The learning rate's schedule."""
-        return LearningRate(self.config, self.run_length, self.unit)
+        return LearningRate(self.config, self.run_length, self.unit, self.batch_size)
 
     @property
     def decoupled_learning_rate(self) -> LearningRate | None:
@@ -141,7 +173,7 @@ class OptimizerSchedules:
         if peak is None:
             return None
         own = replace(self.config, lr=peak, min_lr=self.config.min_lr if least is None else least)
-        return LearningRate(own, self.run_length, self.unit)
+        return LearningRate(own, self.run_length, self.unit, self.batch_size)
 
     @property
     def weight_decay(self) -> WeightDecay:
@@ -154,7 +186,8 @@ class OptimizerSchedules:
         names, unit = ["lr", "lr_decay_style", "weight_decay_incr_style"], self.unit
         lengths: dict[str, float] = {f"lr_warmup_{unit}": self.learning_rate.warmup_length}
         if lengths[f"lr_warmup_{unit}"]:
-            names.append("lr_warmup_init")
+            names += ["lr_warmup_init", *self._not_default("lr_warmup_style")]
+        names += self._not_default("lr_step_timing")
         if self.config.lr_decay_style != "constant":
             names.append("min_lr")
             lengths[f"lr_decay_{unit}"] = self.learning_rate.decay_length
@@ -172,16 +205,23 @@ class OptimizerSchedules:
                 fields["decoupled_min_lr"] = decoupled.config.min_lr
         return fields
 
+    def _not_default(self, name: str) -> list[str]:
+        """Return a field's name if its value is not the default, which earlier versions do not record."""
+        return [name] if getattr(self.config, name) != getattr(OptimizerConfig(), name) else []
+
     def with_fields(self, fields: Mapping[str, Any]) -> OptimizerSchedules:
         """Return the schedules that recorded `fields`, in the same unit.
 
         Raises:
             ValueError: `fields` does not return them for any schedules in that unit.
         """
-        absent = {"lr_warmup_fraction": None, "decoupled_lr": None, "decoupled_min_lr": None}
+        absent = {
+            **{"lr_warmup_fraction": None, "decoupled_lr": None, "decoupled_min_lr": None},
+            **{"lr_warmup_style": "linear", "lr_step_timing": "megatron"},
+        }
         try:
             config = replace(self.config, **{**absent, **fields})
-            found = OptimizerSchedules(config, self.run_length, self.unit)
+            found = replace(self, config=config)
             is_sound = _is_sound(fields) and found.fields() == fields
         except TypeError as error:
             raise ValueError("its schedule is damaged") from error

@@ -41,7 +41,7 @@ class IterationPlanner:
     """
 
     def __init__(self, config: Config, dp: int) -> None:
-        schedules = OptimizerSchedules.of(config)
+        schedules = OptimizerSchedules.of(config, dp)
         self._training = config.training
         self._samples_per_microbatch = config.training.micro_batch_size * dp  # over all replicas
         self._batch_size = config.batch_size(dp)

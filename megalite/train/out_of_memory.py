@@ -24,6 +24,7 @@ _GB = 1e9
 _MESSAGE = re.compile(
     "out of memory"
     "|DefaultCPUAllocator: (can't allocate|not enough) memory"
+    "|Storage size calculation overflowed|integer multiplication overflow"
     r"|aten::(new_)?(empty|zeros|contiguous|clone)\b.* API call failed",
     re.IGNORECASE,
 )

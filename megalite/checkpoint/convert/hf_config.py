@@ -9,7 +9,7 @@ from megalite.checkpoint.convert.model_settings import Settings, none_if_default
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
 from megalite.config.ranges import range_problems
-from megalite.errors import UserError
+from megalite.errors import UserError, shortened
 
 HFConfig = Mapping[str, Any]
 
@@ -43,21 +43,24 @@ def config_of(hf: HFConfig) -> ModelConfig:
     if kind not in READERS:
         raise UserError(f"model_type {kind!r} cannot be converted: {', '.join(READERS)} can")
     model = ModelConfig(**READERS[kind](hf))
-    _check_numbers(model)
+    _check_types(model)
     return model
 
 
-def _check_numbers(model: ModelConfig) -> None:
-    """Check that numeric fields are numbers in their range.
+def _check_types(model: ModelConfig) -> None:
+    """Check that fields have their type, and numbers their range.
 
     Raises:
-        UserError: the first one that is not.
+        UserError: the first one that has not.
     """
+    kinds = {int: ((int,), "a number"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
     for field in config_fields():
-        if field.group == "model" and field.kind.item in (int, float):
-            value, kinds = getattr(model, field.name), (int,) if field.kind.item is int else (int, float)
-            if not (isinstance(value, kinds) or (value is None and field.kind.is_optional)):
-                raise UserError(f"transformers' config has {field.name} {value!r}, which is not a number")
+        if field.group == "model" and field.kind.item in kinds:
+            value, (types, name) = getattr(model, field.name), kinds[field.kind.item]
+            has_type = isinstance(value, types) and isinstance(value, bool) == (field.kind.item is bool)
+            if not (has_type or (value is None and field.kind.is_optional)):
+                shown = shortened(repr(value))
+                raise UserError(f"transformers' config has {field.name} {shown}, which is not {name}")
     if problem := next(range_problems(Config(model=model)), None):
         raise UserError(f"transformers' config cannot be converted: {problem.text}")
 
@@ -105,7 +108,7 @@ def _gpt2(hf: HFConfig) -> dict[str, Any]:
         "position_embedding_type": "learned_absolute",
         "activation": _activation(hf.get("activation_function", "gelu_new")),
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "untie_embeddings_and_output_weights": not _switch(hf, "tie_word_embeddings", True),
         "hidden_dropout": hf.get("resid_pdrop", 0.1),
         "attention_dropout": hf.get("attn_pdrop", 0.1),
         "init_method_std": hf.get("initializer_range", 0.02),
@@ -123,7 +126,7 @@ def _bloom(hf: HFConfig) -> dict[str, Any]:
         "position_embedding_type": "alibi",
         "embed_layernorm": True,
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "untie_embeddings_and_output_weights": not _switch(hf, "tie_word_embeddings", True),
         "hidden_dropout": hf.get("hidden_dropout", 0.0),
         "attention_dropout": hf.get("attention_dropout", 0.0),
         "init_method_std": hf.get("initializer_range", 0.02),
@@ -150,7 +153,7 @@ def _llama(hf: HFConfig) -> dict[str, Any]:
         "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "activation": "swiglu",
         "add_bias_linear": hf.get("attention_bias", False),
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not _switch(hf, "tie_word_embeddings", False),
         "hidden_dropout": 0.0,
         "attention_dropout": hf.get("attention_dropout", 0.0),
         "init_method_std": hf.get("initializer_range", 0.02),
@@ -196,6 +199,13 @@ def _first(hf: HFConfig, *names: str) -> Any:
         if hf.get(name) is not None:
             return hf[name]
     raise UserError(f"transformers' config has no {' or '.join(names)}")
+
+
+def _switch(hf: HFConfig, name: str, default: bool) -> bool:
+    value = hf.get(name, default)
+    if not isinstance(value, bool):
+        raise UserError(f"transformers' config has {name} {value!r}, which is not true or false")
+    return value
 
 
 def _activation(name: str) -> str:

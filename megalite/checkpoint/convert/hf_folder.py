@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +161,21 @@ class HFSource:
 def _model_of(folder: Path, config: dict[str, Any]) -> ModelConfig:
     try:
         return config_of(config)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{folder / CONFIG_FILE} is damaged: {error!r}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = parse_json(read_regular(file, _MAX_JSON_BYTES, follow=True))
+        found = parse_json(read_regular(file, _MAX_JSON_BYTES, follow=True), unique_keys=True)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except JSONDecodeError:
         raise UserError(f"{file} is damaged: it is not JSON") from None
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is damaged: it is not a JSON object")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megalite.config.config import Config
@@ -18,7 +19,8 @@ MIN_BERT_VOCABULARY = 8
 
 def _divisors_near(number: int, wanted: int) -> str:
     """Return the divisors of a number next to `wanted`, which does not divide it: `8 or 12`."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    divisors = sorted({*small, *(number // size for size in small)})
     below = [size for size in divisors if size < wanted][-1:]
     return " or ".join(map(str, below + [size for size in divisors if size > wanted][:1]))
 

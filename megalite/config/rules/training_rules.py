@@ -163,11 +163,37 @@ def warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} and {flag_of(name)} {length} "
             "both set the warm-up: remove one",
         )
+    elif optimizer.lr_step_timing == "deepspeed":  # DeepSpeed's rate falls to the minimum after the warm-up
+        return
     elif decay is not None and length >= decay:
         yield Problem(
             (name, decay_name),
             f"{flag_of(name)} {length} does not end before {flag_of(decay_name)} {decay}: "
             f"pass less than {decay}",
+        )
+
+
+def step_timing(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a schedule with DeepSpeed's timing is one that DeepSpeed has."""
+    optimizer = config.optimizer
+    if optimizer.lr_step_timing != "deepspeed":
+        return
+    styles, current = ("constant", "linear", "cosine"), "--lr-step-timing deepspeed"
+    if optimizer.lr_decay_style not in styles:
+        yield Problem(
+            ("lr_step_timing", "lr_decay_style"),
+            f"{current} with --lr-decay-style {optimizer.lr_decay_style}: choose one of {', '.join(styles)}",
+        )
+    if config.training.is_counted_in_samples:
+        yield Problem(
+            ("lr_step_timing", "train_samples"),
+            f"{current} with --train-samples {config.training.train_samples}: it counts updates, pass "
+            "--train-iters",
+        )
+    elif optimizer.lr_warmup_iters < 2 or optimizer.lr_warmup_fraction is not None:
+        yield Problem(
+            ("lr_step_timing", "lr_warmup_iters", "lr_warmup_fraction"),
+            f"{current} needs a warm-up: pass --lr-warmup-iters of at least 2",
         )
 
 

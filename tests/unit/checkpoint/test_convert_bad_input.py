@@ -1,13 +1,18 @@
 """What a conversion refuses, and what it says then."""
 
+import itertools
 import json
+import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from megalite.checkpoint.convert.convert import Conversion
+from megalite.checkpoint.convert.hf_folder import _model_of
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.target import whole_folder
 from megalite.checkpoint.manifest import CONFIG
@@ -42,6 +47,12 @@ def write_index(folder, weight_map):
 MISTAKES = {
     "model_type 'opt' cannot be converted": lambda f: change_config(f, model_type="opt"),
     "config.json is damaged: KeyError": lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+    'config.json is damaged: it has "n_embd" twice': lambda f: (f / "config.json").write_text(
+        '{"n_embd": 8, "n_embd": 9}'
+    ),
+    "has untie_embeddings_and_output_weights|tie_word_embeddings 'no', which is not true": lambda f: (
+        change_config(f, tie_word_embeddings="no")
+    ),
     "--num-attention-heads 0 is out of range": lambda f: change_config(f, n_head=0),
     "has num_layers 'two', which is not a number": lambda f: change_config(f, n_layer="two"),
     "has hidden_size 2.5, which is not a number": lambda f: change_config(f, n_embd=2.5),
@@ -63,6 +74,24 @@ MISTAKES = {
     ),
     "its weight_map must name files of the folder": lambda f: write_index(f, {"a": "../model.safetensors"}),
 }
+
+
+WRONG = ([], {}, None, "x", "false", True, 10**400, -1, 0, 0.5, math.nan, math.inf, [["x"]])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama", "bert"])
+def test_any_value_in_a_config_is_converted_or_refused_in_one_line(name):
+    config = json.loads(AutoConfig.for_model(name).to_json_string(use_diff=False))
+    for key, value in itertools.product(config, WRONG):
+        try:
+            _model_of(Path("folder"), {**config, key: value})
+        except UserError as error:
+            message = str(error)
+        else:
+            message = ""
+        assert "\n" not in message
+        if value == 10**400 and key in ("vocab_size", "n_layer", "num_hidden_layers"):
+            assert "out of range: it must be at most 2**63 - 1" in message
 
 
 @pytest.mark.parametrize("message", MISTAKES)

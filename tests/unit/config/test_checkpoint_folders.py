@@ -39,7 +39,10 @@ def test_flags_and_megatrons_are_taken(line: str, name: str, value: int) -> None
     ("line", "message"),
     [
         ("--load A --load-iteration -1", "--load-iteration -1 is out of range: it must be at least 0"),
-        ("--save A --keep-last 0", "--keep-last 0 is out of range: it must be greater than 0"),
+        (
+            "--save A --keep-last 0",
+            "--keep-last 0 is out of range: it must be greater than 0 and below 2**31",
+        ),
         ("--save A --keep-every 0", "--keep-every 0 is out of range: it must be greater than 0"),
     ],
 )

@@ -202,6 +202,8 @@ def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("--lr-warmup-style log", "--lr-warmup-style log has no effect: there is no warm-up"),
+        ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05 has no effect: there is no warm-up"),
         ("--loss-scale 15", "--loss-scale 15.0 has no effect: fp32 has no loss scale"),
         ("--bf16 --hysteresis 3", "--hysteresis 3 has no effect: bf16 has no loss scale"),
         ("--fp16 --loss-scale 8 --hysteresis 3", "--hysteresis 3 has no effect: --loss-scale 8.0 is"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -20,9 +20,9 @@ from megalite.config import (
     check_config,
 )
 from megalite.config.command_line import parse
-from megalite.config.fields import config_fields, fields_by_flag
+from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
-from megalite.config.ranges import RANGES
+from megalite.config.ranges import RANGES, range_problems
 from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
@@ -143,6 +143,16 @@ RULES = [
     ),
     ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
+    (
+        "--lr-step-timing deepspeed",
+        None,
+        "--lr-step-timing deepspeed needs a warm-up: pass --lr-warmup-iters",
+    ),
+    (
+        "--lr-step-timing deepspeed --lr-warmup-iters 9 --lr-decay-style inverse-square-root",
+        None,
+        "inverse-square-root: choose one of constant, linear, cosine",
+    ),
     ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),
     ("--lr-warmup-iters 50 --lr-decay-iters 50", None, "does not end before --lr-decay-iters 50"),
     ("--train-samples 500", None, "--train-iters 100 and --train-samples 500 both set the length"),
@@ -259,6 +269,10 @@ SAMPLES = "--data-path p --tokenizer-type byte --train-samples 100 "
     [
         ("--lr-decay-iters 5", "--lr-decay-iters 5 with --train-samples 100: a run is counted in"),
         ("--lr-warmup-iters 5", "--lr-warmup-iters 5 with --train-samples 100"),
+        (
+            "--lr-step-timing deepspeed",
+            "--lr-step-timing deepspeed with --train-samples 100: it counts updates",
+        ),
         ("--lr-warmup-samples 100", "--lr-warmup-samples 100 does not end before --train-samples 100"),
         ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-samples: pass the samples"),
         ("--global-batch-size 101", "--train-samples 100 is less than the first batch of 101"),
@@ -315,11 +329,35 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 def test_a_wrong_value_does_not_bring_up_others() -> None:
     assert problems_with("--num-attention-heads 0 --tp 0 --micro-batch-size 0 --global-batch-size 7", 4) == [
-        "--num-attention-heads 0 is out of range: it must be greater than 0",
-        "--tp 0".replace("--tp", "--tensor-model-parallel-size")
-        + " is out of range: it must be greater than 0",
-        "--micro-batch-size 0 is out of range: it must be greater than 0",
+        f"{name} 0 is out of range: it must be greater than 0 and below 2**31"
+        for name in ("--num-attention-heads", "--tensor-model-parallel-size", "--micro-batch-size")
     ]
+
+
+HUGE = f"1{'0' * 400}"
+
+
+@pytest.mark.parametrize(
+    "field", [field for field in config_fields() if field.kind.item is int], ids=lambda field: field.name
+)
+def test_a_whole_number_that_is_too_large_is_refused(field: ConfigField, tmp_path: Path) -> None:
+    limit = f"takes a whole number of at most 2**63 - 1, not '{HUGE[:40]}... (401 characters)'"
+    (tmp_path / "run.yaml").write_text(f"{field.name}: {HUGE}")
+    yaml = f"{tmp_path / 'run.yaml'} line 1: {field.name}"
+    for line, name in ((f"--config {tmp_path / 'run.yaml'}", yaml), (f"{flag_of(field.name)} {HUGE}", "")):
+        with pytest.raises(ConfigError) as caught:
+            parse(line.split())
+        assert f"{name or flag_of(field.name)} {limit}" in caught.value.problems
+    part = getattr(Config(), field.group)
+    value = (10**400,) if field.kind.is_many else 10**400
+    config = replace(Config(), **{field.group: replace(part, **{field.name: value})})
+    (problem,) = range_problems(config)
+    assert problem.text.endswith("... (401 characters) is out of range: it must be at most 2**63 - 1")
+
+
+def test_suggestions_for_the_largest_size_are_found_at_once() -> None:
+    (problem,) = problems_with(f"--hidden-size {2**31 - 1} --num-attention-heads 8", None)
+    assert "pass --num-attention-heads 1 or 2147483647" in problem
 
 
 def test_every_number_has_a_range_and_every_other_value_its_choices() -> None:

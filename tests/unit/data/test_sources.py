@@ -124,6 +124,7 @@ def test_malformed_groups_are_named(groups: list[str], message: str) -> None:
         ("data_args_path", "", "there is no dataset"),
         ("per_split_data_args_path", "{", "must be a JSON object"),
         ("per_split_data_args_path", "[]", "must be a JSON object"),
+        ("per_split_data_args_path", '{"train": ["a"], "train": ["b"]}', 'it has "train" twice in an object'),
         ("per_split_data_args_path", '{"train": "a"}', "must be a JSON object"),
         ("per_split_data_args_path", '{"train": [["a"]]}', "must be a JSON object"),
         ("per_split_data_args_path", '{"train": ["a"], "vaild": ["b"]}', "but has 'vaild'"),

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.make.__main__ import with_table
+from docs.make.__main__ import with_tables
 from docs.make.blocks import Example, agrees, examples_of, renewed, run
 from docs.make.pictures import PICTURES, SHARED, bytes_a_parameter
 from megalite.plan.estimate import RunPlan
@@ -101,7 +101,7 @@ def test_every_picture_is_shown() -> None:
 
 def test_the_flag_table_is_up_to_date() -> None:
     text = (DOCS / "moving.md").read_text(encoding="utf-8")
-    assert with_table(text) == text, RENEW
+    assert with_tables(text) == text, RENEW
 
 
 @pytest.mark.parametrize("stage", SHARED)

@@ -28,6 +28,7 @@ def test_files_of_prompts(tmp_path):
         ("empty.txt", b"\n \n", "has no prompt"),
         ("binary.txt", b"\xff\xfe", "is not UTF-8"),
         ("bad.jsonl", b'{"prompt": "a"}\nno json\n', "line 2 is not an object"),
+        ("twice.jsonl", b'{"prompt": "a", "prompt": "b"}\n', 'line 1 cannot be read: it has "prompt" twice'),
         ("other.jsonl", b'{"text": "a"}\n', "line 1 is not an object"),
         ("half.jsonl", b'{"prompt": "a\\udcff"}\n', "line 1 is not UTF-8 at character 2"),
         ("gone.txt", None, "cannot be read: No such file"),

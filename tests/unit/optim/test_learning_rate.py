@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -117,42 +118,60 @@ def test_up_to_the_peak_then_down_and_within_bounds(config):
     assert all(config.min_lr - rounding <= value <= config.lr + rounding for value in fall)
 
 
-def test_as_megatron_computes_it():
+MEGATRON_STYLES = [
+    *((style, "exponential") for style in ("linear", "cosine", "constant", "inverse-square-root")),
+    *(("WSD", style) for style in ("linear", "cosine", "exponential", "minus_sqrt")),
+]
+MEGATRON_WARMUPS = {
+    "none": {},
+    "1 iteration": {"warmup": 1},
+    "7 iterations": {"warmup": 7},
+    "7 iterations from a rate": {"warmup": 7, "lr_warmup_init": 1e-6},
+    "all but one": {"warmup": 49},
+    "a fraction": {"lr_warmup_fraction": 0.15},
+    "a fraction of 0": {"lr_warmup_fraction": 0.0},
+    "half an iteration": {"lr_warmup_fraction": 0.01},
+    "less than a sample": {"lr_warmup_fraction": 1e-4},
+}
+BATCH_SIZE = 24
+
+
+@pytest.mark.parametrize("unit", ["iters", "samples"])
+@pytest.mark.parametrize("warmup", MEGATRON_WARMUPS)
+@pytest.mark.parametrize(("style", "wsd_style"), MEGATRON_STYLES)
+def test_as_megatron_computes_it(style: str, wsd_style: str, warmup: str, unit: str) -> None:
+    """Compare every iteration with Megatron's scheduler, which counts samples in both units."""
     module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    for style in ("linear", "cosine", "constant", "inverse-square-root", "WSD"):
-        for wsd_style in ("linear", "cosine", "exponential", "minus_sqrt"):
-            config = OptimizerConfig(
-                lr=3e-4,
-                min_lr=2e-5,
-                lr_warmup_init=1e-6,
-                lr_warmup_iters=7,
-                lr_decay_iters=50,
-                lr_decay_style=style,
-                lr_wsd_decay_style=wsd_style,
-                lr_wsd_decay_iters=11,
-            )
-            theirs = megatron_scheduler(module, config)
-            for iteration in range(1, 60):
-                theirs.num_steps = iteration
-                assert LearningRate(config, 60)(iteration) == pytest.approx(theirs.get_lr({}), rel=1e-15)
-
-
-def megatron_scheduler(module, config: OptimizerConfig):
-    class Nothing:
-        param_groups = ()
-
-    return module.OptimizerParamScheduler(
-        Nothing(),
+    samples = BATCH_SIZE if unit == "samples" else 1  # per step of the unit
+    options = dict(MEGATRON_WARMUPS[warmup])
+    iters = options.pop("warmup", 0)
+    config = OptimizerConfig(
+        lr=3e-4,
+        min_lr=2e-5,
+        lr_decay_style=style,
+        lr_wsd_decay_style=wsd_style,
+        **options,
+        **{f"lr_warmup_{unit}": iters * samples, f"lr_decay_{unit}": 50 * samples},
+        **{f"lr_wsd_decay_{unit}": 11 * samples},
+    )
+    ours = LearningRate(config, 60 * samples, unit, BATCH_SIZE)
+    decay = 50 * BATCH_SIZE
+    fraction = config.lr_warmup_fraction
+    theirs = module.OptimizerParamScheduler(
+        SimpleNamespace(param_groups=()),
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_iters,
-        lr_decay_steps=config.lr_decay_iters,
-        lr_decay_style=config.lr_decay_style,
+        lr_warmup_steps=iters * BATCH_SIZE if fraction is None else fraction * decay,
+        lr_decay_steps=decay,
+        lr_decay_style=style,
         start_wd=0.0,
         end_wd=0.0,
         wd_incr_steps=1,
         wd_incr_style="constant",
-        wsd_decay_steps=config.lr_wsd_decay_iters,
-        lr_wsd_decay_style=config.lr_wsd_decay_style,
+        wsd_decay_steps=11 * BATCH_SIZE,
+        lr_wsd_decay_style=wsd_style,
     )
+    for iteration in range(1, 60):
+        theirs.step(BATCH_SIZE)
+        assert ours(iteration * samples) == pytest.approx(theirs.get_lr({}), rel=1e-12)

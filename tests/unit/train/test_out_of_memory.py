@@ -67,6 +67,12 @@ def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
         torch.empty(1 << 50, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("shape", [(2**31 - 1, 2**31 - 1), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
+def test_a_size_that_no_memory_has(rank_6: Topology, shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="ran out of memory"), explain_out_of_memory(CONFIG, rank_6):
+        torch.empty(shape)
+
+
 def test_one_of_a_compiled_kernel(rank_6: Topology) -> None:
     """Test an allocation through torch's stable ABI, whose error does not name the cause."""
     x = torch.empty(1, dtype=torch.float64).as_strided((1 << 24, 1, 1 << 24), (0, 0, 0))
