@@ -131,7 +131,7 @@ def _add_tokenizer(add: _Add) -> None:
     )
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add("--vocab-size", type=positive_int, metavar="N", help="tokens of a NullTokenizer")
 
