@@ -1,28 +1,85 @@
-"""Generate the table of all flags by topic from the command-line parser."""
+"""Generate the tables of all flags: by topic from the command-line parser, and Megatron's by number."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
-from megalite.config.fields import ConfigField, config_fields, field_docs
-from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS, UNSUPPORTED
+from megalite.config.command_line import known_flags
+from megalite.config.fields import ConfigField, config_fields, field_docs, normalised
+from megalite.config.megatron_compatibility import megatron_rules, missing_feature, rule_of
+from megalite.config.megatron_features import UNSUPPORTED
+from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS
+from megalite.config.token_counts import TOKEN_FLAGS
 
 BEGIN, END = "<!-- made by python -m docs.make -->", "<!-- end -->"
 CHECKED = {
     "parallel": {
         "--local-rank": "must equal the environment variable LOCAL_RANK",
+        "--no-pipeline-parallel": "refused with `--pipeline-model-parallel-size` above 1",
     },
-    "model": {"--group-query-attention": "`--num-query-groups` enables it, and is required with it"},
+    "model": {
+        "--group-query-attention": "`--num-query-groups` enables it, and is required with it",
+        "--no-position-embedding": "accepted beside other positions than a learned table",
+    },
     "training": {
         "--accumulate-allreduce-grads-in-fp32": "gradient sums are in fp32; refused with bf16 communication"
     },
 }
-"""Flags whose value is only checked against other settings, by topic."""
+"""Flags that are only checked against other settings, by topic."""
+CONVERTED = {
+    "training": ("--train-tokens",),
+    "optimizer": ("--lr-decay-tokens", "--lr-warmup-tokens"),
+}
+"""Flags that are converted to fields, by topic."""
+
+
+OUTCOMES = ("used", "no effect", "accepted while off", "refused")
+"""What becomes of an argument of Megatron."""
+
+
+def megatron_arguments() -> dict[str, list[str]]:
+    """Return the flags of all arguments that Megatron's training scripts declare, by project."""
+    text = (Path(__file__).parent / "megatron_arguments.txt").read_text(encoding="utf-8")
+    sections = (section.partition("\n") for section in text.split("\n# ")[1:])
+    return {title: [f"--{name}" for name in names.split()] for title, _, names in sections}
+
+
+def outcome(flag: str) -> str:
+    """Return one of `OUTCOMES`.
+
+    Raises:
+        LookupError: megalite does not know the flag.
+    """
+    flag = normalised(flag)
+    rules = {name: OUTCOMES[1] for accepted in ACCEPTED for name in accepted.num_values()}
+    rules |= {name: OUTCOMES[2] for off in ACCEPTED_IF_OFF for name in _dashed(off.flags)}
+    if flag in rules:
+        return rules[flag]
+    if missing_feature(flag):
+        return OUTCOMES[3]
+    if flag in known_flags() or flag in megatron_rules():
+        return OUTCOMES[0]
+    if rule_of(flag) is None:
+        raise LookupError(flag)
+    return OUTCOMES[1]  # a `--no-` form
 
 
 def flag_table() -> str:
-    """Return a Markdown table for each topic: flags, and what megalite does with them."""
-    return "\n".join(line for topic, title in TOPICS.items() for line in _table(topic, title))
+    """Return Markdown tables: the numbers of Megatron's arguments, and the flags of each topic."""
+    tables = (_counts(), *(_table(topic, title) for topic, title in TOPICS.items()))
+    return "\n".join(line for table in tables for line in table)
+
+
+def _counts() -> Iterator[str]:
+    """Yield the lines of a table: the number of arguments of each project, by their outcome."""
+    yield f"| arguments of | {' | '.join(OUTCOMES)} | all |"
+    yield f"|---|{'---:|' * (len(OUTCOMES) + 1)}"
+    for project, flags in megatron_arguments().items():
+        counts = Counter(map(outcome, flags))
+        yield f"| {project} | {' | '.join(str(counts[each]) for each in OUTCOMES)} | {len(flags)} |"
+    yield ""
 
 
 def _table(topic: str, title: str) -> Iterator[str]:
@@ -34,13 +91,15 @@ def _table(topic: str, title: str) -> Iterator[str]:
             yield f"| {names} | {_first_sentence(docs[field.name])} |"
     for flag, text in CHECKED.get(topic, {}).items():
         yield f"| {_code(flag)} | checked: {text} |"
+    for flag in CONVERTED.get(topic, ()):
+        yield f"| {_code(flag)} | {_first_sentence(TOKEN_FLAGS[flag])}; converted to samples |"
     for accepted in ACCEPTED:
         if accepted.topic == topic:
-            yield f"| {_code(*_dashed(accepted.flags))} | accepted, no effect: {accepted.why} |"
+            yield f"| {_code(*sorted(accepted.num_values()))} | accepted, no effect: {accepted.why} |"
     for off in ACCEPTED_IF_OFF:
         if off.topic == topic:
             values = " or ".join(f"`{value}`" for value in off.off.split())
-            yield f"| {_code(off.flag)} | only {values}: {off.what} is missing; {off.fix} |"
+            yield f"| {_code(*_dashed(off.flags))} | only {values}: {off.what} is missing; {off.fix} |"
     for feature in UNSUPPORTED:
         if feature.topic == topic:
             names = [*_dashed(feature.flags), *(f"{flag}*" for flag in _dashed(feature.prefixes))]

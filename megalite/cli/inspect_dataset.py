@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add(
         "--vocab-size",

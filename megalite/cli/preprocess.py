@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from megalite.config.flags import flag_with_value
-from megalite.config.tool_parser import ToolParser, positive_int, whole_number
+from megalite.config.flags import flag_of, flag_with_value
+from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
 from megalite.data.preprocessing.preprocess import (
     PreprocessingProgress,
@@ -27,12 +27,66 @@ from megalite.errors import ConfigError, UserError
 from megalite.log import log
 
 _SECONDS_BETWEEN_LINES = 2.0
-_NOT_NEEDED = {
-    "partitions": "the workers share all files, and write one dataset in the order of the input",
-    "keep_sequential_samples": "documents always keep the order of the input",
-    "vocab_extra_ids": "no text contains extra tokens, and Megatron-LM's script ignores the flag too",
+_PADDING = "padding of the vocabulary does not change the tokens"
+_TOKENIZER = "a tokenizer has one implementation here, and adds no special tokens"
+_NOT_NEEDED: dict[str, tuple[str | int | None, str]] = {
+    "partitions": (None, "the workers share all files, and write one dataset in the order of the input"),
+    "keep_sequential_samples": (0, "documents always keep the order of the input"),
+    "max_documents": (None, "it only limits the search of --find-optimal-num-workers"),
+    "workers_to_check": ("+", "it only limits the search of --find-optimal-num-workers"),
+    "vocab_extra_ids": (None, "no text contains extra tokens, and Megatron-LM's script ignores the flag too"),
+    "seq_length": (None, "documents are not split: training makes samples of --seq-length tokens"),
+    "make_vocab_size_divisible_by": (None, _PADDING),
+    "pad_vocab_size_to": (None, _PADDING),
+    "padded_vocab_size": (None, _PADDING),
+    "no_pad_vocab_size": (0, _PADDING),
+    "tokenizer_hf_no_use_fast": (0, _TOKENIZER),
+    "tokenizer_hf_no_include_special_tokens": (0, _TOKENIZER),
+    "use_gigatoken": (0, _TOKENIZER),
+    "legacy_tokenizer": (0, _TOKENIZER),
 }
-"""Megatron-LM's flags that change nothing, by their name in the namespace, and why."""
+"""Flags of Megatron's scripts that change nothing, by their name in the namespace: the number of their values
+as argparse has it, 0 for a switch, and why."""
+_TOKENIZER_JSON = "remove it; a tokenizer.json (--tokenizer-model) holds a tokenizer with all its options"
+_REFUSED: dict[str, tuple[str | int | None, str]] = {
+    "find_optimal_num_workers": (
+        0,
+        "remove it: by default there is a worker for each core, and the output ends with its speed",
+    ),
+    "trust_remote_code": (0, "remove it: megalite runs no code from a tokenizer's folder"),
+    "tokenizer_metadata": (None, _TOKENIZER_JSON),
+    "tokenizer_special_tokens": ("+", _TOKENIZER_JSON),
+    "tokenizer_sentencepiece_legacy": (0, _TOKENIZER_JSON),
+    "no_tokenizer_sentencepiece_ignore_extra_whitespaces": (0, _TOKENIZER_JSON),
+    "tiktoken_pattern": (None, _TOKENIZER_JSON),
+    "tiktoken_num_special_tokens": (None, _TOKENIZER_JSON),
+    "tiktoken_special_tokens": ("+", _TOKENIZER_JSON),
+    "null_tokenizer_eod_id": (None, "remove it: the end-of-document token is --vocab-size - 1"),
+    "null_tokenizer_pad_id": (None, "remove it: no sample is padded"),
+    "chat_template": (None, "remove it: megalite pretrains"),
+}
+"""Flags of Megatron's scripts that are not supported, in the same form, and what to do instead."""
+_LANGUAGES = {
+    "czech": "cs",
+    "danish": "da",
+    "dutch": "nl",
+    "english": "en",
+    "estonian": "et",
+    "finnish": "fi",
+    "french": "fr",
+    "german": "de",
+    "greek": "el",
+    "italian": "it",
+    "norwegian": "no",
+    "polish": "pl",
+    "portuguese": "pt",
+    "russian": "ru",
+    "slovene": "sl",
+    "spanish": "es",
+    "swedish": "sv",
+    "turkish": "tr",
+}
+"""Codes of the languages that Megatron's script names as NLTK does."""
 
 
 def _partition(text: str) -> tuple[int, int]:
@@ -44,6 +98,8 @@ def _partition(text: str) -> tuple[int, int]:
 
 def _language(text: str) -> str:
     """Check a language's code: the library takes another word, such as "german", for English."""
+    if text in _LANGUAGES:
+        return _LANGUAGES[text]
     if not re.fullmatch(r"[a-z]{2,3}([-_][A-Za-z]+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not an ISO 639 code, such as en or de")
     return text
@@ -85,6 +141,7 @@ def _add_input(add: _Add) -> None:
     )
     add(
         "--json-keys",
+        "--json-key",
         nargs="+",
         type=_key,
         default=["text"],
@@ -101,7 +158,7 @@ def _add_input(add: _Add) -> None:
         "--lang",
         type=_language,
         metavar="CODE",
-        help="with --split-sentences: their language, by its ISO 639 code (en)",
+        help="with --split-sentences: their language, by its ISO 639 code or English name (en)",
     )
     add(
         "--keep-newlines",
@@ -131,7 +188,7 @@ def _add_tokenizer(add: _Add) -> None:
     )
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
-    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    add("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add("--vocab-size", type=positive_int, metavar="N", help="tokens of a NullTokenizer")
 
@@ -168,18 +225,18 @@ def _add_work(add: _Add) -> None:
         default="mmap",
         help="the only format; accepted for scripts that pass it",
     )
-    add("--partitions", type=positive_int, metavar="N", help=f"not needed: {_NOT_NEEDED['partitions']}")
-    add(
-        "--keep-sequential-samples",
-        action="store_true",
-        help=f"not needed: {_NOT_NEEDED['keep_sequential_samples']}",
-    )
-    add(
-        "--vocab-extra-ids",
-        type=whole_number,
-        metavar="N",
-        help=f"not needed: {_NOT_NEEDED['vocab_extra_ids']}",
-    )
+    for name, (num_values, why) in _NOT_NEEDED.items():
+        _add_unused(add, name, num_values, f"not needed: {why}")
+    for name, (num_values, _) in _REFUSED.items():
+        _add_unused(add, name, num_values, argparse.SUPPRESS)
+
+
+def _add_unused(add: _Add, name: str, num_values: str | int | None, text: str) -> None:
+    """Add a flag that is only reported; `num_values` is as in argparse, but 0 for a switch."""
+    if num_values == 0:
+        add(flag_of(name), action="store_true", help=text)
+    else:
+        add(flag_of(name), nargs=num_values, metavar="N", help=text)
 
 
 def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
@@ -193,6 +250,12 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
         problems.append("--resume and --overwrite contradict each other: continue a run, or replace it")
     if len(set(args.json_keys)) < len(args.json_keys):
         problems.append("--json-keys names a key twice")
+    passed = _passed(args)
+    problems += [
+        f"{flag_with_value(name, passed[name])} is not supported: {fix}"
+        for name, (_, fix) in _REFUSED.items()
+        if name in passed
+    ]
     files = TokenizerFiles(
         args.tokenizer_model, args.vocab_file, args.merge_file, args.tokenizer_name_or_path, args.vocab_size
     )
@@ -220,12 +283,18 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
     return job, args.log_interval
 
 
+def _passed(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that are passed or have a default, by their name in the namespace."""
+    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
 def _notices(args: argparse.Namespace) -> list[str]:
     """Return a line for each flag that has no effect."""
-    passed = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    passed = _passed(args)
     notices = [
         f"{flag_with_value(name, passed[name])} is not needed: {why}"
-        for name, why in _NOT_NEEDED.items()
+        for name, (_, why) in _NOT_NEEDED.items()
         if name in passed
     ]
     if not args.split_sentences:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megalite.config.fields import MAX_INT, ConfigField, ValueKind, nearest_hint, normalised
+from megalite.config.fields import MAX_INT, ConfigField, nearest_hint, normalised
 from megalite.config.flags import format_value
 from megalite.errors import shortened
 
@@ -118,17 +118,20 @@ def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
     if kind.is_many:
         if not tokens:
             raise ValueError(f"needs at least one value, {_KIND_NAMES[kind.item]}")
-        return tuple(_parse_item(kind, token) for token in tokens)
+        return tuple(_parse_item(field, token) for token in tokens)
     if kind.item is bool and not tokens:
         return True
     if len(tokens) != 1:
         found = f"{len(tokens)}: {' '.join(tokens)}" if tokens else "none"
         raise ValueError(f"takes one value, {_KIND_NAMES[kind.item]}, but got {found}")
-    return _parse_item(kind, tokens[0])
+    return _parse_item(field, tokens[0])
 
 
-def _parse_item(kind: ValueKind, token: str) -> Any:
-    if kind.choices and token not in kind.choices:
+def _parse_item(field: ConfigField, token: str) -> Any:
+    kind = field.kind
+    if kind.choices:
+        if token.lower() in field.choices:
+            return field.choices[token.lower()]
         raise ValueError(
             f"cannot be {token!r}: choose one of {', '.join(kind.choices)}{nearest_hint(token, kind.choices)}"
         )

@@ -21,7 +21,7 @@ class CheckpointConfig:
     """Folder to load the latest checkpoint from; the run resumes from it."""
     load_iteration: int | None = field(default=None, metadata=flags("--ckpt-step"))
     """Iteration of the checkpoint to load. By default the latest one."""
-    save_interval: int | None = None
+    save_interval: int | None = field(default=None, metadata=flags("--persistent-save-interval"))
     """Iterations between checkpoints. By default only the end of the run is saved."""
     async_save: bool = False
     """Save in the background from a copy in host memory, while training continues."""
@@ -47,9 +47,11 @@ class CheckpointConfig:
     """Save the optimizer state too; without it no run can resume exactly."""
     use_checkpoint_args: bool = False
     """Take the model's options from the checkpoint in --load; flags override them."""
-    override_opt_param_scheduler: bool = False
+    override_opt_param_scheduler: bool = field(default=False, metadata=flags("--override-lr-scheduler"))
     """Resume with the learning-rate and weight-decay schedules of the flags, if the checkpoint's differ."""
-    use_checkpoint_opt_param_scheduler: bool = False
+    use_checkpoint_opt_param_scheduler: bool = field(
+        default=False, metadata=flags("--use-checkpoint-lr-scheduler")
+    )
     """Resume with the checkpoint's learning-rate and weight-decay schedules, whatever the flags are."""
     allow_data_change: bool = False
     """Allow other training data than the checkpoint's; samples are read in the order of the new data."""

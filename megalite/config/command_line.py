@@ -26,6 +26,7 @@ from megalite.config.megatron_compatibility import (
 )
 from megalite.config.model import Architecture, ModelConfig
 from megalite.config.presets import PRESETS
+from megalite.config.token_counts import TOKEN_FLAGS, with_token_counts
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.config.yaml_reader import read_checkpoint_model, read_yaml
@@ -34,7 +35,16 @@ from megalite.errors import ConfigError, one_line
 
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
 _OVERRIDE, _DEEPSPEED = "--override-flags", "--deepspeed-config"
-_PROGRAM_FLAGS = ("--config", "--preset", "--print-config", _OVERRIDE, _DEEPSPEED, *_HELP, _HELP_ALL)
+_PROGRAM_FLAGS = (
+    "--config",
+    "--preset",
+    "--print-config",
+    _OVERRIDE,
+    _DEEPSPEED,
+    *TOKEN_FLAGS,
+    *_HELP,
+    _HELP_ALL,
+)
 _ALSO_SETS = {"--activations-checkpoint-method": ("--recompute-granularity", "full")}
 """Flags of earlier versions of Megatron-LM that set a second option."""
 TRAINED_BY: Mapping[Architecture, str] = {"gpt": "train", "bert": "train-bert"}
@@ -137,7 +147,9 @@ def _config(flags: Sequence[FlagTokens], architecture: Architecture, diagnostics
         config = _with_full_batch(_with(base, {**model, **settings}))
         if any(flag.flag == "--preset" for flag in flags):
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
-    return config if deepspeed is None else deepspeed.completed(config, _world_size(), diagnostics)
+    if deepspeed is not None:
+        config = deepspeed.completed(config, _world_size(), diagnostics)
+    return with_token_counts(config, flags, diagnostics)
 
 
 def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> DeepSpeedFile | None:

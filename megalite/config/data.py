@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from megalite.config.flags import flag_of
+from megalite.config.flags import flag_of, flags
 
 TokenizerType = Literal[
     "byte",
@@ -127,12 +127,14 @@ class DataConfig:
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
     split: str = "969,30,1"
     """Weights of the training, validation and test parts of each dataset."""
-    tokenizer_type: TokenizerType | None = None
+    tokenizer_type: TokenizerType | None = field(
+        default=None, metadata=flags(choices={"HFTokenizer": "HuggingFaceTokenizer"})
+    )
     """Tokenizer that the corpus was preprocessed with. By default it follows from the tokenizer's files."""
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
     vocab_file: str | None = None
-    """Vocabulary file of a GPT-2 tokenizer (vocab.json) or a BERT tokenizer (vocab.txt)."""
+    """Vocabulary file of a GPT-2 tokenizer (a JSON object) or a BERT tokenizer (one token a line)."""
     merge_file: str | None = None
     """Merge file of a GPT-2 tokenizer (merges.txt)."""
     tokenizer_name_or_path: str | None = None
@@ -176,8 +178,8 @@ def tokenizer_type_for(
     model: str | None, vocab_file: str | None, merge_file: str | None, name_or_path: str | None
 ) -> TokenizerType | None:
     """Return the kind of tokenizer that has these files; None if there are none."""
-    if vocab_file is not None and vocab_file.endswith(".txt") and merge_file is None:
-        return "BertWordPieceLowerCase"  # GPT-2's vocabulary is a .json file
+    if vocab_file is not None and merge_file is None and not _is_json(vocab_file):
+        return "BertWordPieceLowerCase"  # GPT-2's vocabulary is JSON
     if vocab_file is not None or merge_file is not None:
         return "GPT2BPETokenizer"
     if name_or_path is not None:
@@ -185,6 +187,15 @@ def tokenizer_type_for(
     if model is not None:
         return "HuggingFaceTokenizer" if model.endswith(".json") else "SentencePieceTokenizer"
     return None
+
+
+def _is_json(path: str) -> bool:
+    """Return whether a file holds a JSON object, or has such a name if it is not here to be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(1024).lstrip()[:1] == b"{"
+    except OSError:
+        return path.endswith(".json")
 
 
 def split_weights(text: str) -> list[float]:

@@ -59,7 +59,6 @@ SYNONYMS = {
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",
     "num_hidden_layers": "num_layers",
-    "num_key_value_heads": "num_query_groups",
     "intermediate_size": "ffn_hidden_size",
     "dropout": "hidden_dropout",
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -129,6 +128,8 @@ class ConfigField:
     """Flags that take the field's value; the first is the field's own name."""
     sets: Mapping[str, Any]
     """Flags without a value, each with the value that it sets."""
+    choices: Mapping[str, str]
+    """The allowed values, and other programs' names of them, by their name in lower case."""
 
 
 @functools.cache
@@ -174,7 +175,9 @@ def _fields_of(group: str, part: type) -> list[ConfigField]:
         flags, sets = (flag_of(field.name), *declared.aliases), dict(declared.sets or {})
         if kind.item is bool:
             sets |= {f"--no-{name[2:]}": False for name in flags}
-        found.append(ConfigField(group, field.name, kind, field.default, flags, sets))
+        names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
+        choices = {name.lower(): choice for name, choice in names.items()}
+        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices))
     return found
 
 

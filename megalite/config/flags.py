@@ -17,11 +17,15 @@ class Flags:
     """Further flags that take the field's value, such as `--tp`."""
     sets: Mapping[str, Any] | None = None
     """Flags without a value, each with the value that it sets, such as `--swiglu`."""
+    choices: Mapping[str, str] | None = None
+    """Other programs' names of values, each with the value that it means."""
 
 
-def flags(*aliases: str, sets: Mapping[str, Any] | None = None) -> dict[str, Flags]:
+def flags(
+    *aliases: str, sets: Mapping[str, Any] | None = None, choices: Mapping[str, str] | None = None
+) -> dict[str, Flags]:
     """Return the metadata of a dataclass field that has flags besides its own name; see `Flags`."""
-    return {_KEY: Flags(aliases, sets)}
+    return {_KEY: Flags(aliases, sets, choices)}
 
 
 def flags_in(metadata: Mapping[Any, Any]) -> Flags:

@@ -10,6 +10,7 @@ from megalite.config.flags import flag_of, format_value
 from megalite.config.megatron_compatibility import accepted_flags, refused_flags
 from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
+from megalite.config.token_counts import TOKEN_FLAGS
 
 _WIDTH = 110
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -82,6 +83,8 @@ def _all_lines(program: str) -> Iterator[str]:
         ["--override-flags"],
         "Let flags after this one replace those before it: for scripts that pass on a user's flags.",
     )
+    for name, text in TOKEN_FLAGS.items():
+        yield from _entry([f"{name} INT"], f"{text} Converted to samples of --seq-length tokens.")
     yield from _entry(["--print-config"], "Print all settings as YAML, and exit.")
     yield from _entry(["--help", "-h"], "Print the flags that most runs need, and exit.")
     yield from _entry(["--help-all"], "Print this help, and exit.")

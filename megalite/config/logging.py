@@ -56,6 +56,8 @@ class LoggingConfig:
     """Log the validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = False
     """Log the memory of the reporting rank to TensorBoard."""
+    log_optimizer_states_to_tensorboard: bool = False
+    """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
     log_layer_grad_norms_interval: int | None = None
     """Iterations between histograms of the layers' gradient norms in TensorBoard and Weights & Biases."""
     wandb_project: str | None = None

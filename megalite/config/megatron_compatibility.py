@@ -9,13 +9,9 @@ from dataclasses import dataclass
 
 from megalite.config.arguments import Diagnostics, FlagTokens
 from megalite.config.config import Config
-from megalite.config.megatron_flags import (
-    ACCEPTED,
-    ACCEPTED_IF_OFF,
-    UNSUPPORTED,
-    FlagIfOff,
-    UnsupportedFeature,
-)
+from megalite.config.flags import flag_with_value
+from megalite.config.megatron_features import UNSUPPORTED, UnsupportedFeature
+from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, FlagIfOff
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,15 @@ class CommandLine:
 
 
 FlagRule = Callable[[FlagTokens, CommandLine, Diagnostics], None]
+_ALWAYS_SO = "it is always so"
+_NEGATIONS = ("--no-", "--disable-")
 
 
-def _not_needed(why: str, num_values: int = 0) -> FlagRule:
-    """Return the rule of a flag that requests what is always the case."""
+def _not_needed(why: str, num_values: int | None = 0) -> FlagRule:
+    """Return the rule of a flag that requests what is always the case; it takes this number of values."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        if len(flag.values) != num_values:
+        if num_values is not None and len(flag.values) != num_values:
             wanted = "no value" if num_values == 0 else "one value"
             diagnostics.add_problem(f"{flag.name} takes {wanted}, but got {' '.join(flag.values) or 'none'}")
         else:
@@ -53,10 +51,10 @@ def _only_off(entry: FlagIfOff) -> FlagRule:
     """Return the rule of a flag that is accepted with the values that turn its feature off."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        accepted = entry.off.split()
-        if len(flag.values) == 1 and any(_is_same(flag.values[0], value) for value in accepted):
-            diagnostics.notices.append(f"{flag.name} {flag.values[0]} is not needed: it is always so")
+        if _has_values_of(flag, entry):
+            _not_needed(_ALWAYS_SO, None)(flag, line, diagnostics)
         else:
+            accepted = entry.off.split()
             found = " ".join(flag.values) or "no value"
             diagnostics.add_problem(
                 f"{flag.name} only accepts {' or '.join(accepted)} in this version, not {found} "
@@ -64,6 +62,20 @@ def _only_off(entry: FlagIfOff) -> FlagRule:
             )
 
     return rule
+
+
+def _has_values_of(flag: FlagTokens, entry: FlagIfOff) -> bool:
+    """Return whether a flag has values, each of which turns its feature off."""
+    return bool(flag.values) and all(
+        any(_is_same(value, off) for off in entry.off.split()) for value in flag.values
+    )
+
+
+def _is_off(flag: FlagTokens) -> bool:
+    """Return whether a flag is accepted because its values turn its feature off."""
+    return any(
+        _has_values_of(flag, entry) for entry in ACCEPTED_IF_OFF if flag.flag[2:] in entry.flags.split()
+    )
 
 
 def _is_same(text: str, value: str) -> bool:
@@ -75,12 +87,39 @@ def _is_same(text: str, value: str) -> bool:
 
 
 def _unsupported(feature: UnsupportedFeature) -> FlagRule:
+    """Return the rule of a missing feature's flags; the feature may have a flag that turns it on."""
+
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        diagnostics.add_problem(
-            f"{flag.name} ({feature.what}) is not supported in this version: {feature.fix}"
-        )
+        if not feature.switch:
+            diagnostics.add_problem(
+                f"{flag.name} ({feature.what}) is not supported in this version: {feature.fix}"
+            )
+        elif f"--{feature.switch}" not in line.flags or _is_off(line.flags[f"--{feature.switch}"]):
+            values = " ".join((flag.name, *flag.values))
+            diagnostics.notices.append(f"{values} has no effect: there is no {feature.what}")
+        # else the switch is refused, which is enough
 
     return rule
+
+
+def _no_position_embedding(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    kind = line.config.model.position_embedding_type
+    if kind == "learned_absolute":
+        diagnostics.add_problem(
+            f"{flag.name} does not say which positions replace the embedding: pass "
+            "--position-embedding-type none, rope or alibi"
+        )
+    else:
+        why = f"{flag_with_value('position_embedding_type', kind)} has no position embedding"
+        _not_needed(why)(flag, line, diagnostics)
+
+
+def _no_pipeline_parallel(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    stages = flag_with_value("pipeline_model_parallel_size", line.config.parallel.pp)
+    if line.config.parallel.pp > 1:
+        diagnostics.add_problem(f"{flag.name} and {stages} contradict each other: remove one")
+    else:
+        _not_needed(f"{stages} has no pipeline")(flag, line, diagnostics)
 
 
 def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
@@ -128,6 +167,8 @@ def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
 _RULES: dict[str, FlagRule] = {
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
+    "--no-position-embedding": _no_position_embedding,
+    "--no-pipeline-parallel": _no_pipeline_parallel,
     "--accumulate-allreduce-grads-in-fp32": _gradients_in_fp32,
 }
 """Flags whose value is checked against other settings."""
@@ -141,23 +182,55 @@ def megatron_rules() -> Mapping[str, FlagRule]:
     """Return the rule of every flag that is not a field's, by its name with dashes."""
     rules: dict[str, FlagRule] = dict(_RULES)
     for accepted in ACCEPTED:
-        for flag in accepted.flags.split():
-            rules[f"--{flag}"] = _not_needed(accepted.why, accepted.num_values)
+        for flag, num_values in accepted.num_values().items():
+            rules[flag] = _not_needed(accepted.why, num_values)
     for off in ACCEPTED_IF_OFF:
-        rules[off.flag] = _only_off(off)
+        for flag in off.flags.split():
+            rules[f"--{flag}"] = _only_off(off)
     for feature in UNSUPPORTED:
         for flag in feature.flags.split():
             rules[f"--{flag}"] = _unsupported(feature)
     return rules
 
 
+@functools.cache
+def _negated_rules() -> Mapping[str, FlagRule]:
+    """Return the rules of flags that change nothing, by their name without `--no-` or `--disable-`."""
+    return {
+        _stem(flag): _not_needed(accepted.why)
+        for accepted in ACCEPTED
+        for flag, num_values in accepted.num_values().items()
+        if num_values == 0
+    }
+
+
 def rule_of(flag: str) -> FlagRule | None:
-    """Return the rule of a flag, of which only the beginning may be known; None for an unknown flag."""
+    """Return the rule of a flag; None for an unknown one.
+
+    Of the flags of a missing feature only the beginning may be known. Turning off what is missing, or what
+    changes nothing, is not needed.
+    """
     if rule := megatron_rules().get(flag):
         return rule
+    if feature := missing_feature(flag):
+        return _unsupported(feature)
+    stem = _stem(flag)
+    if stem != flag:
+        return _not_needed(_ALWAYS_SO) if missing_feature(stem) else _negated_rules().get(stem)
+    return None
+
+
+def _stem(flag: str) -> str:
+    """Return a flag without `no-` or `disable-`."""
+    return next((f"--{flag[len(no) :]}" for no in _NEGATIONS if flag.startswith(no)), flag)
+
+
+def missing_feature(flag: str) -> UnsupportedFeature | None:
+    """Return the missing feature that a flag requests."""
     for feature in UNSUPPORTED:
-        if flag.startswith(tuple(f"--{prefix}" for prefix in feature.prefixes.split())):
-            return _unsupported(feature)
+        prefixes = tuple(f"--{prefix}" for prefix in feature.prefixes.split())
+        if flag.startswith(prefixes) or flag[2:] in feature.flags.split():
+            return feature
     return None
 
 

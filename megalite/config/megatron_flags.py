@@ -1,7 +1,8 @@
 """Tables of the flags of Megatron-LM and Megatron-DeepSpeed that are not fields of the config.
 
 A flag is in one of three tables: it is accepted because it would change nothing (`ACCEPTED`), it is accepted
-with the value that turns its feature off (`ACCEPTED_IF_OFF`), or it is refused (`UNSUPPORTED`). A new feature
+with the value that turns its feature off (`ACCEPTED_IF_OFF`), or it is refused (`UNSUPPORTED`, in
+`megatron_features`). Its `--no-` and `--disable-` forms need no row: they are accepted too. A new feature
 removes its flags from these tables.
 """
 
@@ -29,63 +30,46 @@ class AcceptedFlags(NamedTuple):
     Attributes:
         topic: a key of `TOPICS`.
         why: why they are not needed, as a notice says it.
-        flags: without their dashes, separated by spaces.
-        num_values: number of values that each of them takes.
+        flags: without their dashes, separated by spaces; NAME=1 takes one value, NAME=* any number.
     """
 
     topic: str
     why: str
     flags: str
-    num_values: int = 0
+
+    def num_values(self) -> dict[str, int | None]:
+        """Return the number of values of each flag, by its name with dashes; None for any number."""
+        counts = {"": 0, "1": 1, "*": None}
+        pairs = (flag.partition("=") for flag in self.flags.split())
+        return {f"--{name}": counts[values] for name, _, values in pairs}
 
 
 class FlagIfOff(NamedTuple):
-    """Name a flag whose feature is missing, and the values that turn the feature off.
+    """Name flags whose feature is missing, and the values that turn the feature off.
 
     Attributes:
         topic: a key of `TOPICS`.
-        flag: with its dashes.
+        flags: without their dashes, separated by spaces.
         off: the accepted values, separated by spaces; numbers are compared as numbers.
         what: the feature.
         fix: what to do instead of another value.
     """
 
     topic: str
-    flag: str
+    flags: str
     off: str
     what: str
     fix: str
 
 
-class UnsupportedFeature(NamedTuple):
-    """Name a feature that megalite does not have.
-
-    Attributes:
-        topic: a key of `TOPICS`.
-        what: its name.
-        fix: what to do instead.
-        flags: the flags that request it, without their dashes.
-        prefixes: all flags that begin with one of these request it too.
-    """
-
-    topic: str
-    what: str
-    fix: str
-    flags: str
-    prefixes: str = ""
-
-
 _NO_WORKERS = "samples are read from memory-mapped files, without worker processes"
-_FUSION = "the fastest kernel on the device is chosen, and logged at start-up"
 _NO_RNG_STATE = (
     "there is no random state: weights, dropout and the order of samples follow from --seed and counters"
 )
-_SAFETENSORS = (
-    "checkpoints are safetensors files that any layout loads; tools/convert_checkpoint.py writes others"
-)
+_SENDS = "it sets how messages are sent, not what is computed"
 
 ACCEPTED = (
-    AcceptedFlags("model", "there is one implementation of each model", "use-mcore-models"),
+    AcceptedFlags("model", "there is one implementation of each model", "use-mcore-models legacy-tokenizer"),
     AcceptedFlags(
         "model", "attention scores are never scaled by the layer number", "no-query-key-layer-scaling"
     ),
@@ -97,8 +81,17 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "model",
-        "initial weights are the same on any device and in any layout",
-        "use-cpu-initialization init-model-with-meta-device",
+        "initial weights are the same on any device and in any layout, and a checkpoint's replace them",
+        "use-cpu-initialization init-model-with-meta-device no-initialization",
+    ),
+    AcceptedFlags(
+        "model",
+        "the fastest attention that dropout and the device allow is chosen, and logged at start-up; "
+        "--attention-backend flash requires FlashAttention",
+        """
+        use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder
+        flash-attention-version=1
+        """,
     ),
     AcceptedFlags(
         "optimizer",
@@ -106,7 +99,13 @@ ACCEPTED = (
         "gradients and buffers are pinned",
         """
         overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-grads no-pin-cpu-params
+        cpu-torch-adam use-pin-memory
         """,
+    ),
+    AcceptedFlags(
+        "optimizer",
+        "adam is torch's fused AdamW, whose weight decay is decoupled",
+        "decoupled-weight-decay ds-fused-adam",
     ),
     AcceptedFlags(
         "parallel",
@@ -118,51 +117,73 @@ ACCEPTED = (
         "tensor-parallel communication is not split into parts that overlap with GEMMs; results are the same",
         """
         tp-comm-overlap tp-comm-overlap-ag tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
-        disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-disable-qkv
-        tp-comm-overlap-disable-fc1 tp-comm-split-ag tp-comm-split-rs tp-comm-bulk-dgrad tp-comm-bulk-wgrad
+        tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1 tp-comm-split-ag tp-comm-split-rs
+        tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-bootstrap-backend=1 tp-comm-overlap-cfg=1
         no-async-tensor-model-parallel-allreduce
         """,
     ),
     AcceptedFlags(
         "parallel",
-        "it sets how messages are sent, not what is computed",
+        _SENDS,
         """
-        overlap-p2p-communication no-overlap-p2p-communication overlap-p2p-communication-warmup-flush
-        use-ring-exchange-p2p align-grad-reduce no-align-grad-reduce align-param-gather no-align-param-gather
-        overlap-param-gather-with-optimizer-step ddp-average-in-collective
-        ddp-pad-buckets-for-high-nccl-busbw no-gradient-reduce-div-fusion use-nccl-ub use-sharp
-        disable-symmetric-registration disable-gloo-process-groups use-gloo-process-groups
-        use-tp-pp-dp-mapping
+        DDP-impl=1 use-contiguous-buffers-in-ddp no-contiguous-buffers-in-local-ddp
+        no-scatter-gather-tensors-in-pipeline delay-param-gather no-delay-grad-reduce
+        overlap-p2p-communication overlap-p2p-communication-warmup-flush use-ring-exchange-p2p
+        align-grad-reduce align-param-gather overlap-param-gather-with-optimizer-step
+        ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw no-gradient-reduce-div-fusion
+        use-nccl-ub use-sharp disable-symmetric-registration disable-gloo-process-groups
+        use-gloo-process-groups use-tp-pp-dp-mapping ddp-num-buckets=1 sharp-enabled-group=1
+        high-priority-stream-groups=* nccl-communicator-config-path=1 pipeline-model-parallel-comm-backend=1
+        symmetric-ar-type=1 zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size=1
+        zero-allgather-bucket-size=1
         """,
-    ),
-    AcceptedFlags(
-        "parallel",
-        "it sets how messages are sent, not what is computed",
-        "ddp-num-buckets sharp-enabled-group high-priority-stream-groups nccl-communicator-config-path",
-        1,
     ),
     AcceptedFlags(
         "parallel",
         "the zero-bubble schedules (--pipeline-schedule) delay weight gradients",
-        "defer-embedding-wgrad-compute delay-wgrad-compute",
+        """
+        defer-embedding-wgrad-compute delay-wgrad-compute wgrad-deferral-limit=1 enable-zbh1-exact-semantics
+        """,
     ),
     AcceptedFlags(
         "recompute",
         "--cpu-offload-activations above 0 turns it on, with copies that overlap computation",
-        "cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering",
+        """
+        cpu-offloading cpu-offloading-activations cpu-offloading-double-buffering
+        cpu-offloading-retain-pinned-cpu-buffers
+        """,
     ),
-    AcceptedFlags("optimizer", "adam is AdamW, whose weight decay is decoupled", "decoupled-weight-decay"),
+    AcceptedFlags(
+        "recompute",
+        "it sets how memory is allocated or traced, not what is computed",
+        """
+        contigious-checkpointing synchronize-each-layer profile-backward no-clone-scatter-output-in-embedding
+        """,
+    ),
     AcceptedFlags("data", "--fim-rate above 0 turns it on", "fim-data"),
-    AcceptedFlags("data", _NO_WORKERS, "num-workers valid-num-workers num-dataset-builder-threads", 1),
+    AcceptedFlags("data", _NO_WORKERS, "num-workers=1 valid-num-workers=1 num-dataset-builder-threads=1"),
     AcceptedFlags(
         "data",
         "files are memory-mapped, and the attention mask is made where attention is computed",
         """
-        mmap-bin-files no-mmap-bin-files create-attention-mask-in-dataloader
-        no-create-attention-mask-in-dataloader dataloader-fast-cache-load dataloader-defer-npy-index-mmap
+        mmap-bin-files mmap-warmup create-attention-mask-in-dataloader dataloader-fast-cache-load
+        dataloader-defer-npy-index-mmap per-dataset-sequences-path=1
         """,
     ),
-    AcceptedFlags("data", "only TikTokenizer, which is not supported, has a pattern", "tiktoken-pattern", 1),
+    AcceptedFlags(
+        "data",
+        "only TikTokenizer, which is not supported, has it",
+        "tiktoken-pattern=1 tiktoken-num-special-tokens=1",
+    ),
+    AcceptedFlags(
+        "data",
+        "training reads tokens, which the tokenizer of the preprocessing made",
+        """
+        tokenizer-hf-use-fast tokenizer-hf-no-use-fast tokenizer-hf-include-special-tokens
+        tokenizer-hf-no-include-special-tokens tokenizer-sentencepiece-legacy
+        no-tokenizer-sentencepiece-ignore-extra-whitespaces use-gigatoken allow-ambiguous-pad-tokens
+        """,
+    ),
     AcceptedFlags("training", _NO_RNG_STATE, "te-rng-tracker use-te-rng-tracker inference-rng-tracker"),
     AcceptedFlags(
         "training",
@@ -172,13 +193,12 @@ ACCEPTED = (
     AcceptedFlags(
         "training",
         "Python's garbage collection and cached memory do not change the run",
-        "manual-gc no-manual-gc-eval",
+        "manual-gc no-manual-gc-eval manual-gc-interval=1 empty-unused-memory-level=1 train-sync-interval=1",
     ),
     AcceptedFlags(
         "training",
-        "Python's garbage collection and cached memory do not change the run",
-        "manual-gc-interval empty-unused-memory-level",
-        1,
+        "a signal of --exit-signals saves and ends the run, and there are no worker processes",
+        "exit-signal-handler-for-training exit-signal-handler-for-dataloader",
     ),
     AcceptedFlags(
         "training",
@@ -187,275 +207,138 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "training",
-        _FUSION,
+        "the fastest kernel on the device is chosen, and logged at start-up",
         """
-        no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion
-        no-rope-fusion no-persist-layer-norm memory-efficient-layer-norm cross-entropy-loss-fusion
-        fused-single-qkv-rope fused-residual-rmsnorm use-te-activation-func use-transformer-engine-op-fuser
-        disable-jit-fuser enable-experimental
-        """,
-    ),
-    AcceptedFlags("training", _FUSION, "cross-entropy-fusion-impl", 1),
-    AcceptedFlags(
-        "training",
-        "CUDA graphs are not used; results are the same",
-        """
-        enable-cuda-graph external-cuda-graph cuda-graph-use-single-mempool
-        cuda-graph-retain-backward-graph
+        no-masked-softmax-fusion no-scaled-masked-softmax-fusion scaled-upper-triang-masked-softmax-fusion=1
+        no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm
+        memory-efficient-layer-norm disable-mem-efficient-ln cross-entropy-loss-fusion
+        cross-entropy-fusion-impl=1 fused-single-qkv-rope fused-residual-rmsnorm use-te-activation-func
+        use-transformer-engine-op-fuser disable-jit-fuser enable-experimental
         """,
     ),
     AcceptedFlags(
         "training",
         "CUDA graphs are not used; results are the same",
-        "cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps",
-        1,
+        """
+        enable-cuda-graph external-cuda-graph optimizer-cuda-graph cuda-graph-use-single-mempool
+        cuda-graph-retain-backward-graph cuda-graph-impl=1 cuda-graph-scope=* cuda-graph-modules=*
+        cuda-graph-warmup-steps=1
+        """,
     ),
     AcceptedFlags(
         "training",
         "a scale follows from the tensor that it scales, without a history",
-        "fp8-amax-history-len fp8-amax-compute-algo fp8-interval fp8-margin",
-        1,
+        "fp8-amax-history-len=1 fp8-amax-compute-algo=1 fp8-interval=1 fp8-margin=1",
     ),
-    AcceptedFlags("training", "weights are gathered in their own dtype", "fp8-param-gather"),
-    AcceptedFlags("training", "layers are megalite's own", "transformer-impl", 1),
+    AcceptedFlags(
+        "training",
+        "weights are gathered in their own dtype",
+        "fp8-param-gather keep-fp8-transpose-cache keep-fp8-transpose-cache-when-using-custom-fsdp",
+    ),
+    AcceptedFlags("training", "layers are megalite's own", "transformer-impl=1"),
     AcceptedFlags(
         "training",
         "softmax, gradient sums and their communication are at least in fp32",
-        "attention-softmax-in-fp32",
+        "attention-softmax-in-fp32 fp32-allreduce",
     ),
     AcceptedFlags("checkpoint", _NO_RNG_STATE, "no-load-rng no-save-rng"),
     AcceptedFlags(
         "checkpoint",
-        _SAFETENSORS,
+        "checkpoints are checksummed safetensors files that any layout loads; tools/convert_checkpoint.py "
+        "writes others",
         """
-        use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save no-ckpt-fully-parallel-save
-        ckpt-fully-parallel-load ckpt-assume-constant-structure use-persistent-ckpt-worker
+        use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save ckpt-fully-parallel-load
+        ckpt-fully-parallel-load-exchange-algo=1 ckpt-fully-parallel-load-per-rank-objects
+        ckpt-fully-parallel-save-process-group=1 ckpt-fully-parallel-load-process-group=1
+        ckpt-pg-tensors-cache-path=1 ckpt-pg-tensors-cache-create no-ckpt-load-validate-sharding-integrity
+        ckpt-drop-redundant-extra-state ckpt-assume-constant-structure use-persistent-ckpt-worker
+        ckpt-format=1 dist-ckpt-format=1 dist-ckpt-strictness=1 dist-ckpt-workers=1
+        dist-ckpt-save-pre-mcore-014 dist-ckpt-optim-fully-reshardable
+        distrib-optim-fully-reshardable-mem-efficient no-strict-fsdp-dtensor-load async-strategy=1
+        async-ckpt-cpu-priority=1 async-ckpt-io-priority=1 async-ckpt-use-cpu-shm verify-integrity
+        universal-checkpoint
         """,
     ),
-    AcceptedFlags("checkpoint", _SAFETENSORS, "ckpt-format dist-ckpt-format dist-ckpt-strictness", 1),
+    AcceptedFlags(
+        "checkpoint",
+        "the tokenizer's files are named by flags, and a checkpoint holds their digest",
+        "no-save-tokenizer-assets no-use-tokenizer-model-from-checkpoint-args",
+    ),
     AcceptedFlags(
         "logging",
         "it is always logged",
         """
         log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard log-world-size-to-tensorboard
-        log-throughput-to-tensorboard
+        log-throughput-to-tensorboard no-log-learnig-rate-to-tensorboard
         """,
     ),
     AcceptedFlags("logging", "timers never make ranks wait for each other", "no-barrier-with-level-1-timing"),
     AcceptedFlags("logging", "megalite sends nothing to a server but --wandb-project", "no-one-logger"),
-    AcceptedFlags("logging", "there is one level of messages", "logging-level log-level", 1),
+    AcceptedFlags(
+        "logging", "there is one level of messages", "logging-level=1 log-level=1 log-level-replica=1"
+    ),
 )
 _MOE = "remove it to train a dense model"
 ACCEPTED_IF_OFF = (
-    FlagIfOff("model", "--rotary-percent", "1", "rotary positions of a part of each head", "pass 1.0"),
+    FlagIfOff("model", "rotary-percent", "1", "rotary positions of a part of each head", "pass 1.0"),
     FlagIfOff(
         "model",
-        "--rotary-seq-len-interpolation-factor",
+        "rotary-seq-len-interpolation-factor rotary-scaling-factor",
         "1",
         "interpolated rotary positions",
         "remove it, or set another --rotary-base",
     ),
-    FlagIfOff("model", "--softmax-type", "vanilla", "a softmax with sinks", "pass vanilla"),
-    FlagIfOff("model", "--mtp-num-layers", "0", "multi-token prediction", "remove it"),
-    FlagIfOff("model", "--expert-model-parallel-size", "1", "mixture of experts", _MOE),
-    FlagIfOff("model", "--expert-tensor-parallel-size", "1", "mixture of experts", _MOE),
-    FlagIfOff("parallel", "--context-parallel-size", "1", "context parallelism", "remove it"),
-    FlagIfOff("optimizer", "--main-grads-dtype", "fp32", "gradient sums in 16 bits", "remove it"),
-    FlagIfOff("optimizer", "--main-params-dtype", "fp32", "main weights in 16 bits", "remove it"),
-    FlagIfOff("optimizer", "--exp-avg-dtype", "fp32", "moments in fewer bits", "remove it"),
-    FlagIfOff("optimizer", "--exp-avg-sq-dtype", "fp32", "moments in fewer bits", "remove it"),
-    FlagIfOff("optimizer", "--head-lr-mult", "1", "a learning rate of the head", "remove it"),
+    FlagIfOff("model", "rope-type", "rope", "another kind of rotary positions", "remove it"),
+    FlagIfOff("model", "softmax-type", "vanilla", "a softmax with sinks", "pass vanilla"),
+    FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
-        "data", "--data-impl", "mmap", "another format of corpora", "preprocess to .bin and .idx files"
+        "model",
+        "num-experts expert-model-parallel-size expert-tensor-parallel-size moe-expert-parallel-size topk",
+        "1",
+        "mixture of experts",
+        _MOE,
+    ),
+    FlagIfOff("model", "mlp-type", "standard", "mixture of experts", _MOE),
+    FlagIfOff("parallel", "context-parallel-size", "1", "context parallelism", "remove it"),
+    FlagIfOff(
+        "parallel",
+        "ds-sequence-parallel-size",
+        "1",
+        "context parallelism, as in DeepSpeed's Ulysses",
+        "remove it; --sequence-parallel shards activations over tensor-parallel ranks",
+    ),
+    FlagIfOff(
+        "optimizer",
+        "main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
+        "fp32",
+        "gradient sums and optimizer state in fewer bits",
+        "remove it",
+    ),
+    FlagIfOff("optimizer", "head-lr-mult", "1", "a learning rate of the head", "remove it"),
+    FlagIfOff(
+        "optimizer", "remote-device", "none", "weights in host memory", "remove it; see --zero-stage 3"
+    ),
+    FlagIfOff(
+        "data", "data-impl", "mmap infer", "another format of corpora", "preprocess to .bin and .idx files"
     ),
     FlagIfOff(
         "data",
-        "--dataloader-type",
+        "dataloader-type",
         "single",
         "another order of samples",
         "remove it: a run reads the shuffled samples once, in order",
     ),
-    FlagIfOff("data", "--vocab-extra-ids", "0", "extra tokens for spans", "remove it"),
+    FlagIfOff("data", "vocab-extra-ids", "0", "extra tokens for spans", "remove it"),
+    FlagIfOff("data", "sample-rate", "1", "a part of the samples", "pass a smaller part in --split"),
+    FlagIfOff("data", "mid-level-dataset-surplus", "0.005", "another surplus of samples", "remove it"),
     FlagIfOff(
         "training",
-        "--fp8-recipe",
+        "fp8-recipe",
         "tensorwise",
         "scales of blocks",
         "remove it: --fp8 scales each tensor by its own maximum",
     ),
-    FlagIfOff("training", "--rerun-mode", "disabled", "repeated iterations", "pass disabled"),
-)
-
-UNSUPPORTED = (
-    UnsupportedFeature(
-        "training",
-        "this precision",
-        "remove it; with --bf16 and --fp16 the loss is in fp32 and hidden states in 16 bits",
-        """
-        fp16-lm-cross-entropy fp32-residual-connection first-last-layers-bf16 te-precision-config-file
-        disable-bf16-reduced-precision-matmul enable-autocast
-        """,
-        "fp4- kitchen- use-kitchen num-layers-at-start-in- num-layers-at-end-in-",
-    ),
-    UnsupportedFeature(
-        "recompute",
-        "recomputation's inputs alone in host memory",
-        "remove it; --recompute-granularity full with --cpu-offload-activations and the number of a stage's "
-        "layers moves them to the host",
-        "checkpoint-in-cpu",
-    ),
-    UnsupportedFeature(
-        "recompute",
-        "activations of chosen modules in host memory",
-        "remove it; --cpu-offload-activations moves those of a number of layers",
-        "",
-        "fine-grained-",
-    ),
-    UnsupportedFeature(
-        "recompute",
-        "weights in host memory",
-        "remove it; --zero-stage 3 shards them over data-parallel ranks",
-        "cpu-offloading-weights",
-    ),
-    UnsupportedFeature(
-        "parallel",
-        "context parallelism",
-        "remove it",
-        "cp-comm-type hierarchical-context-parallel-sizes hybrid-context-parallel",
-    ),
-    UnsupportedFeature(
-        "parallel",
-        "this way to shard weights and optimizer state",
-        "remove it; --zero-stage 1, 2 or 3 shards over data-parallel ranks",
-        """
-        use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp data-parallel-sharding-strategy
-        outer-dp-sharding-strategy use-layer-wise-distributed-optimizer fsdp-double-buffer
-        fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration
-        """,
-        "megatron-fsdp- torch-fsdp2- gtp-",
-    ),
-    UnsupportedFeature(
-        "parallel",
-        "this split of the pipeline",
-        "remove it; see --pipeline-layers and --num-virtual-stages-per-pipeline-rank",
-        "pipeline-model-parallel-layout microbatch-group-size-per-vp-stage",
-    ),
-    UnsupportedFeature(
-        "parallel",
-        "this way to survive a failure",
-        "remove it; a run saves and exits on --exit-signals, and the launcher starts it again",
-        "enable-ft-package calc-ft-timeouts adlr-autoresume adlr-autoresume-interval",
-        "ft- inprocess- error-injection-",
-    ),
-    UnsupportedFeature(
-        "model",
-        "mixture of experts",
-        _MOE,
-        "num-experts overlap-moe-expert-parallel-comm",
-        "moe- expert- ep- use-grouped-gemm-for-",
-    ),
-    UnsupportedFeature(
-        "model",
-        "another architecture",
-        "remove it, or choose another --preset",
-        "multi-latent-attention spec use-legacy-models encoder-num-layers decoder-num-layers",
-        """
-        mamba- hybrid- is-hybrid- linear- dsa- mhc- gdp- heterogeneous- retro- vision- swin- dino- img-
-        biencoder- retriever- ict- mtp- q-lora- kv-lora- qk-head- qk-pos- v-head- experimental-attention-
-        """,
-    ),
-    UnsupportedFeature(
-        "model",
-        "this model option",
-        "remove it, or choose another --preset",
-        """
-        squared-relu quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
-        rotary-interleaved qk-layernorm qk-l2-norm qk-clip add-qkv-bias openai-gelu glu-activation onnx-safe
-        init-method-xavier-uniform use-rope-scaling rope-scaling-factor no-rope-freq window-size
-        window-attn-skip-freq attention-output-gate no-position-embedding embedding-init-method-std use-mup
-        """,
-        "mup- yarn- relative-attention- activation-func- glu-linear-",
-    ),
-    UnsupportedFeature(
-        "training",
-        "another kind of training",
-        "remove it: megalite pretrains; tools/evaluate.py evaluates",
-        "sft skip-train perform-rl-step",
-        "rl- grpo- langrl- sft-",
-    ),
-    UnsupportedFeature(
-        "training",
-        "an option of an inference server",
-        "remove it; tools/generate.py generates text",
-        "flash-decode",
-        "inference-",
-    ),
-    UnsupportedFeature(
-        "optimizer",
-        "an older flag of an optimizer in host memory",
-        "remove it, and pass --optimizer-cpu-offload",
-        "cpu-optimizer cpu-torch-adam",
-    ),
-    UnsupportedFeature(
-        "optimizer",
-        "this optimizer option",
-        "remove it",
-        """
-        sgd-momentum use-precision-aware-optimizer grad-norm-skip-threshold
-        check-for-large-grads apply-wd-to-qk-layernorm decrease-batch-size-if-needed
-        """,
-        "muon- soap- lion- adaptive-muon- no-weight-decay-cond-",
-    ),
-    UnsupportedFeature(
-        "data",
-        "this option of fill-in-the-middle",
-        "remove it: whole documents are split, and samples end with the tokenizer's end-of-document token",
-        "fim-split-sample fim-fragment-rate fim-no-prefix fim-pad-token fim-eod-token",
-    ),
-    UnsupportedFeature(
-        "data",
-        "code of a tokenizer's author",
-        "remove it: megalite runs no code from a tokenizer's folder",
-        "trust-remote-code",
-    ),
-    UnsupportedFeature(
-        "data",
-        "this way to evaluate",
-        "remove it; see --eval-interval, --eval-iters and --valid-data-path",
-        """
-        full-validation multiple-validation-sets validation-set-names eval-micro-batch-size
-        eval-global-batch-size start-eval-at-iter
-        """,
-    ),
-    UnsupportedFeature(
-        "checkpoint",
-        "another checkpoint format",
-        "remove it: checkpoints are safetensors files that any layout loads; see --load and --save",
-        "universal-checkpoint ckpt-convert-format ckpt-convert-save",
-    ),
-    UnsupportedFeature(
-        "checkpoint",
-        "this kind of non-persistent checkpoint",
-        "remove it: each rank saves its own state to --non-persistent-local-ckpt-dir",
-        "non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo",
-        "replication",
-    ),
-    UnsupportedFeature(
-        "logging",
-        "this log or profiler",
-        "remove it; see --metrics-file, --tensorboard-dir, --profile-execution and --log-straggler-interval",
-        """
-        disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count codecarbon-dir log-energy
-        log-progress log-memory-interval log-device-memory-used log-max-attention-logit config-logger-dir
-        use-nsys-profiler nvtx-ranges pytorch-profiler-collect-chakra
-        check-weight-hash-across-dp-replicas-interval wandb-entity
-        """,
-        "one-logger- otel- save-activations- save-dgrads- save-wgrads- logits-",
-    ),
-    UnsupportedFeature(
-        "training",
-        "Megatron's YAML file",
-        "write the same settings to a file for --config: --print-config shows its form",
-        "yaml-cfg",
-    ),
+    FlagIfOff("training", "rerun-mode", "disabled", "repeated iterations", "pass disabled"),
+    FlagIfOff("training", "eval-only", "False", "an evaluation alone", "run tools/evaluate.py"),
+    FlagIfOff("training", "use-dataset-only", "False", "another trainer with this data", "remove it"),
 )

@@ -45,7 +45,7 @@ class ModelConfig:
     of 64."""
     num_attention_heads: int = 12
     """Number of attention (query) heads."""
-    num_query_groups: int | None = None
+    num_query_groups: int | None = field(default=None, metadata=flags("--num-key-value-heads"))
     """Number of key/value heads (grouped-query attention). By default one per query head."""
     kv_channels: int | None = None
     """Size of one attention head. By default hidden size / attention heads."""
@@ -57,13 +57,17 @@ class ModelConfig:
     """Vocabulary size before padding. By default the tokenizer's."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this and of the tensor-parallel size."""
-    pad_vocab_size_to: int | None = None
+    pad_vocab_size_to: int | None = field(default=None, metadata=flags("--padded-vocab-size"))
     """Pad the vocabulary to exactly this size instead."""
     position_embedding_type: PositionEmbedding = field(
-        default="learned_absolute", metadata=flags(sets={"--use-rotary-position-embeddings": "rope"})
+        default="learned_absolute",
+        metadata=flags(
+            sets={"--use-rotary-position-embeddings": "rope"},
+            choices={"rotary": "rope", "absolute": "learned_absolute"},
+        ),
     )
     """Position embedding: a learned table, rotary (rope), ALiBi's attention bias, or none."""
-    rotary_base: float = 10000.0
+    rotary_base: float = field(default=10000.0, metadata=flags("--rotary-position-embeddings-theta"))
     """Base of the rotary position embedding; only with rope."""
     normalization: Normalization = "LayerNorm"
     """Normalization layer."""
@@ -84,9 +88,7 @@ class ModelConfig:
     """Dropout probability of the embeddings and of each block's output."""
     attention_dropout: float = 0.1
     """Dropout probability of the attention weights."""
-    attention_backend: AttentionBackend = field(
-        default="auto", metadata=flags(sets={"--use-flash-attn": "flash", "--use-flash-attn-v2": "flash"})
-    )
+    attention_backend: AttentionBackend = "auto"
     """Kernel that computes attention. fused: any of flash, cudnn and efficient. With attention dropout:
     triton on CUDA GPUs, and unfused or local (docs/attention.md)."""
     init_method_std: float = 0.02

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from megalite.config.flags import flags
 
 OptimizerName = Literal["adam"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
@@ -90,7 +92,7 @@ class OptimizerConfig:
     doubles."""
     clip_grad: float = 1.0
     """Clip the gradient to this global norm; 0 turns clipping off."""
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: bool = field(default=False, metadata=flags("--cpu-optimizer"))
     """Keep AdamW's moments, and the fp32 main weights of 16-bit weights, in host memory, and update them
     there."""
     optimizer_nvme_offload: str | None = None

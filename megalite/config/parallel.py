@@ -27,7 +27,9 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Shard norms, dropout and the residual stream over tp by sequence. This saves memory for the same
     communication."""
-    pipeline_schedule: ScheduleName = "1f1b"
+    pipeline_schedule: ScheduleName = field(
+        default="1f1b", metadata=flags(sets={"--enable-zbh1-pipeline": "zb-h1"})
+    )
     """Order of forward and backward passes in the pipeline. zb-h1 and zb-v (zero bubble) defer weight
     gradients."""
     num_virtual_stages_per_pipeline_rank: int | None = None

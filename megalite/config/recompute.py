@@ -41,7 +41,9 @@ class RecomputeConfig:
     recompute_modules: tuple[Module, ...] = ("core_attn",)
     """Modules of selective recomputation. core_attn: core attention, mlp: the MLP with its norm, mlp_act: the
     MLP's activation, layernorm: the norms."""
-    distribute_saved_activations: bool = field(default=False, metadata=flags("--partition-activations"))
+    distribute_saved_activations: bool = field(
+        default=False, metadata=flags("--partition-activations", "--distribute-checkpointed-activations")
+    )
     """Shard what full recomputation saves over tensor-parallel ranks. Backward gathers it."""
     cross_entropy_chunks: int = 1
     """Number of chunks of logits and loss. Backward recomputes each, which saves the memory of full

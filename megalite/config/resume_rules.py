@@ -71,7 +71,8 @@ _NAMES: Mapping[OnResume, str] = {
         profile_modules_file log_throughput log_params_norm log_num_zeros_in_grad
         log_straggler_interval tensorboard_dir tensorboard_log_interval tensorboard_queue_size
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
-        log_memory_to_tensorboard log_layer_grad_norms_interval wandb_project wandb_exp_name wandb_save_dir
+        log_memory_to_tensorboard log_optimizer_states_to_tensorboard log_layer_grad_norms_interval
+        wandb_project wandb_exp_name wandb_save_dir
         metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
         profile_execution profile_name profile profile_step_start profile_step_end profile_ranks
         use_pytorch_profiler pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack

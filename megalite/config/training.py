@@ -47,7 +47,7 @@ class TrainingConfig:
     )
     """Signals after which a run saves and exits with status 75. It finishes its iteration first. Ctrl-C does
     the same with status 130."""
-    kill_switch_path: str | None = None
+    kill_switch_path: str | None = field(default=None, metadata=flags("--kill-switch-file"))
     """File that makes a run save and exit as soon as it exists. It also keeps a run from starting."""
     seed: int = 1234
     """Random seed of initial weights, dropout and the order of samples."""
@@ -57,7 +57,7 @@ class TrainingConfig:
     """Skip updates whose loss is far above the previous ones. The samples that caused it are logged."""
     spiky_loss_factor: float = 10.0
     """With --check-for-spiky-loss: the limit of a loss, relative to the median of the last 100."""
-    iterations_to_skip: tuple[str, ...] = ()
+    iterations_to_skip: tuple[str, ...] = field(default=(), metadata=flags("--skip-train-iteration-range"))
     """Iterations whose samples are skipped without training. For example 120:125 (both included) or 130."""
     hang_timeout: float | None = None
     """Seconds without progress after which the watchdog reports and ends the run; 0 for never. By default
@@ -99,8 +99,8 @@ class TrainingConfig:
 
 
 def iteration_range(text: str) -> range | None:
-    """Return the iterations that `FIRST:LAST` or one number names; None if the text is neither."""
-    first, colon, last = text.partition(":")
+    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None if the text is none."""
+    first, colon, last = text.replace("-", ":").partition(":")
     last = last if colon else first
     if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
         return None

@@ -19,6 +19,7 @@ _FOR_WANDB_TOO = (
     "log_batch_size_to_tensorboard",
     "log_validation_ppl_to_tensorboard",
     "log_memory_to_tensorboard",
+    "log_optimizer_states_to_tensorboard",
 )
 _OF_PYTORCH_PROFILER = (
     "profile_name",

@@ -85,12 +85,6 @@ class BucketState:
             self.moments = {moment: offloaded[moment] for moment in MOMENTS}
 
     @property
-    def counted_main(self) -> Tensor:
-        """The main weights that this rank counts in norms; those of all ranks make up the bucket."""
-        counted = self.bucket.counted
-        return self.main[counted.start - self.owned.start : counted.stop - self.owned.start]
-
-    @property
     def has_own_main(self) -> bool:
         """Return whether the main weights are separate from the model's."""
         return self.main.dtype != self.bucket.weight.dtype

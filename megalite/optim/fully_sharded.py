@@ -451,9 +451,9 @@ class FullyShardedOptimizer(BaseOptimizer):
         return [each.gradient for each in self.local]
 
     def _norm_gradients(self) -> list[Tensor]:
-        return [shard.gradient for shard in self._counted_shards()]
+        return [shard.gradient for shard in self.counted_shards()]
 
-    def _counted_shards(self) -> Iterator[CountedShard]:
+    def counted_shards(self) -> Iterator[CountedShard]:
         replicate = self.topology.dp.replicate
         if replicate is not None and not replicate.is_first:
             return
@@ -462,7 +462,7 @@ class FullyShardedOptimizer(BaseOptimizer):
                 continue  # the first stage counts it
             if each.is_cut or self.topology.tp.is_first:
                 used = max(0, num_used(each.spec, self.topology) - each.start)
-                yield CountedShard(each.name, each.main, each.gradient, used)
+                yield CountedShard(each.name, each.main, each.gradient, each.moments, used)
 
     def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for each in self.local:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -41,12 +41,14 @@ class CountedShard(NamedTuple):
     Attributes:
         main: main weights, ``[n]``.
         gradient: complete gradient, ``[n]``.
+        moments: of AdamW, by torch's names, ``[n]``.
         num_used: number of elements before the vocabulary's padding.
     """
 
     name: str
     main: Tensor
     gradient: Tensor
+    moments: Mapping[str, Tensor]
     num_used: int
 
 
@@ -132,7 +134,7 @@ class BaseOptimizer(ABC):
         """Return the gradients that this rank, and no other of the world, counts in the norm."""
 
     @abstractmethod
-    def _counted_shards(self) -> Iterator[CountedShard]:
+    def counted_shards(self) -> Iterator[CountedShard]:
         """Yield the same elements by parameter."""
 
     @abstractmethod
@@ -204,13 +206,13 @@ class BaseOptimizer(ABC):
         """
         if self.offload is not None:
             self.offload.finish()
-        used = (shard.main[: shard.num_used] for shard in self._counted_shards() if shard.num_used)
+        used = (shard.main[: shard.num_used] for shard in self.counted_shards() if shard.num_used)
         return self.topology.to_host(global_norm(used, self.topology)).item()
 
     def num_zeros(self) -> int:
         """Return the number of zeros in the whole model's complete gradient; every rank must call it."""
         count = torch.zeros((), dtype=torch.int64, device=self.topology.device)
-        for shard in self._counted_shards():
+        for shard in self.counted_shards():
             count += (shard.gradient[: shard.num_used] == 0.0).sum()
         return int(self.topology.to_host(all_reduce(count, self.topology.world)).item())
 
@@ -222,7 +224,7 @@ class BaseOptimizer(ABC):
         """
         return {
             shard.name: sum_of_squares([shard.gradient], self.topology.device)
-            for shard in self._counted_shards()
+            for shard in self.counted_shards()
         }
 
     def bad_gradients(self) -> list[str]:
@@ -472,17 +474,17 @@ class Optimizer(BaseOptimizer):
     def _norm_gradients(self) -> list[Tensor]:
         return [buffer.counted_grad for buffer in self.buffers if self._counts(buffer.bucket)]
 
-    def _counted_shards(self) -> Iterator[CountedShard]:
+    def counted_shards(self) -> Iterator[CountedShard]:
         for state, buffer in zip(self.states, self.buffers, strict=True):
             counted = buffer.bucket.counted
             for entry in buffer.bucket.entries if self._counts(buffer.bucket) else ():
                 start, end = max(entry.start, counted.start), min(entry.end, counted.stop)
                 if start < end:
-                    part = slice(start - counted.start, end - counted.start)
                     used = entry.start + num_used(entry.spec, self.topology) - start
-                    yield CountedShard(
-                        entry.name, state.counted_main[part], buffer.counted_grad[part], max(0, used)
-                    )
+                    owned = slice(start - state.owned.start, end - state.owned.start)
+                    moments = {name: moment[owned] for name, moment in state.moments.items()}
+                    grad = buffer.counted_grad[start - counted.start : end - counted.start]
+                    yield CountedShard(entry.name, state.main[owned], grad, moments, max(0, used))
 
     def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for state, buffer in zip(self.states, self.buffers, strict=True):

@@ -114,7 +114,7 @@ def attention_backend(config: Config, world_size: int | None) -> Iterator[Proble
     if model.attention_dropout > 0.0 and model.attention_backend not in own:
         yield Problem(
             ("attention_backend", "attention_dropout"),
-            f"--attention-backend {model.attention_backend} (or its flag) with --attention-dropout "
+            f"--attention-backend {model.attention_backend} with --attention-dropout "
             f"{model.attention_dropout}: only triton and unfused have dropout that is equal in any layout; "
             "pass --attention-backend auto, or --attention-dropout 0",
         )

@@ -9,6 +9,7 @@ from megalite.train.callbacks.layer_norms import LayerNorms
 from megalite.train.callbacks.metrics_logging import MetricsLogging
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
+from megalite.train.callbacks.optimizer_norms import OptimizerNorms
 from megalite.train.callbacks.pipeline_trace import PipelineTracing
 from megalite.train.callbacks.profiler import Profiler
 from megalite.train.callbacks.stragglers import Stragglers
@@ -30,6 +31,7 @@ def default_callbacks(writers: Writers) -> list[Callback]:
         NanLocation(),
         MetricsLogging(writers),
         LayerNorms(writers),
+        OptimizerNorms(writers),
         Evaluation(),
         Checkpointing(),
     ]

@@ -126,8 +126,11 @@ class TensorBoardWriter:
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         histogram = self._summary.histogram(GRAD_NORMS, np.array(list(norms.values())), _BIN_EDGES)
         self._add(summary=histogram, step=iteration)
-        for layer, norm in norms.items():
-            self._add_scalar(f"{GRAD_NORMS}/{layer}", norm, iteration)
+        self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            self._add_scalar(tag, value, iteration)
         self._flush_if_due()
 
     def validation(self, metrics: ValidationMetrics) -> None:
@@ -205,6 +208,9 @@ class WandbWriter:
         histogram = self._wandb.Histogram(list(norms.values()))
         scalars = {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()}
         self._send(lambda: self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration))
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        self._send(lambda: self._run.log(dict(scalars), step=iteration))
 
     def validation(self, metrics: ValidationMetrics) -> None:
         scalars = validation_scalars(self._config, metrics)

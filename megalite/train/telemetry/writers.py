@@ -42,6 +42,9 @@ class DashboardWriter(MetricsWriter, Protocol):
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         """Write the gradient norm of each layer."""
 
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Write numbers by their tags."""
+
 
 def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
     """Return the log line of an interval, as parsers of Megatron's and Megatron-DeepSpeed's logs read it."""
@@ -269,6 +272,12 @@ class Writers:
         self._stop_if_lost()
         for dashboard in self._dashboards:
             dashboard.layer_norms(iteration, norms)
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Write numbers to TensorBoard and Weights & Biases, by their tags."""
+        self._stop_if_lost()
+        for dashboard in self._dashboards:
+            dashboard.scalars(iteration, scalars)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Write the result of an evaluation."""

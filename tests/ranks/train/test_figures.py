@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.optim.flat_buffers import ParameterShard
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.train.callbacks.layer_norms import layer_grad_norms
+from megalite.train.callbacks.optimizer_norms import optimizer_norms
 from megalite.train.trainer import start_trainer
 
 CONFIG = Config(
@@ -99,21 +103,42 @@ def test_any_layout_has_the_same_norms_of_layers(layout: str) -> None:
         assert norms_of_layers == pytest.approx(expected, rel=1e-11)
 
 
-def _figures(topology: Topology, config: Config) -> tuple[float, int, float, int]:
-    """Return norm and zeros after two iterations, from the optimizer and computed from full tensors."""
+class Figures(NamedTuple):
+    """Figures of a whole model's weights, gradient and moments."""
+
+    norm: float
+    zeros: int
+    optimizer_norms: Mapping[str, float]
+
+
+def _figures(topology: Topology, config: Config) -> tuple[Figures, Figures]:
+    """Return figures after two iterations, from the optimizer and computed from full tensors."""
     trainer = start_trainer(config, topology)
     for _ in range(2):
         trainer.step()
-    norm, zeros = trainer.optimizer.params_norm(), trainer.optimizer.num_zeros()
+    optimizer = trainer.optimizer
+    figures = Figures(optimizer.params_norm(), optimizer.num_zeros(), optimizer_norms(optimizer))
     if topology.world_size > 1:
-        return norm, zeros, norm, zeros
-    weights, gradients = [], []
+        return figures, figures
+    full: dict[str, list[torch.Tensor]] = {"weight": [], "gradient": [], "momentum": [], "variance": []}
+    state = optimizer.state()
     for name, weight in trainer.chunks[0].named_parameters():
         used = slice(spec_of(weight).used_shape[0])
-        weights.append(weight.detach()[used].flatten())
-        gradients.append(trainer.optimizer.gradient(name)[used])
-    num_zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
-    return norm, zeros, torch.cat(weights).norm().item(), num_zeros
+        full["weight"].append(weight.detach()[used].flatten())
+        full["gradient"].append(optimizer.gradient(name)[used].flatten())
+        for moment, of_adam in (("momentum", "exp_avg"), ("variance", "exp_avg_sq")):
+            shard = state[f"{name}.{of_adam}"]
+            assert isinstance(shard, ParameterShard)
+            full[moment].append(shard.tensor.view(weight.shape)[used].flatten())
+    whole = {kind: torch.cat(parts) for kind, parts in full.items()}
+    zeros = int((whole.pop("gradient") == 0).sum())
+    whole["variance_sqrt"] = whole["variance"].sqrt()
+    norms = {
+        f"{kind}_{of_norm}": tensor.norm(p).item()
+        for kind, tensor in whole.items()
+        for of_norm, p in (("l2", 2), ("l1", 1), ("abs_max", math.inf))
+    }
+    return figures, Figures(norms["weight_l2"], zeros, norms)
 
 
 def _config(is_tied: bool, parallel: ParallelConfig) -> Config:
@@ -122,7 +147,7 @@ def _config(is_tied: bool, parallel: ParallelConfig) -> Config:
 
 
 @functools.cache
-def _one_rank(is_tied: bool) -> tuple[float, int, float, int]:
+def _one_rank(is_tied: bool) -> tuple[Figures, Figures]:
     config = _config(is_tied, ParallelConfig())
     (found,) = run_ranks(_figures, config.parallel, 1, config)
     return found
@@ -130,9 +155,10 @@ def _one_rank(is_tied: bool) -> tuple[float, int, float, int]:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_one_rank_counts_as_one_does_by_hand(is_tied: bool) -> None:
-    norm, zeros, norm_by_hand, zeros_by_hand = _one_rank(is_tied)
-    assert norm == pytest.approx(norm_by_hand, rel=1e-13)
-    assert zeros == zeros_by_hand >= 16 * CONFIG.model.hidden_size
+    figures, by_hand = _one_rank(is_tied)
+    assert figures.norm == pytest.approx(by_hand.norm, rel=1e-13)
+    assert figures.zeros == by_hand.zeros >= 16 * CONFIG.model.hidden_size
+    assert figures.optimizer_norms == pytest.approx(by_hand.optimizer_norms, rel=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,8 @@ def test_any_layout_counts_the_same(layout: str, is_tied: bool) -> None:
     config = _config(is_tied, parallel)
     dp = parallel.data_parallel_size or 1
     num_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * dp
-    norm, zeros, *_ = _one_rank(is_tied)
-    for rank_norm, rank_zeros, *_ in run_ranks(_figures, config.parallel, num_ranks, config):
-        assert rank_norm == pytest.approx(norm, rel=1e-12)
-        assert rank_zeros == zeros
+    expected, _ = _one_rank(is_tied)
+    for figures, _ in run_ranks(_figures, config.parallel, num_ranks, config):
+        assert figures.norm == pytest.approx(expected.norm, rel=1e-12)
+        assert figures.zeros == expected.zeros
+        assert figures.optimizer_norms == pytest.approx(expected.optimizer_norms, rel=1e-10)

@@ -1,5 +1,13 @@
 """Command lines of users' scripts, unchanged."""
 
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
 COURSE = """
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
       --num-layers 12 --hidden-size 768 --num-attention-heads 32 --seq-length 1024 --max-position-embeddings 1024
@@ -42,37 +50,24 @@ BLOOM_DEEPSPEED = {
     "wall_clock_breakdown": False,
 }
 
-GPT3_175B = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
-  --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536
-  --step-batch-size-schedule 0:16 2.4B:320 12B:1536 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9
-  --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine
-  --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8
-  --pipeline-model-parallel-size 16 --data-path D --vocab-file V --merge-file M --split 949,50,1
-  --log-interval 100 --save-interval 10000 --eval-interval 1000 --save C --load C --eval-iters 10
-  --tensorboard-dir T"""
 
-LLAMA3_8B = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
-  --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length
-  8192 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000
-  --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm
-  --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
-  --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128
-  --train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015
-  --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0
-  --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
-  --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
-  --exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-  --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
-  --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --mock-data
-  --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path C --tiktoken-pattern v2 --split
-  "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1
-  --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start
-  4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save C --load C
-  --tensorboard-dir T"""
+class Script(NamedTuple):
+    """Hold a command line of an example script, and its outcome."""
 
-BERT_340M = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
-  --max-position-embeddings 512 --attention-backend auto --micro-batch-size 4 --global-batch-size 32
-  --train-iters 1000000 --weight-decay 1e-2 --clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000
-  --lr-decay-style linear --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0
-  --tensor-model-parallel-size 8 --data-path D --vocab-file vocab.txt --split 949,50,1 --log-interval 100
-  --save-interval 10000 --eval-interval 1000 --save C --load C --eval-iters 10 --tensorboard-dir T"""
+    program: str
+    flags: list[str]
+    outcome: dict[str, Any]
+
+
+def example_scripts() -> dict[str, Script]:
+    """Return the scripts of megatron_scripts.yaml, by the project and the path of the first of each entry."""
+    text = (Path(__file__).parent / "megatron_scripts.yaml").read_text(encoding="utf-8")
+    return {
+        f"{project}/{entry['scripts'][0]}": Script(
+            entry["program"],
+            shlex.split(entry["flags"]),
+            {key: entry[key] for key in ("refused", "errors", "warns") if key in entry},
+        )
+        for project, entries in yaml.safe_load(text).items()
+        for entry in entries
+    }

@@ -10,17 +10,9 @@ import pytest
 
 from megalite.config import RecomputeConfig, check_config
 from megalite.config.command_line import parse
-from megalite.config.data import split_weights
+from megalite.config.data import split_weights, tokenizer_type_for
 from megalite.errors import ConfigError
-from tests.unit.config.lines import (
-    BERT_340M,
-    BLOOM,
-    BLOOM_176B_ADDS,
-    BLOOM_DEEPSPEED,
-    COURSE,
-    GPT3_175B,
-    LLAMA3_8B,
-)
+from tests.unit.config.lines import BLOOM, BLOOM_176B_ADDS, BLOOM_DEEPSPEED, COURSE, example_scripts
 
 
 @pytest.fixture
@@ -97,19 +89,22 @@ def test_the_176b_script(in_folder: Path) -> None:
     assert config.training.rampup_batch_size == (192, 16, 9_765_625)
 
 
+def megatron(path: str) -> list[str]:
+    return example_scripts()[f"NVIDIA/Megatron-LM/examples/{path}"].flags
+
+
 def test_megatrons_example_of_gpt3_is_accepted_whole() -> None:
-    """The flags of Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh."""
-    config, notices = parse(shlex.split(GPT3_175B))
+    config, notices = parse(megatron("gpt3/train_gpt3_175b_distributed.sh"))
     check_config(config, world_size=128)
     assert (config.parallel.tp, config.parallel.pp, config.training.global_batch_size) == (8, 16, 1536)
-    assert config.training.step_batch_size_schedule == ("0:16", "2.4B:320", "12B:1536")
+    assert config.training.step_batch_size_schedule is not None
+    assert config.training.step_batch_size_schedule[0] == "0:16"
     assert config.batch_size(1)(0) == 16
     assert notices == []
 
 
 def test_megatrons_example_of_llama_is_accepted_whole() -> None:
-    """The flags of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh."""
-    config, notices = parse(shlex.split(LLAMA3_8B))
+    config, notices = parse(megatron("llama/train_llama3_8b_h100_fp8.sh"))
     check_config(config, world_size=8)
     assert (config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr) == (5e-4, 4.5e-5)
     assert (config.training.fp8_format, config.parallel.zero_stage) == ("hybrid", 1)
@@ -117,9 +112,10 @@ def test_megatrons_example_of_llama_is_accepted_whole() -> None:
     assert all(" is not needed: " in notice or " has no effect: " in notice for notice in notices)
 
 
-def test_megatrons_example_of_bert_is_accepted() -> None:
-    """The flags of examples/bert/train_bert_340m_distributed.sh, but for its 16 stages of 24 layers."""
-    config, notices = parse(shlex.split(BERT_340M), architecture="bert")
+def test_megatrons_example_of_bert_is_accepted_but_for_its_stages() -> None:
+    """Its 16 stages do not divide 24 layers."""
+    flags = [*megatron("bert/train_bert_340m_distributed.sh"), "--override-flags", "--pp", "1"]
+    config, notices = parse(flags, architecture="bert")
     check_config(config, world_size=8)
     assert config.data.resolved_tokenizer_type == "BertWordPieceLowerCase"
     assert notices == []
@@ -137,7 +133,14 @@ def test_megatrons_example_of_bert_is_accepted() -> None:
             "--calculate-per-token-loss",
             "--calculate-per-token-loss is not needed: the loss is always the mean",
         ),
-        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not needed: checkpoints are safetensors"),
+        ("--no-pipeline-parallel", "--no-pipeline-parallel is not needed: --pipeline-model-parallel-size 1"),
+        ("--ds-sequence-parallel-size 1", "--ds-sequence-parallel-size 1 is not needed: it is always so"),
+        ("--use-flash-attn", "--use-flash-attn is not needed: the fastest attention"),
+        ("--disable-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad is not needed: tensor-parallel comm"),
+        ("--no-rl-use-sequence-packing", "--no-rl-use-sequence-packing is not needed: it is always so"),
+        ("--moe-loss-coeff 0.01", "--moe-loss-coeff 0.01 has no effect: there is no mixture of experts"),
+        ("--cuda-graph-modules attn mlp", "--cuda-graph-modules attn mlp is not needed: CUDA graphs"),
+        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not needed: checkpoints are checksummed"),
     ],
 )
 def test_flags_that_change_nothing_are_accepted_with_the_reason(line: str, notice: str) -> None:
@@ -146,10 +149,42 @@ def test_flags_that_change_nothing_are_accepted_with_the_reason(line: str, notic
     assert notices[0].startswith(notice)
 
 
-def test_a_flag_is_refused_by_the_beginning_of_its_name() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(["--moe-a-flag-of-next-year", "3"])
-    assert "--moe-a-flag-of-next-year (mixture of experts) is not supported" in caught.value.problems[0]
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("--normalization rmsnorm", "normalization", "RMSNorm"),
+        ("--position-embedding-type rotary", "position_embedding_type", "rope"),
+        ("--tokenizer-type HFTokenizer --tokenizer-model t", "tokenizer_type", "HuggingFaceTokenizer"),
+        ("--num-key-value-heads 4", "num_query_groups", 4),
+        ("--rotary-position-embeddings-theta 500000", "rotary_base", 500000.0),
+        ("--cpu-optimizer", "optimizer_cpu_offload", True),
+        ("--pp 2 --enable-zbh1-pipeline", "pipeline_schedule", "zb-h1"),
+        ("--distribute-checkpointed-activations", "distribute_saved_activations", True),
+        ("--override-lr-scheduler", "override_opt_param_scheduler", True),
+        ("--kill-switch-file f", "kill_switch_path", "f"),
+        ("--skip-train-iteration-range 3-4 9-9", "iterations_to_skip", ("3-4", "9-9")),
+    ],
+)
+def test_other_names_of_options_and_values(line: str, field: str, value: object) -> None:
+    assert parse(shlex.split(line))[0].values()[field] == value
+
+
+def test_positions_without_a_table_need_no_flag_against_it(problems) -> None:
+    _, notices = parse(["--use-rotary-position-embeddings", "--no-position-embedding"])
+    assert notices[0].startswith(
+        "--no-position-embedding is not needed: --position-embedding-type rope has no"
+    )
+    assert "--no-position-embedding does not say which positions" in problems("--no-position-embedding")[0]
+
+
+def test_a_flag_is_refused_by_the_beginning_of_its_name(problems) -> None:
+    assert "--rl-of-next-year (another kind of training) is not supp" in problems("--rl-of-next-year 3")[0]
+
+
+def test_a_missing_feature_is_refused_once(problems) -> None:
+    (problem,) = problems("--num-experts 4 --moe-loss-coeff 0.01 --moe-router-topk 2")[:1]
+    assert problem.startswith("--num-experts only accepts 1 in this version, not 4 (mixture of experts)")
+    assert not any("--moe" in each for each in problems("--num-experts 4 4 --moe-loss-coeff 0.01"))
 
 
 def test_a_split_keeps_the_quotes_of_a_shell_array() -> None:
@@ -184,7 +219,7 @@ def test_workers_are_accepted_and_told() -> None:
             "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
             "--accumulate-allreduce-grads-in-fp32 and --grad-communication-dtype bf16 contradict each other",
         ),
-        ("--data-impl lazy", "--data-impl only accepts mmap in this version, not lazy"),
+        ("--data-impl lazy", "--data-impl only accepts mmap or infer in this version, not lazy"),
         ("--num-workers", "--num-workers takes one value"),
         ("--sync-tp-duplicated-parameters 3", "takes no value"),
         ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
@@ -193,6 +228,15 @@ def test_workers_are_accepted_and_told() -> None:
             "--context-parallel-size only accepts 1 in this version, not 2 (context parallelism)",
         ),
         ("--deepspeed_config", "--deepspeed-config takes one value"),
+        (
+            "--ds-sequence-parallel-size 4",
+            "--ds-sequence-parallel-size only accepts 1 in this version, not 4 (context parallelism",
+        ),
+        (
+            "--pp 2 --no-pipeline-parallel",
+            "--no-pipeline-parallel and --pipeline-model-parallel-size 2 contradict each other",
+        ),
+        ("--mlp-type", "--mlp-type only accepts standard in this version, not no value"),
     ],
 )
 def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, problems) -> None:
@@ -253,3 +297,17 @@ def test_local_rank_must_be_the_environments(problems, monkeypatch: pytest.Monke
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert parse(["--local_rank=2"])[1] == []
     assert "LOCAL_RANK=2" in problems("--local-rank 0")[0]
+
+
+def test_the_kind_of_a_vocabulary_follows_from_its_content(tmp_path: Path) -> None:
+    words, gpt2 = tmp_path / "bert-vocab.json", tmp_path / "gpt2-vocab.txt"
+    words.write_text("[PAD]\n[UNK]\n")
+    gpt2.write_text('\n{"a": 0}')
+    for path, kind in (
+        (words, "BertWordPieceLowerCase"),
+        (gpt2, "GPT2BPETokenizer"),
+        ("absent.json", "GPT2BPETokenizer"),
+        ("absent", "BertWordPieceLowerCase"),
+    ):
+        assert tokenizer_type_for(None, str(path), None, None) == kind
+        assert tokenizer_type_for(None, str(path), "merges.txt", None) == "GPT2BPETokenizer"

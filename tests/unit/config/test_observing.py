@@ -18,8 +18,8 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
     [
         ("--timing-log-level 3", "--timing-log-level 3 is out of range: it must be 0, 1 or 2"),
         (
-            "--trace-pipeline 5-6 --save s",
-            "--trace-pipeline 5-6 is not a range: pass FIRST:LAST counted from 1",
+            "--trace-pipeline 5..6 --save s",
+            "--trace-pipeline 5..6 is not a range: pass FIRST:LAST counted from 1",
         ),
         ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is not a range"),
         ("--trace-pipeline 5:6", "--trace-pipeline has no folder to write to: pass --tensorboard-dir"),

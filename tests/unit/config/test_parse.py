@@ -246,7 +246,8 @@ def test_help_is_short_and_its_example_is_a_command_line(
         ("--resume", "--load"),
         ("--tensor-model-paralel-size", "--tensor-model-parallel-size"),
         ("--foo", None),
-        ("--cpu-optimiser", "--optimizer"),  # --cpu-optimizer is nearer, and refused
+        ("--cpu-optimiser", "--cpu-optimizer"),
+        ("--offload-optimiser-states", None),  # --offload-optimizer-states is near, and refused
     ],
 )
 def test_the_flag_that_is_meant(written: str, meant: str | None, problems) -> None:

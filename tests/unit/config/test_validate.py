@@ -74,9 +74,9 @@ RULES = [
         "even head size, not 3",
     ),
     (
-        "--use-flash-attn",
+        "--attention-backend flash",
         None,
-        "--attention-backend flash (or its flag) with --attention-dropout 0.1: only triton and unf",
+        "--attention-backend flash with --attention-dropout 0.1: only triton and unf",
     ),
     (
         "--num-query-groups 5",
@@ -305,7 +305,7 @@ def test_messages_name_flags_that_exist(line: str, world_size: int | None, expec
         ("--num-layers 7 --pp 2 --pipeline-layers 3 4", 2),
         ("--position-embedding-type alibi --seq-length 4096 --max-position-embeddings 64", 1),
         ("--kv-channels 80 --num-attention-heads 10", 1),
-        ("--use-flash-attn-v2 --attention-dropout 0", 1),
+        ("--attention-backend flash --attention-dropout 0", 1),
         ("--attention-backend local", 1),
         ("--lr-warmup-iters 99", 1),
         ("--save x", 1),

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from megalite.cli.preprocess import parse_job
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import encoder as encoder_module
 from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing.documents import find_inputs
 from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
-from megalite.errors import UserError
+from megalite.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[3]
 EOD = 256
@@ -225,13 +226,13 @@ def test_sentences_keep_the_white_space_between_them(tmp_path: Path) -> None:
 
 def test_all_mistakes_of_a_command_line_are_reported_at_once(tmp_path: Path) -> None:
     arguments = ["--input", tmp_path / "none", tmp_path / "no*", "--workers", "0", "--json-keys", "a", "a"]
-    arguments += ["--overwrite", "--resume", "--tokenizer-type", "bite", "--keep-newline", "--lang", "german"]
+    arguments += ["--overwrite", "--resume", "--tokenizer-type", "bite", "--keep-newline", "--lang", "latin"]
     wrong = tool(*arguments)
     assert wrong.returncode == 1
     assert [line.removeprefix("error: ") for line in wrong.stderr.splitlines()] == [
         "unknown flag --keep-newline; nearest is --keep-newlines (see --help)",
         "argument --workers: '0' is not a whole number above 0 (see --help)",
-        "argument --lang: 'german' is not an ISO 639 code, such as en or de (see --help)",
+        "argument --lang: 'latin' is not an ISO 639 code, such as en or de (see --help)",
         "the following arguments are required: --output-prefix (see --help)",
         "--resume and --overwrite contradict each other: continue a run, or replace it",
         "--json-keys names a key twice",
@@ -257,6 +258,56 @@ def test_megatrons_flags_that_change_nothing(tmp_path: Path) -> None:
     ]
     assert progress.startswith("[####################] 100% 10 documents, 10 tokens")
     assert texts(str(tmp_path / "o_text_document")) == [str(i) for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        # Megatron-LM
+        (
+            "--json-keys text title --split-sentences --keep-newlines --append-eod --lang english "
+            "--workers 2 --workers-to-check 16 32 --max-documents 1000 --partitions 2 --log-interval 1000 "
+            "--keep-sequential-samples --vocab-size 9 --padded-vocab-size 128 --no-pad-vocab-size "
+            "--vocab-file v --merge-file m --vocab-extra-ids 0 --tokenizer-type byte --tokenizer-model t "
+            "--tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --use-gigatoken",
+            "",
+        ),
+        (
+            "--find-optimal-num-workers --tokenizer-metadata m --tokenizer-special-tokens a b "
+            "--tiktoken-pattern v2 --tiktoken-num-special-tokens 9 --tokenizer-sentencepiece-legacy "
+            "--no-tokenizer-sentencepiece-ignore-extra-whitespaces --trust-remote-code "
+            "--null-tokenizer-eod-id 3 --null-tokenizer-pad-id -1 --chat-template c",
+            "find-optimal-num-workers trust-remote-code tokenizer-metadata tokenizer-special-tokens "
+            "tokenizer-sentencepiece-legacy no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+            "tiktoken-pattern tiktoken-num-special-tokens null-tokenizer-eod-id null-tokenizer-pad-id "
+            "chat-template",
+        ),
+        # Megatron-DeepSpeed, and BigScience's
+        ("--json-keys text --seq-length 2048 --dataset-impl mmap --trust-remote-code", "trust-remote-code"),
+        (
+            "--json-key text --vocab v --merge-file m --dataset-impl mmap --tokenizer-name-or-path n "
+            "--make-vocab-size-divisible-by 128 --pad-vocab-size-to 250880",
+            "",
+        ),
+    ],
+)
+def test_every_flag_of_megatrons_scripts_is_known(flags: str, refused: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "one"})
+    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "byte"]
+    problems = []
+    try:
+        parse_job([*arguments, *flags.split()])
+    except ConfigError as error:
+        problems = list(error.problems)
+    assert [each.split()[0] for each in problems] == [f"--{name}" for name in refused.split()]
+    assert all(" is not supported: remove it" in each for each in problems)
+
+
+def test_languages_have_codes_or_english_names(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "one"})
+    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "byte"]
+    job, _ = parse_job([*arguments, "--split-sentences", "--lang", "german"])
+    assert job.sentence_language == "de"
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -104,6 +104,15 @@ def test_norms_of_layers(tmp_path: Path) -> None:
     assert _scalar(events, "grad-norm by layer/layers.0") == (7, 3.0)
 
 
+def test_numbers_by_their_tags(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, LoggingConfig(), 1, "")
+    writer.scalars(7, {"optimizer/momentum_l2": 2.5})
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert _scalar(events, "optimizer/momentum_l2") == (7, 2.5)
+
+
 def test_a_nan_is_written(tmp_path: Path, metrics: IterationMetrics) -> None:
     events = _written(tmp_path, LoggingConfig(), dataclasses.replace(metrics, lm_loss=math.nan))
     assert math.isnan(_scalar(events, "lm loss")[1])

@@ -52,6 +52,7 @@ def test_what_is_written(
         for interval in writers.intervals:
             writers.iteration(interval, metrics, Timers())
         writers.layer_norms(100, {"layers.0": 3.0})
+        writers.scalars(100, {"optimizer/momentum_l2": 2.5})
         writers.validation(ValidationMetrics(100, 800, "valid", 2.5))
     ((arguments, run),) = runs
     assert arguments == {
@@ -60,12 +61,13 @@ def test_what_is_written(
         "dir": str(tmp_path / "save"),
         "config": {"model": {"num_layers": 2}},
     }
-    assert [step for step, _ in run.logged] == [100, 100, 100]
-    figures, norms, validation = (scalars for _, scalars in run.logged)
+    assert [step for step, _ in run.logged] == [100, 100, 100, 100]
+    figures, norms, of_optimizer, validation = (scalars for _, scalars in run.logged)
     assert figures["lm loss"] == metrics.lm_loss
     assert figures["samples"] == 800
     assert figures["throughput"] == metrics.tflops_per_gpu
     assert norms == {"grad-norm by layer": (3.0,), "grad-norm by layer/layers.0": 3.0}
+    assert of_optimizer == {"optimizer/momentum_l2": 2.5}
     assert validation == {"lm loss validation": 2.5}
     assert run.exit_code == 0
 

@@ -1,0 +1,65 @@
+"""Log norms of the weights and of the optimizer's moments to TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megalite.distributed.collectives import all_reduce, largest_of_all
+from megalite.optim.global_norm import sum_of_squares
+from megalite.optim.optimizer import BaseOptimizer
+from megalite.train.loop import Callback, TrainingLoop, is_due
+from megalite.train.telemetry.writers import Writers
+from megalite.train.train_step import StepResult
+
+_KINDS = {"weight": "main", "momentum": "exp_avg", "variance": "exp_avg_sq"}
+"""Megatron-DeepSpeed's names of what is measured, and torch's."""
+
+
+class OptimizerNorms(Callback):
+    """Writes norms of the optimizer's tensors with --log-optimizer-states-to-tensorboard."""
+
+    def __init__(self, writers: Writers) -> None:
+        self.writers = writers
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        logging = loop.trainer.config.logging
+        has_dashboard = logging.tensorboard_dir is not None or logging.wandb_project is not None
+        if not (logging.log_optimizer_states_to_tensorboard and has_dashboard):
+            return
+        if is_due(loop.iteration, logging.dashboard_interval):
+            norms = optimizer_norms(loop.trainer.optimizer)
+            self.writers.scalars(loop.iteration, {f"optimizer/{tag}": norm for tag, norm in norms.items()})
+
+
+@torch.no_grad()
+def optimizer_norms(optimizer: BaseOptimizer) -> Mapping[str, float]:
+    """Return 2-norms, 1-norms and largest magnitudes over the whole model; every rank must call it.
+
+    Those of the variance (Adam's second moment) are also returned for its square root, as Megatron-DeepSpeed
+    logs them: ``variance_sqrt_l2`` and so on. The vocabulary's padding is not counted.
+    """
+    if optimizer.offload is not None:
+        optimizer.offload.finish()
+    topology = optimizer.topology
+    sums = torch.zeros(len(_KINDS), 3, dtype=torch.float64, device=topology.device)
+    largest = torch.zeros(len(_KINDS), dtype=torch.float64, device=topology.device)
+    for shard in optimizer.counted_shards():
+        tensors = {"main": shard.main, **shard.moments}
+        for number, kind in enumerate(_KINDS.values()):
+            tensor = tensors[kind][: shard.num_used]
+            if not tensor.numel():
+                continue
+            sums[number, 0] += sum_of_squares([tensor], topology.device)
+            sums[number, 1] += tensor.abs().sum(dtype=torch.float64).to(topology.device)
+            sums[number, 2] += tensor.abs().sqrt().sum(dtype=torch.float64).to(topology.device)
+            largest[number] = largest[number].maximum(tensor.abs().max().to(topology.device))
+    found = torch.cat([all_reduce(sums, topology.world), largest_of_all(largest, topology)[:, None]], dim=1)
+    norms: dict[str, float] = {}
+    for name, (squares, total, roots, most) in zip(_KINDS, topology.to_host(found).tolist(), strict=True):
+        norms |= {f"{name}_l2": squares**0.5, f"{name}_l1": total, f"{name}_abs_max": most}
+        if name == "variance":  # it has no negative elements
+            root = f"{name}_sqrt"
+            norms |= {f"{root}_l2": total**0.5, f"{root}_l1": roots, f"{root}_abs_max": most**0.5}
+    return norms
