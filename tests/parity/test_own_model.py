@@ -10,8 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.functional as functional
 
-from megalite import FieldSamples, Providers
+from megalite import FieldSamples, LayerContext, Microbatch, Providers, Topology
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
@@ -21,6 +23,12 @@ from megalite.verify.record_run import RunRecord, record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 FULL = RecomputeConfig(recompute_granularity="full")
+MODELS = {
+    "own_model": "ConvolutionModel",
+    "own_loss": "FocalGPT",
+    "own_scan": "ScanModel",
+    "own_vocabulary_loss": "VocabularyLossGPT",
+}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -36,11 +44,9 @@ def _example(name: str) -> ModuleType:
 
 
 def _providers(name: str) -> Providers:
-    if name == "own_model":
-        return Providers(model=_example(name).ConvolutionModel)
-    if name == "own_loss":
-        return Providers(model=_example(name).FocalGPT)
     example = _example(name)
+    if name in MODELS:
+        return Providers(model=getattr(example, MODELS[name]))
     return Providers(datasets=example.datasets, samples=FieldSamples(example.FIELDS))
 
 
@@ -74,6 +80,10 @@ def _reference(name: str) -> RunRecord:
         ("own_model", "tp2dp2+zero3", RecomputeConfig()),
         ("own_dataset", "tp2pp4", RecomputeConfig()),
         ("own_loss", "tp2pp2+sp", RecomputeConfig()),
+        ("own_scan", "tp2", RecomputeConfig()),
+        ("own_scan", "tp2dp2+sp", FULL),
+        ("own_vocabulary_loss", "tp2pp2", RecomputeConfig()),
+        ("own_vocabulary_loss", "tp4+sp", RecomputeConfig()),
     ],
 )
 def test_same_run(name: str, layout: str, recompute: RecomputeConfig) -> None:
@@ -81,6 +91,22 @@ def test_same_run(name: str, layout: str, recompute: RecomputeConfig) -> None:
     config = replace(chosen.apply(_config(), GLOBAL_BATCH_SIZE), recompute=recompute)
     run = record_run(config, NUM_ITERATIONS, chosen.world_size, _providers(name))
     assert not compare(run, _reference(name)).excesses(TOLERANCES["fp64"])
+
+
+def test_the_loss_over_the_vocabulary_is_torchs(one_rank: Topology) -> None:
+    config = _config()
+    example = _example("own_vocabulary_loss")
+    context = LayerContext(one_rank, torch.float64)
+    stage = example.VocabularyLossGPT(config.model, context, range(1))
+    tokens = torch.randint(200, (2, 33), generator=torch.Generator().manual_seed(1))
+    microbatch = Microbatch.of(tokens, torch.arange(2))
+    hidden = stage.final_norm(stage.hidden_states(microbatch, None))
+    logits = stage.logits_of(hidden)[..., :200].flatten(0, 1)
+    smoothed = functional.cross_entropy(
+        logits, microbatch.labels.t().flatten(), label_smoothing=example.SMOOTHING, reduction="sum"
+    )
+    expected = smoothed + example.Z_LOSS * logits.logsumexp(-1).square().sum()
+    torch.testing.assert_close(stage(microbatch, None), expected, rtol=1e-12, atol=0)
 
 
 def test_parts_that_an_own_layer_does_not_have_are_refused() -> None:
