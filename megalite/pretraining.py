@@ -28,6 +28,7 @@ from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, listen, open_writers, prepare_process, settings_of
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.trainer import Trainer
+from megalite.train.verification import warn_if_unverified
 from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 
@@ -140,6 +141,7 @@ def train_rank(
                 Trainer(run, datasets) as trainer,
             ):
                 announce(trainer)
+                warn_if_unverified(run)
                 resume(trainer, launch)
                 stop_conditions = StopConditions(config.training, topology, signals, lease)
                 return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers)])

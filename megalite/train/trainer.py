@@ -37,6 +37,7 @@ from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
+from megalite.train.verification import warn_if_unverified
 from megalite.train.weight_gathering import choose_weight_gathering
 from megalite.train.weight_gradients import weight_gradient_fusion
 
@@ -240,4 +241,5 @@ def start_trainer(
         lease: on the checkpoint folder, from `hold_folder`, if the run saves.
     """
     run = resolve_run(config, topology, timers, lease, providers)
+    warn_if_unverified(run)
     return Trainer(run, build_data(run))

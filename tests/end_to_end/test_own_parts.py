@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,10 @@ import pytest
 from torch import nn
 
 import megalite
-from megalite import DatasetSplits, FieldSamples, UserError
+from megalite import DatasetSplits, FieldSamples, Topology, UserError
 from megalite.train.loop import HOOKS
+from megalite.train.run_context import resolve_run
+from megalite.train.verification import record_verified, warn_if_unverified
 from tests.end_to_end.conftest import signals_restored
 from tests.programs import run_program
 
@@ -295,6 +300,66 @@ def test_a_parameter_without_a_gradient_is_named_once(capsys: pytest.CaptureFixt
 def test_all_parameters_of_our_own_models_get_a_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     _train("--mock-data", model_provider=_model("OwnGPT", "losses", megalite.GPT.losses, megalite.GPT))
     assert "no gradient" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return a program of a user's own with a model, which the ranks of a verification can import."""
+    (tmp_path / "own_program.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("own_program")
+    del sys.modules["own_program"]
+
+
+PROGRAM = """
+import megalite
+from torch import nn
+
+class OwnLayer(nn.Module):
+    def __init__(self, h, context):
+        super().__init__()
+        self.up = megalite.ColumnParallelLinear(h, 4 * h, context)
+        self.down = megalite.RowParallelLinear(4 * h, h, context)
+
+    def forward(self, x, microbatch):
+        return x + self.down(self.up(x).sigmoid())
+
+class OwnModel(megalite.SequentialStage):
+    def build_layer(self, number):
+        return OwnLayer(self.config.hidden_size, self.context)
+"""
+
+
+def test_an_own_model_that_was_verified_trains_without_a_warning(
+    program: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, _ = megalite.parse([*FLAGS, "--mock-data", "--params-dtype", "fp64"])
+    providers = megalite.Providers(program.OwnModel)
+
+    def warning(*flags: str) -> str:
+        """Return what a run with these flags warns of."""
+        caplog.clear()
+        chosen, _ = megalite.parse([*FLAGS, "--mock-data", *flags])
+        with Topology.fake(chosen.parallel, 4, 0) as topology:
+            warn_if_unverified(resolve_run(chosen, topology, providers=providers))
+        return caplog.text
+
+    assert "OwnModel trains with --tp 2 and was not verified so" in warning("--tp", "2")
+    assert warning("--dp", "4") == ""
+    assert megalite.verify_layouts(config, [megalite.Layout.parse("tp2")], 1, providers=providers)
+    assert warning("--tp", "2") == ""
+    assert "--verify-layouts tp2+sp" in warning("--tp", "2", "--sequence-parallel")
+    source = Path(program.__file__)
+    source.write_text(source.read_text().replace("sigmoid", "tanh"))
+    assert "was not verified so" in warning("--tp", "2")
+
+
+def test_a_model_that_is_not_the_same_run_is_not_recorded(program: ModuleType, tmp_path: Path) -> None:
+    record_verified(program.OwnModel, [])
+    record_verified(megalite.GPT, [megalite.ParallelConfig(tensor_model_parallel_size=2)])
+    assert not (tmp_path / "own_program.verified.json").exists()
+    record_verified(program.OwnModel, [megalite.ParallelConfig(tensor_model_parallel_size=2)])
+    assert (tmp_path / "own_program.verified.json").exists()
 
 
 def test_the_loop_of_the_examples_needs_no_save_folder(tmp_path: Path) -> None:
