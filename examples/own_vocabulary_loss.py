@@ -28,11 +28,10 @@ class VocabularyLossGPT(megalite.GPT):
         # Each rank has some columns of the logits. What it sums over them is partial.
         columns = targets - first
         is_mine = (columns >= 0) & (columns < num_columns)
-        rows = logits.flatten(
-            0, 1
-        )  # indexing, unlike gather, does not save them: the cross-entropy overwrites them
-        own = rows[torch.arange(len(rows), device=rows.device), columns.clamp(0, num_columns - 1).flatten()]
-        target = reduce_from_tensor_parallel(own.to(wide).view_as(targets).where(is_mine, 0.0), tp)  # [s, b]
+        # Indexing saves no logits, unlike gather: the cross-entropy overwrites them with their gradient.
+        rows = torch.arange(targets.numel(), device=targets.device)
+        own = logits.flatten(0, 1)[rows, columns.clamp(0, num_columns - 1).flatten()].view_as(targets)
+        target = reduce_from_tensor_parallel(own.to(wide).where(is_mine, 0.0), tp)  # [s, b]
         num_tokens = min(max(size - first, 0), num_columns)  # columns after them are padding
         total = reduce_from_tensor_parallel(logits[..., :num_tokens].sum(-1, dtype=wide), tp)
 

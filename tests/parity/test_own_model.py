@@ -12,8 +12,21 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as functional
+from torch import Tensor, nn
 
-from megalite import FieldSamples, LayerContext, Microbatch, Providers, Topology
+from megalite import (
+    ColumnParallelLinear,
+    FieldSamples,
+    LayerContext,
+    Microbatch,
+    ParameterSpec,
+    Providers,
+    RowParallelLinear,
+    SequentialStage,
+    Topology,
+    copy_to_tensor_parallel,
+    new_parameter,
+)
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
@@ -48,6 +61,51 @@ def _providers(name: str) -> Providers:
     if name in MODELS:
         return Providers(model=getattr(example, MODELS[name]))
     return Providers(datasets=example.datasets, samples=FieldSamples(example.FIELDS))
+
+
+class ScaledLayer(nn.Module):
+    """Compute x + down(scale * silu(up(x))) with a whole parameter, which the cut channels use."""
+
+    def __init__(self, hidden_size: int, context: LayerContext) -> None:
+        super().__init__()
+        self.context = context
+        self.up = ColumnParallelLinear(hidden_size, 4 * hidden_size, context)
+        self.down = RowParallelLinear(4 * hidden_size, hidden_size, context)
+        self.scale = new_parameter(ParameterSpec((1,), mean=1.0), context)
+
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        tp, sp = self.context.tp, self.context.sequence_parallel
+        scale = self.scale if sp else copy_to_tensor_parallel(self.scale, tp)
+        return x + self.down(scale * functional.silu(self.up(x)))
+
+
+class ScaledModel(SequentialStage):
+    """Predict the next token with the layers above."""
+
+    def build_layer(self, number: int) -> nn.Module:
+        return ScaledLayer(self.config.hidden_size, self.context)
+
+
+class MeanModel(ScaledModel):
+    """Return the mean of a microbatch's losses, a mistake."""
+
+    def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        return super().losses(output, microbatch) / microbatch.labels.numel()
+
+
+def _differences(model: type[SequentialStage], name: str) -> list[str]:
+    """Return how a run of one iteration in a layout differs from the one on one rank."""
+    layout, providers = Layout.parse(name), Providers(model)
+    run = record_run(layout.apply(_config(), GLOBAL_BATCH_SIZE), 1, layout.world_size, providers)
+    return compare(run, record_run(_config(), 1, 1, providers)).excesses(TOLERANCES["fp64"])
+
+
+def test_a_whole_parameter_of_cut_channels() -> None:
+    assert _differences(ScaledModel, "tp2") == _differences(ScaledModel, "tp2+sp") == []
+
+
+def test_another_micro_batch_size_finds_a_mean_in_place_of_a_sum() -> None:
+    assert "loss differs by" in _differences(MeanModel, "mbs1")[0]
 
 
 @pytest.fixture(autouse=True)
