@@ -48,9 +48,6 @@ from megalite.tensor_parallel.fp8 import Fp8Gemm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
 
-INITIAL_STD = 0.02
-"""Standard deviation of initial weights, as --init-method-std has by default."""
-
 
 class Gemm(Protocol):
     """Define the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
@@ -420,7 +417,7 @@ class ColumnParallelLinear(nn.Module):
         out_features: their number, or a shape whose last dim alone is cut: ``(2, ffn)`` gives every rank the
             same slice of each of SwiGLU's two halves.
         bias: add a bias, which starts at zero.
-        std: of the initial weights, such as `ModelConfig.init_method_std`.
+        std: of the initial weights; `ModelConfig.init_method_std` has the same default.
         skip_bias_add: leave `bias` to the kernel that follows, which adds it.
         fuses_gelu: add `bias` and apply GELU, in the tanh form, where the device does so in the GEMM.
     """
@@ -432,7 +429,7 @@ class ColumnParallelLinear(nn.Module):
         context: LayerContext,
         *,
         bias: bool = True,
-        std: float = INITIAL_STD,
+        std: float = 0.02,
         skip_bias_add: bool = False,
         fuses_gelu: bool = False,
     ) -> None:
@@ -460,7 +457,7 @@ class RowParallelLinear(nn.Module):
 
     Args:
         bias: add a bias, which is whole on every rank and starts at zero.
-        std: of the initial weights, such as `ModelConfig.init_method_std`.
+        std: of the initial weights; `ModelConfig.init_method_std` has the same default.
         skip_bias_add: leave `bias` to the kernel that follows, which adds it.
     """
 
@@ -471,7 +468,7 @@ class RowParallelLinear(nn.Module):
         context: LayerContext,
         *,
         bias: bool = True,
-        std: float = INITIAL_STD,
+        std: float = 0.02,
         skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
