@@ -15,7 +15,7 @@ Each function is a no-op on an axis of size 1. It returns a new tensor otherwise
 
 A full value is the same on every rank, and so is its gradient. A rank has a slice of a cut value, and of its
 gradient. Partial values add up to the full one. Each function takes one kind and returns another; its
-backward converts the gradient in the other direction. docs/tensor_parallel.md has examples.
+backward converts the gradient in the other direction. docs/python_api.md has examples.
 
 The `start_` functions are plain collectives outside autograd. They run while the caller computes, until it
 calls `wait` on the result.

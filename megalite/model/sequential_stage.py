@@ -120,10 +120,12 @@ class SequentialStage(Stage):
             y = layers[i](x, *inputs)
             if not isinstance(y, Tensor) or y.shape != x.shape:
                 returned = f"shape {list(y.shape)}" if isinstance(y, Tensor) else kind_of(y)
-                raise UserError(
+                error = UserError(
                     f"{type(layers[i]).__name__}.forward returns {returned} for hidden states of shape "
                     f"{list(x.shape)}: return a tensor of the same shape, [s, b, h]"
                 )
+                error.on_one_rank = not self.is_first  # rank 0, which reports for all, has the first stage
+                raise error
             x = y
         return x
 

@@ -57,20 +57,31 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
         )
 
 
-def warn_of_unreached(names: list[str], topology: Topology) -> None:
-    """Warn of parameters that backward has not reached on some rank; a collective.
+def check_first_iteration(unreached: list[str], loss: float, topology: Topology) -> None:
+    """Check what only a whole iteration shows of an own model; a collective.
 
     Args:
-        names: of this rank's.
+        unreached: parameters that backward has not reached on this rank: they are named in a warning.
+        loss: of the iteration, on this rank.
+
+    Raises:
+        UserError: the loss differs between tensor-parallel ranks; on every rank.
     """
-    everywhere: list[list[str]] = [[] for _ in range(topology.world_size)]
-    dist.all_gather_object(everywhere, names)
-    unreached = sorted({name for each in everywhere for name in each})
-    if unreached and topology.rank == 0:
+    everywhere: list[tuple[list[str], float]] = [([], 0.0) for _ in range(topology.world_size)]
+    dist.all_gather_object(everywhere, (unreached, loss))
+    names = sorted({name for each, _ in everywhere for name in each})
+    if names and topology.rank == 0:
         log.warning(
             "no gradient reached %s in the first iteration: is it used in forward? Weight decay alone "
             "changes it",
-            few(unreached),
+            few(names),
+        )
+    losses = [each for _, each in everywhere]
+    if max(losses) - min(losses) > 1e-6 * abs(max(losses)):  # never true of NaN
+        raise UserError(
+            f"the loss differs between the ranks of --tp {topology.tp.size}, from {min(losses):.6f} to "
+            f"{max(losses):.6f}: where it sums over what is cut, such as columns of the logits, pass the sum "
+            "to reduce_from_tensor_parallel"
         )
 
 

@@ -32,7 +32,7 @@ from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.model_chunks import build_chunks, hidden_shape
-from megalite.train.own_model import is_own, warn_of_unreached
+from megalite.train.own_model import check_first_iteration, is_own
 from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
@@ -126,7 +126,7 @@ class Trainer:
             run, self.pipeline, self.optimizer, self.load_batch, self.saver.before_update
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
-        self._reports_unreached = is_own(run.providers.model)
+        self._is_unchecked = is_own(run.providers.model)
         if self.timers.level > 0:
             for observers in self.observer_lists():
                 observers.append(self.timers)
@@ -136,9 +136,9 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train()
         result = self.train_step(self.progress)
-        if self._reports_unreached:  # in the first iteration alone: it is a collective
-            self._reports_unreached = False
-            warn_of_unreached(self.optimizer.unreached, self.topology)
+        if self._is_unchecked:
+            self._is_unchecked = False
+            check_first_iteration(self.optimizer.unreached, result.loss, self.topology)
         self.progress = self.progress.after(
             result.plan.num_samples,
             skipped=result.skipped,

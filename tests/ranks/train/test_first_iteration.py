@@ -1,4 +1,4 @@
-"""Parameters that backward does not reach are found, whatever accumulates the gradients."""
+"""What an own model's first iteration shows: parameters without a gradient, losses that differ over tp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megalite import Providers, SequentialStage, Topology, parse, start_trainer
+from megalite import Providers, SequentialStage, Topology, UserError, parse, start_trainer
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 
@@ -49,6 +49,27 @@ def _two_steps(topology: Topology, *flags: str) -> list[str]:
 def test_at_every_zero_stage(zero_stage: str) -> None:
     found = run_ranks(_two_steps, ParallelConfig(), 2, "--zero-stage", zero_stage)
     assert found == [UNUSED, UNUSED]
+
+
+class LocalLoss(HalfUsed):
+    """Add the squared sum of the logits, of a rank's columns alone: a mistake with tensor parallelism."""
+
+    def losses(self, output: Any, microbatch: Any) -> Any:
+        return super().losses(output, microbatch) + 1e-4 * output.sum() ** 2
+
+
+def _step(topology: Topology) -> float:
+    config, _ = parse([*FLAGS, "--tp", str(topology.tp.size)])
+    with start_trainer(config, topology, providers=Providers(LocalLoss)) as trainer:
+        return trainer.step().loss
+
+
+def test_a_loss_of_a_part_of_the_vocabulary_is_refused(one_rank: Topology) -> None:
+    assert _step(one_rank) > 0.0
+    with pytest.raises(
+        UserError, match=r"the loss differs between the ranks of --tp 2, from [\d.]+ to [\d.]+: "
+    ):
+        run_ranks(_step, ParallelConfig(tensor_model_parallel_size=2), 2)
 
 
 def test_with_stored_weight_gradients() -> None:
