@@ -19,7 +19,7 @@ struct SentenceSample {
 
 // The order of samples is that of megatron-core's build_mapping, which its datasets are compared with: a sample ends
 // with the sentence that fills it, but leaves no single sentence for the next; some samples are shorter on purpose;
-// whole epochs are read until there are num_samples.
+// whole epochs are read until there are num_samples. Empty sentences, unlike there, count as none.
 class SentenceSamples {
  public:
   SentenceSamples(const IntegerView& bounds, const IntegerView& lengths, std::int64_t max_tokens, double short_prob,
@@ -60,24 +60,34 @@ class SentenceSamples {
     }
   }
 
+  std::int64_t num_sentences(std::int64_t begin, std::int64_t end) const {
+    std::int64_t number = 0;
+    for (std::int64_t i = begin; i < end; ++i) number += lengths_[i] > 0;
+    return number;
+  }
+
   bool is_usable(std::int64_t begin, std::int64_t end) const {
-    if (end - begin < std::max<std::int64_t>(min_sentences_, 1)) return false;
-    if (end - begin == 1) return true;  // one sentence may be long: it is cut
+    const std::int64_t number = num_sentences(begin, end);
+    if (number < std::max<std::int64_t>(min_sentences_, 1)) return false;
+    if (number == 1) return true;  // one sentence may be long: it is cut
     for (std::int64_t i = begin; i < end; ++i)
       if (lengths_[i] > kLongSentence) return false;
     return true;
   }
 
   void add_document(std::vector<SentenceSample>& samples, std::int64_t begin, std::int64_t end) {
-    std::int64_t first = begin, num_tokens = 0, target = next_target();
+    std::int64_t first = begin, num_tokens = 0, number = 0, target = next_target();
+    std::int64_t rest = num_sentences(begin, end);
     for (std::int64_t i = begin; i < end; ++i) {
+      if (lengths_[i] == 0) continue;
       num_tokens += lengths_[i];
-      const std::int64_t rest = end - (i + 1);
-      const bool is_full = num_tokens >= target && rest > 1 && i + 1 - first >= min_sentences_;
+      number += 1;
+      rest -= 1;
+      const bool is_full = num_tokens >= target && rest > 1 && number >= min_sentences_;
       if (!is_full && rest > 0) continue;
       samples.push_back({first, i + 1, target});
       first = i + 1;
-      num_tokens = 0;
+      num_tokens = number = 0;
       target = next_target();
     }
   }

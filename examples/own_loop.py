@@ -7,14 +7,15 @@ torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --pp 2 --preset gpt-tiny
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import megalite
 
 
-def main() -> None:
-    """Train, evaluate at the end and save a checkpoint that any layout loads."""
+def main(arguments: Sequence[str]) -> None:
+    """Train, evaluate at the end and save a checkpoint that any layout loads, if there is a --save folder."""
     launch = megalite.Launch.from_environment()
-    config, _ = megalite.parse(sys.argv[1:])
+    config, _ = megalite.parse(arguments)
     megalite.check_config(config, launch.world_size)
     with (
         megalite.Topology.start(config.parallel, launch) as topology,
@@ -29,8 +30,9 @@ def main() -> None:
         losses = trainer.evaluate(trainer.datasets.valid, first_sample=0)
         if topology.rank == 0:
             print(f"validation loss {losses['lm_loss']:.4f}")
-        trainer.save(is_last=True)
+        if config.checkpoint.save is not None:
+            trainer.save(is_last=True)
 
 
 if __name__ == "__main__":
-    main()
+    megalite.run_rank(main, sys.argv[1:])  # prints a mistake of the user as one line

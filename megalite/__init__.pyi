@@ -13,11 +13,21 @@ from megalite.config import RecomputeConfig as RecomputeConfig
 from megalite.config import TrainingConfig as TrainingConfig
 from megalite.config import check_config as check_config
 from megalite.config.command_line import parse as parse
+from megalite.config.entry_point import run_rank as run_rank
 from megalite.data.build_datasets import DatasetSplits as DatasetSplits
 from megalite.data.epochs import Epochs as Epochs
 from megalite.data.gpt_dataset import GPTDataset as GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset as IndexedDataset
 from megalite.data.samples import FieldSamples as FieldSamples
+from megalite.distributed.collectives import copy_to_tensor_parallel as copy_to_tensor_parallel
+from megalite.distributed.collectives import gather_from_sequence_parallel as gather_from_sequence_parallel
+from megalite.distributed.collectives import gather_from_tensor_parallel as gather_from_tensor_parallel
+from megalite.distributed.collectives import reduce_from_tensor_parallel as reduce_from_tensor_parallel
+from megalite.distributed.collectives import (
+    reduce_scatter_to_sequence_parallel as reduce_scatter_to_sequence_parallel,
+)
+from megalite.distributed.collectives import scatter_to_sequence_parallel as scatter_to_sequence_parallel
+from megalite.distributed.collectives import scatter_to_tensor_parallel as scatter_to_tensor_parallel
 from megalite.distributed.topology import Launch as Launch
 from megalite.distributed.topology import Topology as Topology
 from megalite.errors import UserError as UserError

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class UserError(ValueError):
@@ -69,6 +70,39 @@ class Problem(NamedTuple):
 
     fields: tuple[str, ...]
     text: str
+
+
+def check_call(
+    function: Callable[..., Any], name: str, *arguments: str, keywords: Sequence[str] = ()
+) -> None:
+    """Check that a function of the user's program takes the arguments that megalite passes.
+
+    Args:
+        name: of the function, for the message.
+        arguments: names of the positional ones.
+        keywords: of those that are passed by keyword.
+
+    Raises:
+        UserError: it does not take them.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function of C, without a signature
+        return
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        signature = signature.replace(parameters=bare, return_annotation=signature.empty)
+        call = ", ".join((*arguments, *(f"{each}=…" for each in keywords)))
+        raise UserError(f"{name}{signature} is called as {name}({call}): {error}") from None
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, for a message: ``None``, ``the class NAME`` or ``a NAME``."""
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def one_line(text: str) -> str:

@@ -20,7 +20,7 @@ from megalite.errors import UserError
 from megalite.log import configure_logging, log
 from megalite.model.stage import StageProvider
 from megalite.train.callbacks import default_callbacks
-from megalite.train.loop import Callback, train
+from megalite.train.loop import Callback, check_callbacks, train
 from megalite.train.out_of_memory import check_host_memory, explain_out_of_memory
 from megalite.train.resume import resume
 from megalite.train.run_context import DatasetProvider, Providers, resolve_run
@@ -28,6 +28,7 @@ from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, listen, open_writers, prepare_process, settings_of
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.trainer import Trainer
+from megalite.train.verification import warn_if_unverified
 from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 
@@ -58,10 +59,11 @@ def pretrain(
 
     Raises:
         SystemExit: with the exit status.
-        UserError: if `arguments` are passed: they, a file or the cluster are at fault.
+        UserError: if `arguments` are passed: they, what the program provides, a file or the cluster are at
+            fault.
     """
-    providers = Providers(model_provider, dataset_provider, samples)
-    main = partial(_pretrain, architecture, providers, callbacks)
+    provided = model_provider, dataset_provider, samples
+    main = partial(_pretrain, architecture, provided, callbacks)
     if arguments is None:
         run_rank(main, sys.argv[1:])
     main(arguments)
@@ -69,11 +71,13 @@ def pretrain(
 
 def _pretrain(
     architecture: Architecture,
-    providers: Providers,
+    provided: tuple[StageProvider | None, DatasetProvider | None, Samples | None],
     callbacks: Sequence[Callback],
     arguments: Sequence[str],
 ) -> None:
     with refusal_reported():
+        providers = Providers(*provided)
+        check_callbacks(callbacks)
         config, notices = _parse(architecture, providers, arguments)
         if config.dry_run.dry_run:
             _refuse_several_ranks("--dry-run", "; pass --world-size and --rank")
@@ -98,13 +102,14 @@ def _pretrain(
 def _parse(
     architecture: Architecture, providers: Providers, arguments: Sequence[str]
 ) -> tuple[Config, list[str]]:
-    """Return the config of the command line, which need not name a corpus if the program has datasets."""
+    """Return the config of the command line.
+
+    If the program has datasets, the config need not name a corpus. If it does, its provider may read it.
+    """
     if providers.datasets is None:
         return parse(arguments, architecture=architecture)
     unneeded = [name for name in NEEDED_TO_TRAIN if name != "train_iters"]
     config, notices = parse(arguments, unneeded, architecture)
-    if config.data.corpus_options():
-        return config, notices
     return replace(config, data=replace(config.data, mock_data=True)), notices
 
 
@@ -136,6 +141,7 @@ def train_rank(
                 Trainer(run, datasets) as trainer,
             ):
                 announce(trainer)
+                warn_if_unverified(run)
                 resume(trainer, launch)
                 stop_conditions = StopConditions(config.training, topology, signals, lease)
                 return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers)])

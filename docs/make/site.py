@@ -1,4 +1,4 @@
-"""Add to the site what is not a page of docs/: its menu, the reference of the code, files that pages link to.
+"""Add to the site what is not a page of docs/: its menu, the reference of the public names, linked files.
 
 MkDocs calls the functions `on_...` (mkdocs.yml). Links between files of the repository, which GitHub shows as
 well, become links between pages of the site.
@@ -6,11 +6,12 @@ well, become links between pages of the site.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RENAMED = {"README.md": "index.md", "docs/README.md": "pages.md"}
@@ -32,11 +33,14 @@ def on_files(files: Any, config: Any) -> None:
     from mkdocs.structure.files import File
 
     def add(path: str) -> None:
-        files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
+        if path.endswith(".py"):
+            text = source_page(path)
+            files.append(File.generated(config, site_path(path), content=text))
+        else:
+            files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
 
-    for module, path in modules().items():
-        text = f"# `{module}`\n\n::: {module}\n"
-        files.append(File.generated(config, reference_page(path), content=text))
+    for page, text in reference_pages().items():
+        files.append(File.generated(config, page, content=text))
     pages = [*RENAMED, *PROJECT]
     for path in pages:
         add(path)
@@ -49,27 +53,98 @@ def on_files(files: Any, config: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links at pages of the site, and write code in tables as Python-Markdown reads it."""
     source = page.file.abs_src_path
-    if source is None:  # of the reference
+    if source is None:  # of the reference, or of code
         return markdown
     return _TABLE_ROW.sub(_without_escapes, with_site_links(markdown, Path(source)))
 
 
-def modules() -> Mapping[str, str]:
-    """Return the modules of the package, as names and paths in the repository."""
-    found = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "megalite").rglob("*.py"))
-    named = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in found}
-    return {name: path for name, path in named.items() if not name.endswith(".__main__")}
+class PublicName(NamedTuple):
+    """A name that ``import megalite`` gives.
+
+    Attributes:
+        summary: what it is.
+        path: where it is defined, ``megalite.module.name``; None if no module defines it.
+    """
+
+    name: str
+    summary: str
+    path: str | None
 
 
-def reference_page(path: str) -> str:
-    """Return the page of the site that describes a module."""
-    return f"reference/{path.removesuffix('.py')}.md".replace("__init__.md", "index.md")
+def public_names() -> Mapping[str, Sequence[PublicName]]:
+    """Return the public names by group, as docs/python_api.md lists them."""
+    page = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8").split("\n## Public names\n")[1]
+    stub = ast.parse((ROOT / "megalite" / "__init__.pyi").read_text(encoding="utf-8"))
+    modules = {
+        alias.name: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    return {
+        group: [
+            PublicName(name, summary, _definition(modules[name], name) if name in modules else None)
+            for name, summary in re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.MULTILINE)
+        ]
+        for group, table in re.findall(r"^### (.+)\n\n((?:\|.*\n)+)", page, re.MULTILINE)
+    }
+
+
+def _definition(module: str, name: str) -> str:
+    """Return where a name of a module is defined, through imports and assignments of another name."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _definition(node.module, alias.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and _assigns(node, name):
+            return _definition(module, node.value.id)
+    return f"{module}.{name}"
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return [ast.unparse(target) for target in node.targets] == [name]
+
+
+def reference_pages() -> Mapping[str, str]:
+    """Return the pages of the reference: all names, and one for each group with their documentation."""
+    lines = [
+        "# Public names",
+        "",
+        "All that `import megalite` gives. Other modules may change between versions.",
+    ]
+    pages = {}
+    for group, names in public_names().items():
+        page = _group_page(group)
+        lines += ["", f"## {group}", "", "| name | what it is |", "|---|---|"]
+        parts = [f"# {group}"]
+        for name, summary, path in names:
+            code = f"`{name}`"
+            lines.append(f"| {code if path is None else f'[{code}]({page}#{path})'} | {summary} |")
+            if path is not None:
+                options = f"      show_root_heading: true\n      heading: {name}\n      toc_label: {name}"
+                parts.append(f"::: {path}\n    options:\n{options}")
+        pages[f"reference/{page}"] = "\n\n".join(parts) + "\n"
+    return {"reference/index.md": "\n".join(lines) + "\n", **pages}
+
+
+def _group_page(group: str) -> str:
+    return f"{group.lower().replace(' ', '_')}.md"
+
+
+def source_page(path: str) -> str:
+    """Return a page that shows a file of code; the search does not find it."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    options = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"
+    return f"{options}# `{path}`\n\n`````python\n{text}`````\n"
 
 
 def site_path(path: str) -> str:
     """Return where the site has a file of the repository, as MkDocs names its source."""
-    if path.startswith("megalite/") and path.endswith(".py"):
-        return reference_page(path)
+    if path.endswith(".py"):
+        return f"source/{path}.md"
     return RENAMED.get(path) or path.removeprefix("docs/")
 
 
@@ -121,18 +196,4 @@ def _other_groups() -> Iterator[dict[str, Any]]:
             {"Design decisions": [f"decisions/{name}" for name in decisions]},
         ]
     }
-    yield {"Reference": _reference(modules())}
-
-
-def _reference(paths: Mapping[str, str]) -> list[Any]:
-    """Return the menu of the reference: a section for each package."""
-    menu: list[Any] = []
-    sections: dict[str, list[Any]] = {"": menu}
-    for module, path in paths.items():
-        parent, _, name = module.rpartition(".")
-        if path.endswith("__init__.py"):
-            sections[module] = [reference_page(path)]
-            sections[parent].append({name: sections[module]})
-        else:
-            sections[parent].append({name: reference_page(path)})
-    return menu
+    yield {"Reference": list(reference_pages())}

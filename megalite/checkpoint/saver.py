@@ -26,7 +26,7 @@ from megalite.config import CheckpointConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import CHECKPOINT
 from megalite.distributed.topology import Topology
-from megalite.errors import first_line
+from megalite.errors import UserError, first_line
 from megalite.log import log
 
 
@@ -159,13 +159,15 @@ class Saver:
             is_last: nothing is trained afterwards: on return the checkpoint is complete.
 
         Raises:
+            UserError: the config has no folder.
             SaveError: this save, or one before it, failed and the run must end; on every rank.
         """
+        folder = self._config.save
+        if folder is None:
+            raise UserError("a checkpoint is to be saved, and there is no folder for it: pass --save FOLDER")
         is_local = self._running is not None and isinstance(self._running.job, LocalSave)
         if self._must_skip(contents.iteration, "--save-interval", waits=is_last or is_local):
             return
-        folder = self._config.save
-        assert folder is not None
 
         def job(pieces: Mapping[str, FilePiece]) -> Save:
             keep = self._config.keep_last, self._config.keep_every

@@ -10,6 +10,8 @@ from megalite.config.flags import flags
 from megalite.errors import UserError
 
 Architecture = Literal["gpt", "bert"]
+NUM_BERT_SPECIAL = 3
+"""Tokens of a BERT's sample besides its segments: one before the first, one after each."""
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 NormPosition = Literal["pre", "post"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.config.model import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
 from megalite.data.bert_masking import BertSample, WordPieces, make_sample
 from megalite.data.build_progress import reported_progress
@@ -16,9 +17,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
 
-NUM_SPECIAL = 3
-"""Tokens of a sample besides its segments: one before the first, one after each."""
-_FORMAT = 1
+_FORMAT = 2
 """Part of the digest under which an order is cached: raise it when the same values give another order."""
 
 
@@ -44,7 +43,7 @@ class BertOptions:
     @property
     def max_tokens(self) -> int:
         """Return the largest number of tokens of both segments."""
-        return self.seq_length - NUM_SPECIAL
+        return self.seq_length - NUM_BERT_SPECIAL
 
     @property
     def max_predictions(self) -> int:
@@ -122,7 +121,7 @@ class BertDataset:
         if len(self.sample_index) == 0:
             raise UserError(
                 f"the {split_name} split of {indexed.prefix} has no document of "
-                f"{options.min_sentences} or more sentences of at most 512 tokens: preprocess it with "
+                f"{options.min_sentences} or more sentences of 1 to 512 tokens: preprocess it with "
                 "--split-sentences, or give the split a larger share in --split"
             )
 
@@ -180,4 +179,5 @@ class BertDataset:
                     f"{wrong[0]}, outside the vocabulary of {vocab_size}: preprocess it with the tokenizer "
                     "of this model"
                 )
-        return self.options.row(sentences, max_tokens, self.options.seed + index)
+        kept = [sentence for sentence in sentences if len(sentence)]
+        return self.options.row(kept, max_tokens, self.options.seed + index)

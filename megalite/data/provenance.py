@@ -79,4 +79,5 @@ def _bert_spans(dataset: BertDataset, index: int) -> list[SampleSpan]:
     return [
         SampleSpan(indexed.prefix, indexed.document_of(sequence), sequence, 0, indexed[sequence])
         for sequence in range(first, last)
+        if indexed.sequence_lengths[sequence] > 0
     ]

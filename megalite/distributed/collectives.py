@@ -1,14 +1,21 @@
 """The collectives of tensor parallelism, each a pair: one in forward, its conjugate in backward.
 
-    function          forward           backward
-    reduce_from       all-reduce        identity          (g in Shoeybi et al. 2019, figure 3)
-    all_gather_from   all-gather        reduce-scatter
-    reduce_scatter    reduce-scatter    all-gather        (g-bar in Korthikanti et al. 2022, figure 5)
+    function                              forward               backward
+    copy_to_tensor_parallel               identity              all-reduce        (f in Shoeybi et al. 2019)
+    reduce_from_tensor_parallel           all-reduce            identity          (g, figure 3 there)
+    scatter_to_tensor_parallel            slice of the last     all-gather
+    gather_from_tensor_parallel           all-gather, last      slice
+    all_gather_from                       all-gather, last      reduce-scatter
+    scatter_to_sequence_parallel          slice of the first    all-gather
+    gather_from_sequence_parallel         all-gather, first     reduce-scatter    (g in Korthikanti et al.)
+    reduce_scatter_to_sequence_parallel   reduce-scatter        all-gather        (g-bar, 2022, figure 5)
 
-The conjugate of `reduce_from`, f in the same figure, is a part of `column_linear`. Each function is a no-op
-on an axis of size 1, and returns a new tensor unless `in_place` is passed. `all_gather_from` works on the
-last dim, where activations are cut by features; `reduce_scatter` and the `start_` functions work on the first
-dim, the sequence.
+First and last are dims: activations are cut by the sequence along the first, by features along the last.
+Each function is a no-op on an axis of size 1. It returns a new tensor otherwise, unless `in_place` is passed.
+
+A full value is the same on every rank, and so is its gradient. A rank has a slice of a cut value, and of its
+gradient. Partial values add up to the full one. Each function takes one kind and returns another; its
+backward converts the gradient in the other direction. docs/python_api.md has examples.
 
 The `start_` functions are plain collectives outside autograd. They run while the caller computes, until it
 calls `wait` on the result.
@@ -23,45 +30,129 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.distributed.topology import Axis, Topology
+from megalite.errors import UserError
 
 # torch 2.13 renamed both; 2.11 knows the old names alone.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def reduce_from(x: Tensor, axis: Axis, *, in_place: bool = False) -> Tensor:
+def copy_to_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
+    """Return a full `x`, of any shape, for use by cut channels; backward sums its gradient over the ranks.
+
+    Each rank uses `x` for its own channels, so its gradient there is partial: without the sum, all that is
+    computed before `x` gets a wrong gradient. `ColumnParallelLinear` does it for its own input. f in Shoeybi
+    et al. 2019, figure 3; Megatron-LM's `copy_to_tensor_model_parallel_region`.
+
+    Args:
+        x: full, the same on every rank: an activation or a whole parameter.
+        tp: `LayerContext.tp`.
+    """
+    return x if tp.size == 1 else _Copy.apply(x, tp)
+
+
+def reduce_from_tensor_parallel(x: Tensor, tp: Axis, *, in_place: bool = False) -> Tensor:
     """Sum the ranks' partial `x`, of any shape; backward passes the gradient on unchanged.
+
+    Use it for a sum over channels, features or tokens of the vocabulary that are cut over the ranks.
+    `RowParallelLinear` does it for its own result. g in Shoeybi et al. 2019, figure 3; Megatron-LM's
+    `reduce_from_tensor_model_parallel_region`.
 
     Args:
         in_place: sum into `x` itself, which must be contiguous and not used elsewhere.
-    """
-    return x if axis.size == 1 else _Reduce.apply(x, axis, in_place)
-
-
-def all_gather_from(x: Tensor, axis: Axis) -> Tensor:
-    """All-gather the ranks' slices of the last dim, in the order of their coordinates.
-
-    Backward reduce-scatters the gradients, since ranks may use different parts of the result.
-
-    Args:
-        x: ``[..., n / size]``.
 
     Returns:
-        ``[..., n]``, the same on every rank.
+        The full sum, the same on every rank.
     """
-    return x if axis.size == 1 else _AllGather.apply(x, axis)
+    return x if tp.size == 1 else _Reduce.apply(x, tp, in_place)
 
 
-def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Reduce-scatter the partial `x` over the first dim; backward all-gathers the gradient.
+def scatter_to_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
+    """Return this rank's slice of the last dim of a full `x`; backward all-gathers the gradient.
+
+    Megatron-LM's `scatter_to_tensor_model_parallel_region`.
 
     Args:
-        x: ``[s, ...]``, s divisible by the size of the axis.
+        x: ``[..., n]``, n divisible by tp.
 
     Returns:
-        ``[s / size, ...]``.
+        ``[..., n/tp]``.
     """
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
+    return x if tp.size == 1 else _ScatterFeatures.apply(x, tp)
+
+
+def gather_from_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
+    """All-gather the ranks' slices of the last dim into a full value; backward takes the gradient's slice.
+
+    The full value must be used by every rank alike, since its gradient is taken for full. If cut channels use
+    it, pass the result to `copy_to_tensor_parallel`. In Megatron-LM:
+    `gather_from_tensor_model_parallel_region`.
+
+    Args:
+        x: ``[..., n/tp]``.
+
+    Returns:
+        ``[..., n]``, in the order of the ranks' coordinates.
+    """
+    return x if tp.size == 1 else _GatherFeatures.apply(x, tp)
+
+
+def all_gather_from(x: Tensor, tp: Axis) -> Tensor:
+    """All-gather the ranks' slices of the last dim, for use by cut channels.
+
+    It is `gather_from_tensor_parallel` and `copy_to_tensor_parallel` with one collective in backward.
+
+    Args:
+        x: ``[..., n/tp]``.
+
+    Returns:
+        ``[..., n]``, in the order of the ranks' coordinates.
+    """
+    return x if tp.size == 1 else _AllGather.apply(x, tp)
+
+
+def scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
+    """Return this rank's slice of the sequence of a full `x`; backward all-gathers the gradient.
+
+    Megatron-LM's `scatter_to_sequence_parallel_region`.
+
+    Args:
+        x: ``[s, ...]``, s divisible by tp.
+
+    Returns:
+        ``[s/tp, ...]``.
+    """
+    return x if tp.size == 1 else _ScatterSequence.apply(x, tp)
+
+
+def gather_from_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
+    """All-gather the ranks' slices of the sequence, for use by cut channels.
+
+    With sequence parallelism it takes the place of `copy_to_tensor_parallel`: backward reduce-scatters the
+    gradient, which is partial on each rank. Megatron-LM's `gather_from_sequence_parallel_region`.
+
+    Args:
+        x: ``[s/tp, ...]``.
+
+    Returns:
+        ``[s, ...]``.
+    """
+    return x if tp.size == 1 else _GatherSequence.apply(x, tp)
+
+
+def reduce_scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
+    """Sum the ranks' partial `x` and return this rank's slice of the sequence; backward all-gathers.
+
+    With sequence parallelism it takes the place of `reduce_from_tensor_parallel`. Megatron-LM's
+    `reduce_scatter_to_sequence_parallel_region`.
+
+    Args:
+        x: ``[s, ...]``, s divisible by tp.
+
+    Returns:
+        ``[s/tp, ...]``.
+    """
+    return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
 
 
 class Pending(NamedTuple):
@@ -142,42 +233,108 @@ def largest_of_all(x: Tensor, topology: Topology) -> Tensor:
     return x
 
 
+def _own_slice(x: Tensor, tp: Axis, dim: int) -> Tensor:
+    if x.shape[dim] % tp.size != 0:
+        raise UserError(f"dim {dim} of {tuple(x.shape)} cannot be cut over --tp {tp.size}")
+    return x.chunk(tp.size, dim)[tp.rank].contiguous()
+
+
+def _gathered_features(x: Tensor, tp: Axis) -> Tensor:
+    """All-gather ``[..., n/tp]`` to ``[..., n]``."""
+    slices = x.new_empty(tp.size, *x.shape)  # [tp, ..., n/tp]
+    flat_all_gather(slices.view(-1), x.contiguous().view(-1), tp).wait()
+    return slices.movedim(0, -2).flatten(-2)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.tp), None
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, in_place: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: Axis, in_place: bool) -> Tensor:
         if in_place:
             ctx.mark_dirty(x)
-            return all_reduce(x, axis)
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+            return all_reduce(x, tp)
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
 
-class _AllGather(torch.autograd.Function):
+class _ScatterFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        slices = x.new_empty(axis.size, *x.shape)  # [size, ..., n / size]
-        flat_all_gather(slices.view(-1), x.contiguous().view(-1), axis).wait()
-        return slices.movedim(0, -2).flatten(-2)  # [..., n]
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return _own_slice(x, tp, -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        axis = ctx.axis
-        slices = grad.unflatten(-1, (axis.size, -1)).movedim(-2, 0).contiguous()  # [size, ..., n / size]
+        return _gathered_features(grad, ctx.tp), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return _gathered_features(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_slice(grad, ctx.tp, -1), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return _gathered_features(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        tp = ctx.tp
+        slices = grad.unflatten(-1, (tp.size, -1)).movedim(-2, 0).contiguous()  # [tp, ..., n/tp]
         mine = grad.new_empty(slices.shape[1:])
-        flat_reduce_scatter(mine.view(-1), slices.view(-1), axis).wait()
+        flat_reduce_scatter(mine.view(-1), slices.view(-1), tp).wait()
         return mine, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return _own_slice(x, tp, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_all_gather(grad, ctx.tp).wait(), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return start_all_gather(x, tp).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_reduce_scatter(grad, ctx.tp).wait(), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return start_reduce_scatter(x, axis).wait()
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return start_reduce_scatter(x, tp).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return start_all_gather(grad, ctx.axis).wait(), None
+        return start_all_gather(grad, ctx.tp).wait(), None

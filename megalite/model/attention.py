@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.local_heads = config.num_attention_heads // self.tp.size
         h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
         qkv_size = self.num_groups * (self.heads_per_group + 2) * self.head_dim
-        self.qkv = ColumnParallelLinear(h, (qkv_size,), context, bias=bias, std=std)
+        self.qkv = ColumnParallelLinear(h, qkv_size, context, bias=bias, std=std)
         self.projection = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             h,

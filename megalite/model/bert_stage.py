@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.distributed.collectives import all_gather_from, reduce_from
+from megalite.distributed.collectives import all_gather_from, reduce_from_tensor_parallel
 from megalite.microbatch import Microbatch
 from megalite.model.mlp import ACTIVATION_FUNCTIONS
 from megalite.model.norm import build_norm
@@ -167,7 +167,8 @@ class BertStage(TransformerStage):
             return loss
         # The first token is on rank 0. The other ranks' parameters get gradients of zero, and the optimizer
         # sums the gradients of all ranks.
-        return reduce_from(loss if self.context.tp.rank == 0 else loss * 0.0, self.context.tp)
+        tp = self.context.tp
+        return reduce_from_tensor_parallel(loss if tp.rank == 0 else loss * 0.0, tp)
 
 
 BERT = BertStage

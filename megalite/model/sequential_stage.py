@@ -7,13 +7,15 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.errors import UserError, check_call, kind_of
 from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding
 from megalite.model.norm import build_norm
@@ -49,6 +51,9 @@ class SequentialStage(Stage):
 
     Args:
         layers: numbers of the stage's layers in the whole model.
+
+    Raises:
+        UserError: what a subclass builds is no module, or does not take what it is called with.
     """
 
     def __init__(
@@ -61,12 +66,19 @@ class SequentialStage(Stage):
         is_last: bool = True,
     ) -> None:
         super().__init__(config, context, is_first=is_first, is_last=is_last)
+        name = type(self).__name__
+        check_call(self.build_layer, f"{name}.build_layer", "number")
         if is_first:
             self.embedding = self.build("embedding", self.build_embedding)
+            check_call(self.embedding.forward, f"{type(self.embedding).__name__}.forward", "microbatch")
         built = {str(i): self.build(f"layers.{i}", partial(self.build_layer, i)) for i in layers}
         self.layers = nn.ModuleDict(built)
+        for layer in built.values():
+            check_call(layer.forward, f"{type(layer).__name__}.forward", "x", "microbatch")
         if is_last:
             self.head = self.build("head", self.build_head)
+            check_call(self.head.forward, f"{type(self.head).__name__}.forward", "x")
+            check_call(self.losses, f"{name}.losses", "output", "microbatch")
         self.initialize()
 
     def build_embedding(self) -> nn.Module:
@@ -97,6 +109,25 @@ class SequentialStage(Stage):
         x = self.embedding(microbatch) if hidden is None else hidden
         x = self.run_layers([*self.layers.values()], x, microbatch)
         return self.losses(self.head(x), microbatch) if self.is_last else x
+
+    def run_group(self, group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+        """Run the layers of one group; see `Stage.run_group`.
+
+        Raises:
+            UserError: a layer returns anything but a tensor of the shape of x.
+        """
+        for i in group:
+            y = layers[i](x, *inputs)
+            if not isinstance(y, Tensor) or y.shape != x.shape:
+                returned = f"shape {list(y.shape)}" if isinstance(y, Tensor) else kind_of(y)
+                error = UserError(
+                    f"{type(layers[i]).__name__}.forward returns {returned} for hidden states of shape "
+                    f"{list(x.shape)}: return a tensor of the same shape, [s, b, h]"
+                )
+                error.on_one_rank = not self.is_first  # rank 0, which reports for all, has the first stage
+                raise error
+            x = y
+        return x
 
     def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         """Yield the modules in forward's order, each with the parameters used until the next one's call."""

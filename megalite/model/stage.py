@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.errors import UserError, kind_of
 from megalite.kernels import site_key
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.counter_random import initialize
@@ -85,11 +86,19 @@ class Stage(nn.Module, ABC):
 
         Parameters of torch's own modules are whole on every rank of tp, and keep the values that torch's
         generator gives them, which is seeded here by `name`.
+
+        Raises:
+            UserError: the function returns no module.
         """
         device = "meta" if self.context.device.type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(site_key(self.context.seed, name))
             module = function()
+        if not isinstance(module, nn.Module):
+            raise UserError(
+                f"{type(self).__name__} builds {name} as {kind_of(module)}: return an instance of "
+                "torch.nn.Module"
+            )
         replicate_parameters(module, self.context)
         return module
 
@@ -127,7 +136,16 @@ class Stage(nn.Module, ABC):
             initialize(self, self.context.seed, self.context.topology)
 
     def masked_sum(self, losses: Tensor, microbatch: Microbatch) -> Tensor:
-        """Sum the tokens' losses ``[s, b]`` that `loss_mask` selects."""
+        """Sum the tokens' losses ``[s, b]`` that `loss_mask` selects; the result is a scalar.
+
+        Raises:
+            UserError: the losses have another shape.
+        """
+        if losses.shape != (microbatch.labels.shape[1], microbatch.labels.shape[0]):
+            raise UserError(
+                f"masked_sum got losses of shape {list(losses.shape)}, and the microbatch has "
+                f"{list(microbatch.labels.t().shape)} labels [s, b]: pass the loss of each token"
+            )
         if microbatch.loss_mask is not None:
             losses = losses.where(microbatch.loss_mask.t(), 0.0)
         return losses.sum()

@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.errors import check_call
 from megalite.microbatch import Microbatch
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
@@ -72,6 +73,9 @@ class TransformerStage(Stage):
             self.embedding: nn.Module = Embedding(config, context)
         elif is_last and is_tied:
             self.embedding = nn.ModuleDict({"word": word or word_table(config, context)})
+        name = type(self).__name__
+        check_call(self.build_layer, f"{name}.build_layer", "number")
+        check_call(self.losses, f"{name}.losses", "normed", "microbatch")
         built = {str(i): self.build(f"layers.{i}", partial(self.build_layer, i)) for i in layers}
         self.layers = nn.ModuleDict(built)
         if is_last:

@@ -413,7 +413,8 @@ class FullyShardedOptimizer(BaseOptimizer):
 
     def gradient(self, name: str) -> Tensor:
         each = self._find(name)
-        assert each.parameter.grad is not None
+        if each.parameter.grad is None:  # backward has not reached it
+            each.parameter.grad = torch.zeros_like(each.parameter.data)
         return each.full(each.parameter.grad) / self.scaler.scale
 
     def weights(self) -> dict[str, ParameterShard]:
@@ -443,6 +444,7 @@ class FullyShardedOptimizer(BaseOptimizer):
     def _finish_reduction(self) -> None:
         for chunk in self._chunks:
             chunk.wait_for_reductions()
+        self.unreached = [each.name for each in self.parameters if each.parameter.grad is None]
         self.finish_weights()
         if self._copied is not None and (gradient := self._find(self._copied).gradient).numel() > 0:
             sum_tied_embedding_grads(gradient, self.topology.pp)

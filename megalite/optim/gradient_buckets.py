@@ -103,6 +103,7 @@ class GradientBuffer:
         held: range whose gradient this rank holds from one microbatch to the next.
         num_ready: gradients that have been accumulated in this iteration.
         stale: names of the parameters whose part of the buffer is to be overwritten.
+        unreached: names of the parameters without a gradient in this iteration.
     """
 
     reduces_each_microbatch = False
@@ -120,6 +121,7 @@ class GradientBuffer:
         self.owned = self.held = slice(0, bucket.size)
         self.num_ready = 0
         self.stale: set[str] = set()
+        self.unreached: set[str] = set()
         self.buffer: Tensor | None = self._zeros()
 
     @property
@@ -142,11 +144,12 @@ class GradientBuffer:
     def begin(self) -> None:
         """Start a new iteration, in which nothing has a gradient yet."""
         self.num_ready = 0
-        self.stale = self._names()
+        self.stale, self.unreached = self._names(), self._names()
 
     def accumulate(self, entry: BucketEntry) -> None:
         """Count a parameter's new gradient, and move it to the buffer unless the GEMM that made it has."""
         self.num_ready += 1
+        self.unreached.discard(entry.name)
         gradient = entry.parameter.grad
         if gradient is None:
             return

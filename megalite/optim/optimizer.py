@@ -67,7 +67,10 @@ class BaseOptimizer(ABC):
         scaler: its scale multiplies the loss of each backward pass.
         observers: notified of each part of the work, by the names of Megatron-LM's timers.
         offload: holds the states that are not on the device; None if all are.
+        unreached: names of the parameters that no backward of the last iteration has reached on this rank.
     """
+
+    unreached: list[str]
 
     def __init__(
         self,
@@ -466,6 +469,7 @@ class Optimizer(BaseOptimizer):
                 yield entry.name, entry.parameter.nbytes, max(0, held) * buffer.dtype.itemsize
 
     def _finish_reduction(self) -> None:
+        self.unreached = [name for buffer in self.buffers for name in buffer.unreached]
         self.reducer.finish()
 
     def _owned_gradients(self) -> list[Tensor]:

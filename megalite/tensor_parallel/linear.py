@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from megalite.distributed.collectives import (
     Pending,
-    reduce_from,
-    reduce_scatter,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -166,7 +166,10 @@ def row_linear(
     if tp.size == 1:
         return y
     # The collective is not part of _RowLinear: recomputation stops at the last saved tensor, before it.
-    y = reduce_scatter(y, tp) if context.sequence_parallel else reduce_from(y, tp, in_place=True)
+    if context.sequence_parallel:
+        y = reduce_scatter_to_sequence_parallel(y, tp)
+    else:
+        y = reduce_from_tensor_parallel(y, tp, in_place=True)
     return y if bias is None else y.add_(bias)
 
 
@@ -411,26 +414,28 @@ class ColumnParallelLinear(nn.Module):
     """Compute y = x A^T + b with A cut by its output features: each rank computes its slice of y.
 
     Args:
-        out_shape: shape of the output features. Only its last dim is cut: ``(2, ffn)`` gives every rank the
+        out_features: their number, or a shape whose last dim alone is cut: ``(2, ffn)`` gives every rank the
             same slice of each of SwiGLU's two halves.
+        bias: add a bias, which starts at zero.
+        std: of the initial weights; `ModelConfig.init_method_std` has the same default.
         skip_bias_add: leave `bias` to the kernel that follows, which adds it.
         fuses_gelu: add `bias` and apply GELU, in the tanh form, where the device does so in the GEMM.
-        std: of the initial weights.
     """
 
     def __init__(
         self,
         in_features: int,
-        out_shape: tuple[int, ...],
+        out_features: int | tuple[int, ...],
         context: LayerContext,
         *,
-        bias: bool,
-        std: float,
+        bias: bool = True,
+        std: float = 0.02,
         skip_bias_add: bool = False,
         fuses_gelu: bool = False,
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
+        out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         shard = Shard("tp", len(out_shape) - 1)
         weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
         self.weight = new_parameter(weight, context)  # [..., out/tp, in]
@@ -451,8 +456,9 @@ class RowParallelLinear(nn.Module):
     """Compute y = x A^T + b with A cut by its input features: the ranks' partial results are summed.
 
     Args:
+        bias: add a bias, which is whole on every rank and starts at zero.
+        std: of the initial weights; `ModelConfig.init_method_std` has the same default.
         skip_bias_add: leave `bias` to the kernel that follows, which adds it.
-        std: of the initial weights.
     """
 
     def __init__(
@@ -461,8 +467,8 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         context: LayerContext,
         *,
-        bias: bool,
-        std: float,
+        bias: bool = True,
+        std: float = 0.02,
         skip_bias_add: bool = False,
     ) -> None:
         super().__init__()

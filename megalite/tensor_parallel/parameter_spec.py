@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.distributed.topology import Axis, Topology
+from megalite.errors import UserError
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 
@@ -50,11 +51,19 @@ class ParameterSpec:
         return (self.full_shape[0] - self.num_padding, *self.full_shape[1:])
 
     def local_shape(self, axis_size: int) -> tuple[int, ...]:
-        """Return the shape of one slice if the shard's axis has `axis_size` ranks."""
+        """Return the shape of one slice if the shard's axis has `axis_size` ranks.
+
+        Raises:
+            UserError: the slices cannot be equal.
+        """
         if self.shard is None:
             return self.full_shape
         shape = list(self.full_shape)
-        assert shape[self.shard.dim] % axis_size == 0, (self, axis_size)
+        if shape[self.shard.dim] % axis_size != 0:
+            raise UserError(
+                f"a parameter of shape {self.full_shape} cannot be cut along dim {self.shard.dim} over "
+                f"--{self.shard.axis} {axis_size}: choose sizes of the model that are divisible by it"
+            )
         shape[self.shard.dim] //= axis_size
         return tuple(shape)
 
@@ -122,6 +131,7 @@ def replicate_parameters(module: nn.Module, context: LayerContext) -> None:
                 values = parameter.detach()
                 spec = ParameterSpec(tuple(values.shape), decay=values.dim() > 1, initial=values)
                 specs[parameter] = new_parameter(spec, context)
+                specs[parameter].requires_grad_(parameter.requires_grad)
             setattr(owner, name, specs[parameter])
         for name, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, name, buffer.to(context.device))

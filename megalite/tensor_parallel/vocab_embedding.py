@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.distributed.collectives import reduce_from, reduce_scatter
+from megalite.distributed.collectives import (
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+)
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
 
 
@@ -21,7 +24,8 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
-        self.reduce = reduce_scatter if context.sequence_parallel else reduce_from
+        sp = context.sequence_parallel
+        self.reduce = reduce_scatter_to_sequence_parallel if sp else reduce_from_tensor_parallel
         spec = ParameterSpec(
             (num_rows, hidden_size), Shard("tp", 0), std=std, num_padding=num_padding, is_vocabulary=True
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from megalite.errors import UserError, check_call, kind_of
 from megalite.log import log
 from megalite.train.stopping import Stop, StopConditions
 from megalite.train.telemetry.metrics import ValidationMetrics
@@ -52,6 +54,30 @@ class Callback:
 
         Callbacks end in the reverse order of the list.
         """
+
+
+HOOKS = {name: hook for name, hook in vars(Callback).items() if not name.startswith("_")}
+"""The hooks of a callback by name."""
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Check that each callback is one, and that its hooks take what they are called with.
+
+    Raises:
+        UserError: one is of another type, overrides no hook, or overrides one with other arguments.
+    """
+    if not isinstance(callbacks, Sequence):
+        raise UserError(f"callbacks is {kind_of(callbacks)}: pass a list of callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(f"callbacks holds {kind_of(callback)}: pass instances of subclasses of Callback")
+        name = type(callback).__name__
+        own = [hook for hook in HOOKS if getattr(type(callback), hook) is not HOOKS[hook]]
+        if not own:
+            raise UserError(f"{name} overrides no hook of Callback: define one of {', '.join(HOOKS)}")
+        for hook in own:
+            _, *arguments = inspect.signature(HOOKS[hook]).parameters
+            check_call(getattr(callback, hook), f"{name}.{hook}", *arguments)
 
 
 class TrainingLoop:

@@ -17,6 +17,13 @@ from megalite.model.stage import DTYPES, Stage, StageProvider
 from megalite.tensor_parallel.fp8 import check_device
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.train.own_model import OutputCheck, check_stage, is_own
+
+
+def hidden_shape(config: Config, tp: int) -> tuple[int, int, int]:
+    """Return the shape of a microbatch's hidden states between two stages, on each of `tp` ranks."""
+    num_positions = config.model.seq_length // (tp if config.parallel.sequence_parallel else 1)
+    return num_positions, config.training.micro_batch_size, config.model.hidden_size
 
 
 def build_chunks(
@@ -37,37 +44,36 @@ def build_chunks(
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
         offload: takes the activations that the config offloads; None if it offloads none.
         build_stage: of a model of your own; by default that of the config's architecture.
+
+    Raises:
+        UserError: a model of your own is not built, or not used, as `StageProvider` says.
     """
     training, has_device = config.training, topology.device.type != "meta"
     if training.fp8_format is not None and has_device:
         with topology.agreed():
             check_device(topology.device, training.fp8_format)
-    context = LayerContext(
-        topology,
-        DTYPES[config.model.params_dtype],
-        seed=training.seed,
-        sequence_parallel=config.parallel.sequence_parallel,
-        has_documents=config.data.reset_attention_mask or not config.model.is_causal,
-        weight_gradient_store=store,
-        fuses_weight_gradients=fuses_weight_gradients,
-        has_weights=config.parallel.zero_stage_among(topology.dp.shard.size) < 3,
-        fp8_format=training.fp8_format,
-    )
+    context = _layer_context(config, topology, store, fuses_weight_gradients)
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
+    is_own_model = is_own(build_stage)
     if build_stage is None:
         build_stage = STAGES[config.model.architecture]
     chunks: list[Stage] = []
     for stage in stages.stages_of(topology.pp.rank):
-        holds_first = bool(chunks) and chunks[0].is_first
+        shared = chunks[0].shared_modules() if chunks and chunks[0].is_first else {}
         chunk = build_stage(
             config.model,
             context,
             layers[stage],
             is_first=stage == 0,
             is_last=stage == stages.num_stages - 1,
-            **(chunks[0].shared_modules() if holds_first else {}),
+            **shared,
         )
+        if is_own_model:
+            check_stage(chunk, build_stage)
+            chunk.register_forward_hook(
+                OutputCheck(config.model, hidden_shape(config, topology.tp.size), chunk)
+            )
         apply_recompute(chunk, config.recompute)
         if offload is not None:
             apply_offload(chunk, config.recompute.cpu_offload_activations, offload)
@@ -78,6 +84,22 @@ def build_chunks(
         for chunk in chunks:
             compile_layers(chunk)
     return chunks
+
+
+def _layer_context(
+    config: Config, topology: Topology, store: WeightGradientStore | None, fuses_weight_gradients: bool
+) -> LayerContext:
+    return LayerContext(
+        topology,
+        DTYPES[config.model.params_dtype],
+        seed=config.training.seed,
+        sequence_parallel=config.parallel.sequence_parallel,
+        has_documents=config.data.reset_attention_mask or not config.model.is_causal,
+        weight_gradient_store=store,
+        fuses_weight_gradients=fuses_weight_gradients,
+        has_weights=config.parallel.zero_stage_among(topology.dp.shard.size) < 3,
+        fp8_format=config.training.fp8_format,
+    )
 
 
 def named_parameters(chunks: Sequence[Stage]) -> Iterator[tuple[str, nn.Parameter]]:

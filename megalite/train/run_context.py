@@ -18,8 +18,9 @@ from megalite.data.samples import GPTSamples, Samples
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.errors import UserError, check_call, kind_of
 from megalite.model.stage import StageProvider
+from megalite.train.own_model import check_model_provider
 from megalite.train.telemetry.timers import Timers
 
 DatasetProvider = Callable[["RunContext"], DatasetSplits]
@@ -34,11 +35,27 @@ class Providers:
         model: builds the stages of a model of your own.
         datasets: builds datasets of your own. Then the config may name no corpus.
         samples: how microbatches are read from these datasets.
+
+    Raises:
+        UserError: one of them has another type, or does not take the arguments that it is called with.
     """
 
     model: StageProvider | None = None
     datasets: DatasetProvider | None = None
     samples: Samples | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            check_model_provider(self.model)
+        if self.datasets is not None:
+            if not callable(self.datasets):
+                raise UserError(
+                    f"the dataset provider is {kind_of(self.datasets)}: pass a function that takes the "
+                    "RunContext and returns DatasetSplits"
+                )
+            check_call(self.datasets, getattr(self.datasets, "__name__", "the dataset provider"), "run")
+        if self.samples is not None and (isinstance(self.samples, type) or not hasattr(self.samples, "read")):
+            raise UserError(f"samples is {kind_of(self.samples)}: pass an instance, such as FieldSamples()")
 
 
 @dataclass(frozen=True)
@@ -80,16 +97,17 @@ def resolve_run(
     sources: Sources = {}
     tokenizer: Tokenizer | None = None
     has_tokenizer = config.data.resolved_tokenizer_type is not None
-    with nullcontext() if config.data.mock_data and not has_tokenizer else topology.agreed():
+    providers = providers or Providers()
+    has_corpora = not config.data.mock_data and providers.datasets is None
+    with topology.agreed() if has_corpora or has_tokenizer else nullcontext():
         if has_tokenizer:
             tokenizer = configured_tokenizer(config.data, config.model.vocab_size)
-        if not config.data.mock_data:
+        if has_corpora:
             sources = find_sources(config.data)
         if tokenizer is not None:
             if topology.rank == 0:
                 check_tokenizer(_prefixes(sources), tokenizer)
             config = _with_vocab_size(config, tokenizer)
-        providers = providers or Providers()
         samples = providers.samples or SAMPLES[config.model.architecture](config, tokenizer)
     if tokenizer is not None:
         record = {"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
 from megalite.config import Config
@@ -21,14 +20,16 @@ from megalite.data.build_datasets import (
     num_samples_per_split,
     open_corpora,
 )
+from megalite.data.checked_dataset import CheckedDataset
 from megalite.data.corpus_record import CorpusIdentity, DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
-from megalite.data.gpt_dataset import Dataset
+from megalite.data.gpt_dataset import Dataset, GatherDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.samples import FieldSamples, GPTSamples
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.errors import UserError, kind_of
 from megalite.log import log
 from megalite.train.run_context import DatasetProvider, RunContext
 
@@ -71,41 +72,63 @@ def _build_own(run: RunContext, provider: DatasetProvider, num_samples: Sequence
     first_tokens: dict[str, str] = {}
     with run.topology.agreed():
         datasets = provider(run)
-        own = (datasets.train, datasets.valid, datasets.test)
-        for split, dataset, needed in zip(SPLIT_NAMES, own, num_samples, strict=True):
+        if not isinstance(datasets, DatasetSplits):
+            raise UserError(f"the dataset provider returns {kind_of(datasets)}: return DatasetSplits")
+        own: dict[str, Dataset] = {}
+        for split, needed in zip(SPLIT_NAMES, num_samples, strict=True):
+            dataset = getattr(datasets, split)
             if dataset is None and split == "train" and needed > 0:
                 raise UserError("the dataset provider returned no training dataset")
             if dataset is None or needed == 0:
                 continue
+            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+                raise UserError(
+                    f"the {split} dataset is {kind_of(dataset)}: it needs the methods __len__ and __getitem__"
+                )
             if len(dataset) < needed:
                 raise UserError(
                     f"the {split} dataset has {len(dataset)} samples, and the run reads {needed}: let "
                     f"Epochs(dataset, {needed}, seed) repeat it"
                 )
-            first_tokens[split] = str(_first_tokens(run, split, dataset))
+            own[split] = _checked(run, split, dataset)
+            first_tokens[split] = str(_first_tokens(run, split, own[split]))
+        named = tuple(
+            each._replace(dataset=_checked(run, f"{each.split} {each.name}", each.dataset))
+            for each in datasets.named
+        )
+        train, valid, test = (own.get(split, getattr(datasets, split)) for split in SPLIT_NAMES)
+        datasets = DatasetSplits(train, valid, test, named, datasets.record)
     run.topology.check_agreement(first_tokens, "dataset")
     return datasets
+
+
+def _checked(run: RunContext, split: str, dataset: Dataset) -> Dataset:
+    """Return a dataset that checks its samples; megalite's own ones do so already."""
+    model, samples = run.config.model, run.samples
+    assert model.vocab_size is not None
+    if isinstance(dataset, GatherDataset):
+        return dataset
+    if isinstance(samples, GPTSamples):
+        lengths = {"": model.seq_length + 1}
+    elif isinstance(samples, FieldSamples):
+        lengths = dict.fromkeys(samples.fields, model.seq_length)
+    else:
+        return dataset
+    return CheckedDataset(dataset, split, lengths, model.vocab_size)
 
 
 def _first_tokens(run: RunContext, split: str, dataset: Dataset) -> list[int]:
     """Return the first tokens of a dataset's first sample.
 
     Raises:
-        UserError: the sample has another shape than the config's, or tokens outside of the vocabulary.
+        UserError: the sample is not one that the model can read.
     """
     model = run.config.model
-    assert model.vocab_size is not None
     tokens = run.samples.read(dataset, np.arange(1, dtype=np.int64)).tokens
-    if tokens.dtype != torch.int64 or tokens.shape != (1, model.seq_length):
+    if tokens.shape != (1, model.seq_length):
         raise UserError(
-            f"the first sample of the {split} dataset has {tokens.shape[-1]} inputs in {tokens.dtype}, and "
-            f"--seq-length {model.seq_length} needs as many, in torch.int64: a sample of GPT has one token "
-            "more than inputs"
-        )
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.vocab_size:
-        raise UserError(
-            f"the first sample of the {split} dataset has tokens from {int(tokens.min())} to "
-            f"{int(tokens.max())}, and the vocabulary has {model.vocab_size}: pass a larger --vocab-size"
+            f"a sample of the {split} dataset has {tokens.shape[-1]} inputs, and --seq-length is "
+            f"{model.seq_length}: pass --seq-length {tokens.shape[-1]}, or other samples"
         )
     return tokens[0, :20].tolist()
 

@@ -31,11 +31,13 @@ from megalite.tensor_parallel.weight_gradient_store import WeightGradient, Weigh
 from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.iteration_plan import IterationPlanner
-from megalite.train.model_chunks import build_chunks
+from megalite.train.model_chunks import build_chunks, hidden_shape
+from megalite.train.own_model import check_first_iteration, is_own
 from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
+from megalite.train.verification import warn_if_unverified
 from megalite.train.weight_gathering import choose_weight_gathering
 from megalite.train.weight_gradients import weight_gradient_fusion
 
@@ -48,14 +50,12 @@ def build_pipeline(
     run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
 ) -> Pipeline[Microbatch]:
     """Make the executor of this rank's chunks; the last two arguments are those of `Pipeline`."""
-    model, parallel = config.model, config.parallel
-    num_positions = model.seq_length // (topology.tp.size if parallel.sequence_parallel else 1)
     return Pipeline(
         chunks,
         topology.pp,
-        parallel.schedule,
-        hidden_shape=(num_positions, config.training.micro_batch_size, model.hidden_size),
-        dtype=DTYPES[model.params_dtype],
+        config.parallel.schedule,
+        hidden_shape=hidden_shape(config, topology.tp.size),
+        dtype=DTYPES[config.model.params_dtype],
         device=topology.device,
         store=store,
         run_weight_gradients=run_weight_gradients,
@@ -126,6 +126,7 @@ class Trainer:
             run, self.pipeline, self.optimizer, self.load_batch, self.saver.before_update
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
+        self._is_unchecked = is_own(run.providers.model)
         if self.timers.level > 0:
             for observers in self.observer_lists():
                 observers.append(self.timers)
@@ -135,6 +136,9 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train()
         result = self.train_step(self.progress)
+        if self._is_unchecked:
+            self._is_unchecked = False
+            check_first_iteration(self.optimizer.unreached, result.loss, self.topology)
         self.progress = self.progress.after(
             result.plan.num_samples,
             skipped=result.skipped,
@@ -237,4 +241,5 @@ def start_trainer(
         lease: on the checkpoint folder, from `hold_folder`, if the run saves.
     """
     run = resolve_run(config, topology, timers, lease, providers)
+    warn_if_unverified(run)
     return Trainer(run, build_data(run))

@@ -10,10 +10,11 @@ from functools import partial
 
 from torch import Tensor
 
-from megalite.config import Config
+from megalite.config import Config, ParallelConfig
 from megalite.errors import ConfigError, UserError
 from megalite.log import log
 from megalite.train.run_context import Providers
+from megalite.train.verification import record_verified
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, record_run
 
@@ -145,7 +146,8 @@ def verify_layouts(
     row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
     log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
     reference = record_run(configs[0], num_iterations, 1, providers)
-    all_same, num_refused = True, 0
+    same: list[ParallelConfig] = []
+    num_refused = 0
     for layout, applied in zip(layouts, configs[1:], strict=True):
         try:
             run = record_run(applied, num_iterations, layout.world_size, providers)
@@ -157,15 +159,23 @@ def verify_layouts(
             continue
         comparison = compare(run, reference)
         excesses = comparison.excesses(tolerance)
-        all_same = all_same and not excesses
+        if not excesses:
+            same.append(applied.parallel)
         _log_rows(row, layout, comparison, "; ".join(excesses) or "the same run", num_worst)
-    if not all_same:
+    if providers is not None and config.model.params_dtype in ("fp64", "fp32"):  # 16 bits prove little
+        record_verified(providers.model, same)
+    return _log_verdict(num_other=len(layouts) - len(same) - num_refused, num_refused=num_refused)
+
+
+def _log_verdict(num_other: int, num_refused: int) -> bool:
+    """Log the verdict on all layouts; return whether all that can run train the same run."""
+    if num_other > 0:
         log.info("NOT the same run: see the rows above")
     elif num_refused:
         log.info("every layout that can run trains the same run; %d cannot", num_refused)
     else:
         log.info("every layout trains the same run")
-    return all_same
+    return num_other == 0
 
 
 def _applied(config: Config, layouts: Sequence[Layout], global_batch_size: int) -> list[Config]:

@@ -12,8 +12,9 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.model_chunks import named_parameters
-from megalite.train.run_context import Providers
-from megalite.train.trainer import Trainer, start_trainer
+from megalite.train.run_context import Providers, resolve_run
+from megalite.train.run_datasets import build_data
+from megalite.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def record_rank(
     topology: Topology, config: Config, num_iterations: int, providers: Providers | None = None
 ) -> RunRecord:
     """Train on this rank; gradients and weights are those of its stage, in host memory."""
-    with start_trainer(config, topology, providers=providers) as trainer:
+    run = resolve_run(config, topology, providers=providers)
+    with Trainer(run, build_data(run)) as trainer:
         # Dropout masks are keyed by sample number: these are the first iteration's gradients.
         trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
         gradients = _gather(trainer, trainer.optimizer.gradient)

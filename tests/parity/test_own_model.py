@@ -10,8 +10,23 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
 
-from megalite import FieldSamples, Providers
+from megalite import (
+    ColumnParallelLinear,
+    FieldSamples,
+    LayerContext,
+    Microbatch,
+    ParameterSpec,
+    Providers,
+    RowParallelLinear,
+    SequentialStage,
+    Topology,
+    copy_to_tensor_parallel,
+    new_parameter,
+)
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
@@ -21,6 +36,12 @@ from megalite.verify.record_run import RunRecord, record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 FULL = RecomputeConfig(recompute_granularity="full")
+MODELS = {
+    "own_model": "ConvolutionModel",
+    "own_loss": "FocalGPT",
+    "own_scan": "ScanModel",
+    "own_vocabulary_loss": "VocabularyLossGPT",
+}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -36,12 +57,55 @@ def _example(name: str) -> ModuleType:
 
 
 def _providers(name: str) -> Providers:
-    if name == "own_model":
-        return Providers(model=_example(name).ConvolutionModel)
-    if name == "own_loss":
-        return Providers(model=_example(name).FocalGPT)
     example = _example(name)
+    if name in MODELS:
+        return Providers(model=getattr(example, MODELS[name]))
     return Providers(datasets=example.datasets, samples=FieldSamples(example.FIELDS))
+
+
+class ScaledLayer(nn.Module):
+    """Compute x + down(scale * silu(up(x))) with a whole parameter, which the cut channels use."""
+
+    def __init__(self, hidden_size: int, context: LayerContext) -> None:
+        super().__init__()
+        self.context = context
+        self.up = ColumnParallelLinear(hidden_size, 4 * hidden_size, context)
+        self.down = RowParallelLinear(4 * hidden_size, hidden_size, context)
+        self.scale = new_parameter(ParameterSpec((1,), mean=1.0), context)
+
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        tp, sp = self.context.tp, self.context.sequence_parallel
+        scale = self.scale if sp else copy_to_tensor_parallel(self.scale, tp)
+        return x + self.down(scale * functional.silu(self.up(x)))
+
+
+class ScaledModel(SequentialStage):
+    """Predict the next token with the layers above."""
+
+    def build_layer(self, number: int) -> nn.Module:
+        return ScaledLayer(self.config.hidden_size, self.context)
+
+
+class MeanModel(ScaledModel):
+    """Return the mean of a microbatch's losses, a mistake."""
+
+    def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        return super().losses(output, microbatch) / microbatch.labels.numel()
+
+
+def _differences(model: type[SequentialStage], name: str) -> list[str]:
+    """Return how a run of one iteration in a layout differs from the one on one rank."""
+    layout, providers = Layout.parse(name), Providers(model)
+    run = record_run(layout.apply(_config(), GLOBAL_BATCH_SIZE), 1, layout.world_size, providers)
+    return compare(run, record_run(_config(), 1, 1, providers)).excesses(TOLERANCES["fp64"])
+
+
+def test_a_whole_parameter_of_cut_channels() -> None:
+    assert _differences(ScaledModel, "tp2") == _differences(ScaledModel, "tp2+sp") == []
+
+
+def test_another_micro_batch_size_finds_a_mean_in_place_of_a_sum() -> None:
+    assert "loss differs by" in _differences(MeanModel, "mbs1")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +138,10 @@ def _reference(name: str) -> RunRecord:
         ("own_model", "tp2dp2+zero3", RecomputeConfig()),
         ("own_dataset", "tp2pp4", RecomputeConfig()),
         ("own_loss", "tp2pp2+sp", RecomputeConfig()),
+        ("own_scan", "tp2", RecomputeConfig()),
+        ("own_scan", "tp2dp2+sp", FULL),
+        ("own_vocabulary_loss", "tp2pp2", RecomputeConfig()),
+        ("own_vocabulary_loss", "tp4+sp", RecomputeConfig()),
     ],
 )
 def test_same_run(name: str, layout: str, recompute: RecomputeConfig) -> None:
@@ -81,6 +149,22 @@ def test_same_run(name: str, layout: str, recompute: RecomputeConfig) -> None:
     config = replace(chosen.apply(_config(), GLOBAL_BATCH_SIZE), recompute=recompute)
     run = record_run(config, NUM_ITERATIONS, chosen.world_size, _providers(name))
     assert not compare(run, _reference(name)).excesses(TOLERANCES["fp64"])
+
+
+def test_the_loss_over_the_vocabulary_is_torchs(one_rank: Topology) -> None:
+    config = _config()
+    example = _example("own_vocabulary_loss")
+    context = LayerContext(one_rank, torch.float64)
+    stage = example.VocabularyLossGPT(config.model, context, range(1))
+    tokens = torch.randint(200, (2, 33), generator=torch.Generator().manual_seed(1))
+    microbatch = Microbatch.of(tokens, torch.arange(2))
+    hidden = stage.final_norm(stage.hidden_states(microbatch, None))
+    logits = stage.logits_of(hidden)[..., :200].flatten(0, 1)
+    smoothed = functional.cross_entropy(
+        logits, microbatch.labels.t().flatten(), label_smoothing=example.SMOOTHING, reduction="sum"
+    )
+    expected = smoothed + example.Z_LOSS * logits.logsumexp(-1).square().sum()
+    torch.testing.assert_close(stage(microbatch, None), expected, rtol=1e-12, atol=0)
 
 
 def test_parts_that_an_own_layer_does_not_have_are_refused() -> None:

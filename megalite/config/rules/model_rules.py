@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
 from megalite.config.flags import flag_of
+from megalite.config.model import NUM_BERT_SPECIAL
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.errors import Problem
 
@@ -79,7 +80,16 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("seq_length", "architecture"),
             f"--seq-length {model.seq_length} is too short for a bert, whose samples have two segments and "
-            f"3 special tokens: pass at least {MIN_BERT_LENGTH}",
+            f"{NUM_BERT_SPECIAL} special tokens: pass at least {MIN_BERT_LENGTH}",
+        )
+    elif 0 < model.mask_prob * (num_tokens := model.seq_length - NUM_BERT_SPECIAL) < 1:
+        shortest = math.ceil(1 / model.mask_prob) + NUM_BERT_SPECIAL
+        yield Problem(
+            ("mask_prob", "seq_length", "architecture"),
+            f"--mask-prob {model.mask_prob:g} masks less than one of the {num_tokens} tokens of a sample "
+            f"(--seq-length {model.seq_length} without {NUM_BERT_SPECIAL} special tokens), so that there is "
+            f"nothing to predict: pass at least --seq-length {shortest} or --mask-prob "
+            f"{math.ceil(1000 / num_tokens) / 1000:g}",
         )
     kind = data.resolved_tokenizer_type
     if not data.mock_data and kind not in WORD_PIECE_TOKENIZERS:

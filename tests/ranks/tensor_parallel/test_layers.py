@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
-from megalite.distributed.collectives import all_gather_from, reduce_from
+from megalite.distributed import collectives
+from megalite.distributed.collectives import all_gather_from
 from megalite.distributed.local_ranks import run_ranks
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
@@ -50,8 +52,9 @@ def full_gradients(module, topology):
     }
 
 
-def column(topology, context, out_shape):
-    layer = ColumnParallelLinear(WIDTH, out_shape, context, bias=True, std=1.0)
+def column(topology, context, out_features):
+    layer = ColumnParallelLinear(WIDTH, out_features, context)
+    out_shape = out_features if isinstance(out_features, tuple) else (out_features,)
     fill(layer, topology)
     x = leaf(full("x", S, B, WIDTH))
     y = layer(x)
@@ -60,7 +63,8 @@ def column(topology, context, out_shape):
     return {"y": y, "x": x.grad, **full_gradients(layer, topology)}
 
 
-def dense_column(out_shape):
+def dense_column(out_features):
+    out_shape = out_features if isinstance(out_features, tuple) else (out_features,)
     weight, bias = leaf(full("weight", *out_shape, WIDTH)), leaf(full("bias", *out_shape))
     x = leaf(full("x", S, B, WIDTH))
     y = torch.tensordot(x, weight, dims=([2], [len(out_shape)])) + bias
@@ -69,7 +73,7 @@ def dense_column(out_shape):
 
 
 def row(topology, context):
-    layer = RowParallelLinear(WIDTH, 6, context, bias=True, std=1.0)
+    layer = RowParallelLinear(WIDTH, 6, context)
     fill(layer, topology)
     x = leaf(mine(full("x", S, B, WIDTH), -1, topology.tp))
     y = layer(x)
@@ -121,46 +125,62 @@ def dense_cross_entropy(vocab_size):
     return {"y": loss.view(S, B), "logits": F.pad(logits.grad, (0, ROWS - vocab_size))}
 
 
-def weighted(y, rank):
-    """A use of the whole that differs from rank to rank."""
-    return (y * full(f"use {rank}", *y.shape)).sum()
+def to_whole(part, dim, tp):
+    parts = [torch.empty_like(part) for _ in range(tp.size)]
+    dist.all_gather(parts, part.detach().contiguous(), group=tp.group)
+    return torch.cat(parts, dim)
 
 
-def collectives(topology, context):
-    tp = topology.tp
-    reduced = leaf(full(f"reduced {tp.rank}", S, WIDTH))
-    gathered = leaf(mine(full("gathered", S, B, WIDTH), -1, tp).transpose(0, 1).contiguous()).transpose(0, 1)
-    gathered.retain_grad()
-    total = reduce_from(reduced.t(), tp)  # of any strides
-    weighted(total, 0).backward()
-    whole = all_gather_from(gathered, tp)
-    weighted(whole, tp.rank).backward()
+def collective(topology, context, function):
+    """A chain that ends as it begins: one function, and a use of its result.
+
+    The use of a full result is the same on every rank. Where channels are cut, it differs, and the ranks'
+    losses add up.
+    """
+    _, takes, returns, in_dim, out_dim = COLLECTIVES[function]
+    tp, shape = topology.tp, (4, B, 12)
+    if takes == "cut":
+        x = leaf(mine(full("x", *shape), in_dim, tp).mT.contiguous().mT)  # of any strides
+    else:
+        x = leaf(full("x" if takes == "full" else f"x {tp.rank}", *shape).mT.contiguous().mT)
+    y = getattr(collectives, function)(x, tp)
+    use = full(f"use {tp.rank}" if returns == "used by cut channels" else "use", *shape)
+    (y * (mine(use, out_dim, tp) if returns == "cut" else use)).sum().backward()
     return {
-        "total": total,
-        "reduced": reduced.grad,
-        "whole": whole,
-        "gathered": all_gather_from(gathered.grad, tp),
+        "y": to_whole(y, out_dim, tp) if returns == "cut" else y,
+        "x": to_whole(x.grad, in_dim, tp) if takes == "cut" else x.grad,
     }
 
 
-def dense_collectives(num_ranks):
-    reduced = [leaf(full(f"reduced {rank}", S, WIDTH)) for rank in range(num_ranks)]
-    whole = leaf(full("gathered", S, B, WIDTH))
-    total = sum(part.t() for part in reduced)
-    weighted(total, 0).backward()
-    for rank in range(num_ranks):
-        weighted(whole, rank).backward()
-    return {
-        "total": total,
-        "reduced": reduced[0].grad,
-        "whole": whole,
-        "gathered": whole.grad,
-    }
+COLLECTIVES = {
+    name: (name, *kinds)
+    for name, *kinds in (
+        ("copy_to_tensor_parallel", "full", "used by cut channels", None, None),
+        ("reduce_from_tensor_parallel", "partial", "full", None, None),
+        ("scatter_to_tensor_parallel", "full", "cut", None, -1),
+        ("gather_from_tensor_parallel", "cut", "full", -1, None),
+        ("all_gather_from", "cut", "used by cut channels", -1, None),
+        ("scatter_to_sequence_parallel", "full", "cut", None, 0),
+        ("gather_from_sequence_parallel", "cut", "used by cut channels", 0, None),
+        ("reduce_scatter_to_sequence_parallel", "partial", "cut", None, 0),
+    )
+}
+
+
+def dense_collective(num_ranks, function):
+    _, takes, returns, *_ = COLLECTIVES[function]
+    names = [f"x {rank}" for rank in range(num_ranks)] if takes == "partial" else ["x"]
+    parts = [leaf(full(name, 4, B, 12)) for name in names]
+    y = sum(parts)
+    uses = [f"use {rank}" for rank in range(num_ranks)] if returns == "used by cut channels" else ["use"]
+    (y * sum(full(use, 4, B, 12) for use in uses)).sum().backward()
+    return {"y": y, "x": parts[0].grad}
 
 
 CASES = {
     "column": (column, dense_column, ((12,),)),
     "column of halves": (column, dense_column, ((2, 8),)),
+    "column of a number": (column, dense_column, (12,)),
     "row": (row, dense_row, ()),
     "embedding": (embedding, dense_embedding, ()),
     **{f"loss, {name}": (cross_entropy, dense_cross_entropy, (size,)) for name, size in VOCABULARIES.items()},
@@ -171,7 +191,7 @@ def run_cases(topology):
     """Every case on these ranks: it starts no second world."""
     context = LayerContext(topology, torch.float64)
     results = {name: on_ranks(topology, context, *args) for name, (on_ranks, _, args) in CASES.items()}
-    results["collectives"] = collectives(topology, context)
+    results |= {name: collective(topology, context, name) for name in COLLECTIVES}
     return {case: {name: x.detach() for name, x in result.items()} for case, result in results.items()}
 
 
@@ -181,10 +201,10 @@ def results(request):
     return run_ranks(run_cases, parallel, request.param)
 
 
-@pytest.mark.parametrize("case", [*CASES, "collectives"])
+@pytest.mark.parametrize("case", [*CASES, *COLLECTIVES])
 def test_equals_dense(case, results):
-    if case == "collectives":
-        expected = dense_collectives(len(results))
+    if case in COLLECTIVES:
+        expected = dense_collective(len(results), case)
     else:
         _, dense, args = CASES[case]
         expected = dense(*args)
@@ -205,8 +225,7 @@ def test_whole_gradients_are_the_same_bits_on_every_rank(results):
     """What is whole on each rank must stay so: nothing ever makes drifting copies equal again."""
     for case in results[0]:
         for name, tensor in results[0][case].items():
-            if (case, name) != ("collectives", "reduced"):
-                assert all(torch.equal(result[case][name], tensor) for result in results), (case, name)
+            assert all(torch.equal(result[case][name], tensor) for result in results), (case, name)
 
 
 def twice(topology):

@@ -39,6 +39,31 @@ def problems_with(line: str, world_size: int | None = None) -> list[str]:
     return []
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--seq-length 8",
+            "--mask-prob 0.15 masks less than one of the 5 tokens of a sample (--seq-length 8 ",
+        ),
+        ("--seq-length 8", "pass at least --seq-length 10 or --mask-prob 0.2"),
+        ("--seq-length 32 --mask-prob 0.03", "pass at least --seq-length 37 or --mask-prob 0.035"),
+        ("--seq-length 10", None),
+        ("--seq-length 8 --mask-prob 0.2", None),
+        ("--seq-length 32 --mask-prob 0.035", None),
+    ],
+)
+def test_a_bert_predicts_a_token_of_each_sample(line: str, message: str | None) -> None:
+    line = f"--preset bert-tiny --vocab-size 100 --mock-data --train-iters 1 {line}"
+    config, _ = parse(line.split(), architecture="bert")
+    if message is None:
+        check_config(config)
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        check_config(config)
+    assert len(caught.value.problems) == 1
+
+
 def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:
     with pytest.raises(ConfigError) as caught:
         check_config(Config())

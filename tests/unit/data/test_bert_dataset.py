@@ -21,7 +21,7 @@ from megalite.data.bert_samples import BertSamples, word_pieces
 from megalite.data.build_datasets import BuildOptions, build_from_corpora, open_corpora
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.index_cache import IndexCache
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.provenance import sample_spans
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from megalite.errors import UserError
@@ -200,9 +200,28 @@ def test_short_documents_are_refused(write_dataset: Any, tokenizer: Any) -> None
     samples = BertSamples(options_of(tokenizer))
     with pytest.raises(UserError, match=r"have one sequence each.*--split-sentences"):
         samples.check(one_sentence)
-    with pytest.raises(UserError, match="no document of 2 or more sentences"):
+    with pytest.raises(UserError, match="no document of 2 or more sentences of 1 to 512"):
         samples.dataset(one_sentence, range(3), 4, "train", None)
     BertSamples(options_of(tokenizer, has_two_segments=False)).check(one_sentence)
+
+
+def test_empty_sentences_count_as_none(tmp_path: Path, tokenizer: Any) -> None:
+    def dataset(name: str, *documents: list[int]) -> BertDataset:
+        """Return the dataset of documents of sentences, each of so many tokens."""
+        with IndexedWriter(str(tmp_path / name), np.uint16) as writer:
+            for number, lengths in enumerate(documents):
+                writer.add_document([np.full(length, 50 + number, np.uint16) for length in lengths])
+        return dataset_of(str(tmp_path / name), options_of(tokenizer), 20)
+
+    with pytest.raises(UserError, match="no document of 2 or more sentences of 1 to 512 tokens"):
+        dataset("empty", [0, 0, 0], [0, 9, 0])
+    full = dataset("full", [40, 30, 20, 10], [8, 9])
+    some = dataset("some", [0, 40, 0, 0, 30, 20, 10, 0, 0], [0, 0, 0], [7, 0], [8, 0, 9])
+    for i in range(20):
+        # The documents between them have other numbers, and so other tokens.
+        row = np.where(some[i] == 53, 51, some[i])
+        np.testing.assert_array_equal(row, full[i])
+        assert all(len(span.tokens) for span in sample_spans(some, i))
 
 
 def test_other_tokenizers_are_refused() -> None:

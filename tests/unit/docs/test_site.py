@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
+import megalite
 from docs.make.check_site import broken_links, main
-from docs.make.site import ROOT, modules, on_config, reference_page, with_site_links
+from docs.make.site import ROOT, on_config, public_names, reference_pages, source_page, with_site_links
 
 
 class _Config:
@@ -31,7 +33,7 @@ def test_the_menu_has_every_page_once() -> None:
     listed = list(_pages(config.nav))
     docs = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert docs - {"README.md"} <= set(listed)
-    assert set(map(reference_page, modules().values())) <= set(listed)
+    assert set(reference_pages()) <= set(listed)
     assert len(listed) == len(set(listed))
     assert listed[:3] == ["index.md", "quickstart.md", "install.md"]
 
@@ -40,12 +42,7 @@ def test_the_menu_has_every_page_once() -> None:
     ("page", "link", "expected"),
     [
         ("docs/zero.md", "parallel.md#recomputation", "parallel.md#recomputation"),
-        ("docs/tour.md", "../megalite/model/layer.py", "reference/megalite/model/layer.md"),
-        (
-            "docs/tour.md",
-            "../megalite/train/callbacks/__init__.py",
-            "reference/megalite/train/callbacks/index.md",
-        ),
+        ("docs/tour.md", "../megalite/model/layer.py", "source/megalite/model/layer.py.md"),
         ("docs/tour.md", "../CONTRIBUTING.md#commits", "CONTRIBUTING.md#commits"),
         ("docs/launch.md", "../scripts/azureml_job.yaml", "scripts/azureml_job.yaml"),
         ("docs/decisions/cli.md", "../../benchmarks/RESULTS.md", "../benchmarks/RESULTS.md"),
@@ -57,6 +54,26 @@ def test_the_menu_has_every_page_once() -> None:
 )
 def test_links_of_the_repository_become_links_of_the_site(page: str, link: str, expected: str) -> None:
     assert with_site_links(f"See [this]({link}), too.", ROOT / page) == f"See [this]({expected}), too."
+
+
+def test_the_reference_has_the_public_names_alone() -> None:
+    names = [each for group in public_names().values() for each in group]
+    assert sorted(each.name for each in names) == sorted(megalite.__all__)
+    first, *others = reference_pages().values()
+    for name, _, path in names:
+        assert f"`{name}`" in first
+        if path is None:
+            assert name == "__version__"
+            continue
+        assert any(f"::: {path}\n" in page for page in others)
+        module, _, defined = path.rpartition(".")
+        assert getattr(importlib.import_module(module), defined) is getattr(megalite, name)
+    assert "__getattr__" not in "".join((first, *others))
+
+
+def test_a_page_of_code_shows_the_file() -> None:
+    path = "examples/own_loss.py"
+    assert (ROOT / path).read_text(encoding="utf-8") in source_page(path)
 
 
 def _site(folder: Path, link: str) -> list[str]:

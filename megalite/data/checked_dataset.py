@@ -1,0 +1,80 @@
+"""Check each sample of a dataset of the program's own as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megalite.data.gpt_dataset import Dataset
+from megalite.errors import UserError, kind_of
+
+
+class CheckedDataset:
+    """Return the samples of a dataset unchanged, and refuse those that the model cannot read.
+
+    Args:
+        name: of the dataset, for messages.
+        lengths: of each field of a sample; under an empty name if a sample is one array.
+        vocab_size: tokens and labels are below it.
+    """
+
+    def __init__(self, dataset: Dataset, name: str, lengths: Mapping[str, int], vocab_size: int) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._lengths = lengths
+        self._vocab_size = vocab_size
+        self._limits = {"loss_mask": None, "position_ids": max(lengths.values())}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            UserError: it has other fields, lengths or types than the run's samples, or numbers out of range.
+        """
+        sample = self._dataset[index]
+        if "" in self._lengths:
+            self._check(index, "", sample)
+            return sample
+        if not isinstance(sample, Mapping) or not self._lengths.keys() <= sample.keys():
+            has = (
+                f"the fields {', '.join(map(str, sample))}"
+                if isinstance(sample, Mapping)
+                else kind_of(sample)
+            )
+            raise UserError(f"{self._of(index)} is {has}: it needs the fields {', '.join(self._lengths)}")
+        for field in self._lengths:
+            self._check(index, field, sample[field])
+        return sample
+
+    def _check(self, index: int, field: str, values: Any) -> None:
+        """Check one array of a sample."""
+        array = np.asarray(values)
+        wanted = np.bool_ if field == "loss_mask" else np.int64
+        length = self._lengths[field]
+        if array.shape != (length,) or array.dtype != wanted:
+            more = "" if field else ", one token more than --seq-length"
+            raise UserError(
+                f"{self._of(index, field)} has shape {list(array.shape)} in {array.dtype}: it needs shape "
+                f"[{length}] in {np.dtype(wanted)}{more}"
+            )
+        limit = self._limits.get(field, self._vocab_size)
+        if limit is None:
+            return
+        smallest, largest = int(array.min()), int(array.max())
+        if smallest < 0 or largest >= limit:
+            more = "make the dataset for this model, or change the model's size"
+            if field == "labels" and smallest < 0:
+                more = "give labels without a loss any token id, and False in loss_mask"
+            what = "positions" if field == "position_ids" else "token ids"
+            size = f"--seq-length is {limit}" if field == "position_ids" else f"the vocabulary has {limit}"
+            raise UserError(
+                f"{self._of(index, field)} has {what} from {smallest} to {largest}, and {size}: {more}"
+            )
+
+    def _of(self, index: int, field: str = "") -> str:
+        return f"{field} of sample {index} of the {self._name} dataset".removeprefix(" of ")

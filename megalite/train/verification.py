@@ -1,0 +1,84 @@
+"""Remember in a file beside a program that its own model was verified in tensor-parallel layouts."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from megalite.config import ParallelConfig
+from megalite.errors import first_line
+from megalite.log import log
+from megalite.model.stage import StageProvider
+from megalite.train.own_model import is_own, name_of
+from megalite.train.run_context import RunContext
+
+FILE_ENDING = ".verified.json"
+"""The record of ``my_model.py`` is ``my_model.verified.json``; it holds until the program changes."""
+
+
+def warn_if_unverified(run: RunContext) -> None:
+    """Warn if the run trains an own model with tensor parallelism that was not verified in such a layout.
+
+    A layer that lacks a collective has a wrong gradient there, and nothing else shows it.
+    """
+    model, parallel = run.providers.model, run.config.parallel
+    if model is None or not is_own(model) or run.topology.tp.size == 1 or run.topology.rank > 0:
+        return
+    if _kind_of(parallel) in _verified(model):
+        return
+    layout = f"tp{parallel.tp}{'+sp' if parallel.sequence_parallel else ''}"
+    log.warning(
+        "%s trains with --tp %d and was not verified so: where a collective is missing, gradients are wrong "
+        "without an error. Run once: python %s … --params-dtype fp64 --verify-layouts %s",
+        name_of(model),
+        parallel.tp,
+        sys.argv[0],
+        layout,
+    )
+
+
+def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelConfig]) -> None:
+    """Record that an own model trains the same run in these layouts as on one rank."""
+    kinds = {_kind_of(layout) for layout in layouts if layout.tp > 1}
+    if provider is None or not is_own(provider) or not kinds or (source := _source_of(provider)) is None:
+        return
+    record = {"sha256": _digest(source), "verified": sorted(kinds | _verified(provider))}
+    path = source.with_suffix(FILE_ENDING)
+    try:
+        path.write_text(json.dumps(record) + "\n")
+    except OSError as error:
+        log.warning("%s cannot be written (%s): runs with --tp will warn", path, first_line(error))
+
+
+def _kind_of(parallel: ParallelConfig) -> str:
+    """Return what a model's code can distinguish of a tensor-parallel layout."""
+    return "tp+sp" if parallel.sequence_parallel else "tp"
+
+
+def _verified(provider: StageProvider) -> set[str]:
+    """Return the kinds of layout in which the provider was verified, as its file now is."""
+    if (source := _source_of(provider)) is None:
+        return set()
+    try:
+        record = json.loads(source.with_suffix(FILE_ENDING).read_text())
+        return set(record["verified"]) if record["sha256"] == _digest(source) else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _source_of(provider: StageProvider) -> Path | None:
+    """Return the file that defines a provider; None in an interactive session."""
+    defined = provider if inspect.isclass(provider) or inspect.isfunction(provider) else type(provider)
+    try:
+        file = inspect.getsourcefile(defined)
+    except TypeError:
+        return None
+    return Path(file) if file is not None and Path(file).is_file() else None
+
+
+def _digest(source: Path) -> str:
+    return hashlib.sha256(source.read_bytes()).hexdigest()
