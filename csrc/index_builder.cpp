@@ -186,8 +186,9 @@ py::array_t<std::uint8_t> array_of(const py::object& self) {
   return bytes;
 }
 
-bool all_whole(const std::vector<MappedFile*>& files, std::int64_t max_age_ms) {
-  return std::all_of(files.begin(), files.end(), [&](MappedFile* file) { return file->is_whole(max_age_ms); });
+bool all_unchanged(const std::vector<MappedFile*>& files, std::int64_t max_age_ms) {
+  return std::all_of(files.begin(), files.end(),
+                     [&](MappedFile* file) { return file->change(max_age_ms, false) == FileChange::kNone; });
 }
 
 }  // namespace
@@ -217,12 +218,23 @@ PYBIND11_MODULE(_index_builder, module) {
              "smallest and the largest token.");
   module.def("empty_bytes", [](std::size_t size) { return new_array<std::uint8_t>({static_cast<py::ssize_t>(size)}); },
              py::arg("size"), "An array of bytes of no particular values, quick to fill for the first time.");
+  py::enum_<FileChange>(module, "FileChange", "What happened to a mapped file since it was opened.")
+      .value("none", FileChange::kNone)
+      .value("lost", FileChange::kLost, "It became shorter or unreadable: a part may have been read as zeros.")
+      .value("longer", FileChange::kLonger)
+      .value("modified", FileChange::kModified, "It was written to, or touched.")
+      .value("rewritten", FileChange::kRewritten, "It was written to, and its modification time was set back.");
   py::class_<MappedFile>(module, "MappedFile", "A file's bytes in memory, which can be read after the file was cut.")
-      .def(py::init<std::string, bool>(), py::arg("path"), py::arg("writable") = false)
-      .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.");
-  module.def("all_whole", &all_whole, py::arg("files"), py::arg("max_age_ms"), py::call_guard<py::gil_scoped_release>(),
-             "Whether all that was read so far of these MappedFiles is of the file, and not zeros in the place of what was "
-             "cut off. Their sizes are looked at unless that was done less than max_age_ms ago.");
+      .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("writable") = false,
+           py::arg("is_shared") = false)
+      .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.")
+      .def("change", &MappedFile::change, py::arg("max_age_ms") = 0, py::arg("reopens") = false,
+           py::call_guard<py::gil_scoped_release>(),
+           "What happened to the file; of one that is_shared, only that it became shorter. Its status is looked at "
+           "unless that was done less than max_age_ms ago; a client of NFS asks the server if it reopens the file.");
+  module.def("all_unchanged", &all_unchanged, py::arg("files"), py::arg("max_age_ms"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Whether all that was read so far of these MappedFiles is what they held when they were opened, as `change`.");
   py::class_<LegacyRandom>(module, "LegacyRandom", "numpy.random.RandomState(seed), as far as it shuffles.")
       .def(py::init<std::int64_t>(), py::arg("seed"))
       .def("fill_shuffled", &fill_shuffled, py::arg("out").noconvert(), py::arg("start"), py::arg("stop"),

@@ -1,4 +1,4 @@
-// A file's bytes in memory, which can still be read after the file was cut shorter.
+// A file's bytes in memory, which can still be read after the file was cut shorter, and whether the file changed.
 
 #pragma once
 
@@ -103,14 +103,21 @@ class MappedRanges {
   }
 };
 
+// What happened to a mapped file since it was opened.
+enum class FileChange {
+  kNone,
+  kLost,       // it became shorter or unreadable: a part may have been read as zeros
+  kLonger,
+  kModified,   // it was written to, or touched
+  kRewritten,  // it was written to, and its modification time was set back
+};
+
 class MappedFile {
  public:
-  // Maps all of a regular file. Throws OSError.
-  MappedFile(std::string path, bool writable) : path_(std::move(path)), is_writable_(writable) {
-    struct stat status {};
-    if (const int error = map(writable, status); error != 0) throw_os_error(error);
-    device_ = status.st_dev;
-    inode_ = status.st_ino;
+  // Maps all of a regular file, whose content may change meanwhile only if is_shared. Throws OSError.
+  MappedFile(std::string path, bool writable, bool is_shared)
+      : path_(std::move(path)), is_writable_(writable), is_shared_(is_shared) {
+    if (const int error = map(writable); error != 0) throw_os_error(error);
   }
 
   MappedFile(const MappedFile&) = delete;
@@ -126,35 +133,60 @@ class MappedFile {
   std::size_t size() const { return size_; }
   bool is_writable() const { return is_writable_; }
 
-  // Whether everything that was read so far came from the file. The page in which a shorter file ends can still be
-  // read, and zeros follow in it: so the file's size is checked too, unless that was done at most max_age_ms ago. A
-  // file that replaced this one under its name is another file: this one is unchanged.
-  bool is_whole(std::int64_t max_age_ms) {
-    if (range_ == nullptr) return true;
-    if (range_->is_lost.load()) return false;
+  // What happened to the file, so that something else may have been read than what it held when it was opened. The
+  // file's status is looked at unless that was done at most max_age_ms ago. A client of NFS may have an old status,
+  // and asks the server if the file is opened: `reopens` does so.
+  FileChange change(std::int64_t max_age_ms, bool reopens) {
+    if (range_ != nullptr && range_->is_lost.load()) return FileChange::kLost;
     const std::int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(
                                  std::chrono::steady_clock::now().time_since_epoch())
                                  .count();
-    if (now - size_seen_at_.load() < max_age_ms) return true;
+    if (now - status_seen_at_.load() < max_age_ms) return FileChange::kNone;
+    if (reopens) {
+      const int descriptor = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+      if (descriptor >= 0) close(descriptor);
+    }
     struct stat status {};
-    const bool is_there = stat(path_.c_str(), &status) == 0 && status.st_dev == device_ && status.st_ino == inode_;
-    if (is_there && static_cast<std::size_t>(status.st_size) < size_) return false;
-    size_seen_at_ = now;
-    return true;
+    const FileChange found = stat(path_.c_str(), &status) == 0 ? change_to(status) : FileChange::kNone;
+    if (found == FileChange::kNone) status_seen_at_ = now;
+    return found;
   }
 
  private:
+  // Compares the file's status with the one that it was opened with.
+  FileChange change_to(const struct stat& status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    struct stat& opened = status_;
+    // A file that replaced this one under its name is another file: this one is unchanged.
+    if (status.st_dev != opened.st_dev || status.st_ino != opened.st_ino) return FileChange::kNone;
+    if (status.st_size < opened.st_size) return FileChange::kLost;
+    if (is_shared_) return FileChange::kNone;
+    if (status.st_size > opened.st_size) return FileChange::kLonger;
+    if (!is_equal(status.st_mtim, opened.st_mtim)) return FileChange::kModified;
+    if (is_equal(status.st_ctim, opened.st_ctim)) return FileChange::kNone;
+    // chmod, chown and a hard link set this time too, and leave the content as it is.
+    const bool is_explained = status.st_mode != opened.st_mode || status.st_uid != opened.st_uid ||
+                              status.st_gid != opened.st_gid || status.st_nlink != opened.st_nlink;
+    if (!is_explained) return FileChange::kRewritten;
+    opened = status;
+    return FileChange::kNone;
+  }
+
+  static bool is_equal(const struct timespec& a, const struct timespec& b) {
+    return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec;
+  }
+
   // Maps the file without the GIL: a file system may take minutes to answer. Returns an error number, or 0.
-  int map(bool writable, struct stat& status) {
+  int map(bool writable) {
     const pybind11::gil_scoped_release release;
     // Without O_NONBLOCK opening a fifo waits for a writer.
     const int descriptor = open(path_.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0) return errno;
-    int error = fstat(descriptor, &status) == 0 ? 0 : errno;
-    if (error == 0 && !S_ISREG(status.st_mode)) error = S_ISDIR(status.st_mode) ? EISDIR : ENODEV;
-    if (error == 0 && status.st_size > 0) {  // nothing cannot be mapped
+    int error = fstat(descriptor, &status_) == 0 ? 0 : errno;
+    if (error == 0 && !S_ISREG(status_.st_mode)) error = S_ISDIR(status_.st_mode) ? EISDIR : ENODEV;
+    if (error == 0 && status_.st_size > 0) {  // nothing cannot be mapped
       const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
-      size_ = static_cast<std::size_t>(status.st_size);
+      size_ = static_cast<std::size_t>(status_.st_size);
       void* memory = mmap(nullptr, size_, protection, MAP_SHARED, descriptor, 0);
       error = memory == MAP_FAILED ? errno : 0;
       if (error == 0) {
@@ -174,10 +206,11 @@ class MappedFile {
 
   std::string path_;
   bool is_writable_;
+  bool is_shared_;
   char* data_{nullptr};
   std::size_t size_{0};
   MappedRanges::Range* range_{nullptr};
-  dev_t device_{};
-  ino_t inode_{};
-  std::atomic<std::int64_t> size_seen_at_{std::numeric_limits<std::int64_t>::min() / 2};  // milliseconds
+  std::mutex mutex_;
+  struct stat status_ {};  // when it was opened; times, mode, owner and links may be newer
+  std::atomic<std::int64_t> status_seen_at_{std::numeric_limits<std::int64_t>::min() / 2};  // milliseconds
 };

@@ -34,7 +34,7 @@ from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.store_barrier import wait_for_all
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.errors import UserError, one_line
 from megalite.files import make_writable, open_regular, parse_json, read_regular
 from megalite.log import log
 
@@ -47,7 +47,8 @@ _PATIENCE_SECONDS = 2.0
 """`is_lost` waits this long for a file system that does not answer."""
 _POLL_SECONDS = 0.2
 _MAX_BYTES = 1 << 16
-_NAME = re.compile(r"lease\.([1-9][0-9]{0,8})")
+_NAME = re.compile(r"lease\.([1-9][0-9]{0,99})")
+"""Anything may have put a file of a large number there: the next one's name must have space in the folder."""
 _MISSING = (errno.ENOENT, errno.ESTALE)
 
 
@@ -128,7 +129,7 @@ class LeaseHolder:
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job} start {self.job_starts}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, since {self.since}"
+        return one_line(f"process {self.pid} on {self.host}{job}, since {self.since}")
 
 
 class FolderLease:
@@ -221,6 +222,11 @@ class HeldLease(FolderLease):
         try:
             while True:
                 number, reason = _wait_until_free(folder)
+                if not _NAME.fullmatch(f"lease.{number + 1}"):
+                    raise UserError(
+                        f"--save {folder} holds lease.{number}, and no lease has a larger number: delete "
+                        "that file if no run writes to the folder"
+                    )
                 lease = _create(folder, number + 1)
                 if lease is not None:
                     break

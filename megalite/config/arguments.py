@@ -28,6 +28,13 @@ class FlagTokens(NamedTuple):
     flag: str
     values: tuple[str, ...]
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return the tokens of an argument list that `split_tokens` reads as this flag."""
+        if self.values and _is_flag(self.values[0]):
+            return f"{self.name}={self.values[0]}", *self.values[1:]
+        return self.name, *self.values
+
 
 class UserSetting(NamedTuple):
     """Hold the value that a user set a field to.

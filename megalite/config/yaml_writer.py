@@ -23,15 +23,16 @@ def to_yaml(config: Config) -> str:
     for group in fields(config):
         part = getattr(config, group.name)
         lines.append(f"{group.name}:")
-        lines += [f"  {field.name}: {_scalar(getattr(part, field.name))}" for field in fields(part)]
+        lines += [f"  {field.name}: {yaml_value(getattr(part, field.name))}" for field in fields(part)]
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: Any) -> str:
+def yaml_value(value: Any) -> str:
+    """Return a scalar or a tuple of scalars as YAML in one line."""
     if isinstance(value, float):
         return _float(value)
     if isinstance(value, tuple):
-        return "[" + ", ".join(_scalar(item) for item in value) + "]"
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
     if isinstance(value, str):
         # YAML's escapes reach beyond the 16 bits of JSON's.
         return _UNPRINTABLE.sub(

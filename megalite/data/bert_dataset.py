@@ -168,7 +168,11 @@ class BertDataset:
             IndexError: there is no such sample.
         """
         first, last, max_tokens = self.sample_index[index].tolist()
-        sentences = [np.asarray(self.indexed[i], np.int64) for i in range(first, last)]
+        try:
+            sentences = [np.asarray(self.indexed[i], np.int64) for i in range(first, last)]
+        except IndexError:  # the order agreed with the corpus when it was opened
+            self._files.verify()
+            raise
         self._files.check()
         vocab_size = self.options.pieces.vocab_size
         for number, sentence in enumerate(sentences, first):
@@ -181,3 +185,6 @@ class BertDataset:
                 )
         kept = [sentence for sentence in sentences if len(sentence)]
         return self.options.row(kept, max_tokens, self.options.seed + index)
+
+    def verify_files(self) -> None:
+        self._files.verify()

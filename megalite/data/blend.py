@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megalite.data import _index_builder
 from megalite.data.build_progress import reported_progress
-from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.gpt_dataset import Dataset, gather, verify_files
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache
 from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
@@ -138,9 +138,18 @@ class BlendedDataset:
         datasets, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
         self._files.check()
         rows = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
-        texts = {d: gather(self.datasets[d], numbers[of_d]) for d, of_d in rows.items()}
+        try:
+            texts = {d: gather(self.datasets[d], numbers[of_d]) for d, of_d in rows.items()}
+        except IndexError:  # the order agreed with the datasets when it was opened
+            self._files.verify()
+            raise
         width = next(iter(texts.values())).shape[1]
         result = np.empty((len(samples), width), np.int64)
         for d, of_d in rows.items():
             result[of_d] = texts[d]
         return result
+
+    def verify_files(self) -> None:
+        self._files.verify()
+        for dataset in self.datasets:
+            verify_files(dataset)

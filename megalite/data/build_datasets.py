@@ -11,7 +11,7 @@ from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_sa
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.coverage import Coverage, log_coverage
-from megalite.data.gpt_dataset import Dataset, count_tokens
+from megalite.data.gpt_dataset import Dataset, count_tokens, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import Samples
@@ -52,6 +52,17 @@ class DatasetSplits:
         own = {"valid": self.valid, "test": self.test}[split]
         named = [(each.name, each.dataset) for each in self.named if each.split == split]
         return named if own is None else [("", own), *named]
+
+    def verify_files(self) -> None:
+        """Check now that the files of all datasets still hold what was read.
+
+        Raises:
+            UserError: one was changed or became unreadable while it was in use.
+        """
+        datasets = (self.train, self.valid, self.test, *(each.dataset for each in self.named))
+        for dataset in datasets:
+            if dataset is not None:
+                verify_files(dataset)
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Yield the name of each dataset, for the log, and its number of samples."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.gpt_dataset import Dataset
+from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.errors import UserError
 
 
@@ -38,6 +38,9 @@ class Epochs:
     def __getitem__(self, index: int) -> Any:
         epoch, position = divmod(index, len(self._dataset))
         return self._dataset[int(self._order(epoch)[position])]
+
+    def verify_files(self) -> None:
+        verify_files(self._dataset)
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the order of one epoch, int64 ``[n]``."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.gpt_dataset import Dataset, gather, verify_files
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import UserError
 
@@ -63,6 +63,9 @@ class FillInMiddleDataset:
         """Return the samples with these numbers, int64 [b, S + 1]."""
         plain = gather(self.plain, samples)
         return np.stack([self._permute(row, i) for row, i in zip(plain, samples.tolist(), strict=True)])
+
+    def verify_files(self) -> None:
+        verify_files(self.plain)
 
     def _permute(self, sample: Tokens, index: int) -> Tokens:
         rng = np.random.default_rng((self._settings.seed, index))

@@ -249,6 +249,24 @@ class GatherDataset(Protocol):
         ...
 
 
+@runtime_checkable
+class FileDataset(Protocol):
+    """Read samples from files that must not change meanwhile."""
+
+    def verify_files(self) -> None:
+        """Check now that the files still hold all that was read, before it is saved what came of it.
+
+        Raises:
+            UserError: a file was changed or became unreadable while it was in use.
+        """
+
+
+def verify_files(dataset: Dataset) -> None:
+    """Check the files of any dataset; see `FileDataset`."""
+    if isinstance(dataset, FileDataset):
+        dataset.verify_files()
+
+
 def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return samples of any dataset by their numbers, int64 [b, S + 1]."""
     if isinstance(dataset, GatherDataset):
@@ -325,8 +343,8 @@ class GPTDataset:
         """Return the samples with these numbers in the shuffled order, int64 [b, S + 1], without the GIL.
 
         Raises:
-            UserError: a token id is outside the vocabulary, a file of the corpus or of the index became
-                shorter, or the cached index was changed since it was opened.
+            UserError: a token id is outside the vocabulary, or a file of the corpus or of the index was
+                changed since it was opened.
             IndexError: there is no such sample.
         """
         for sample in samples.tolist():
@@ -356,13 +374,17 @@ class GPTDataset:
                 rows,
                 text,
             )
-        except IndexError as error:  # corpus and index were checked on opening
-            self._files.check()
+        except IndexError as error:  # corpus and index were checked on opening, and agreed
+            self._files.verify()
+            cache = " and its index in --data-cache-path" if self.index.files else ""
             raise UserError(
-                f"the index of {self.indexed.prefix} in --data-cache-path, by default "
-                f"{self.indexed.prefix}/cache, is damaged ({error}): delete it, and it is built again"
+                f"{self.indexed.prefix}.idx{cache} changed while in use ({error}): restore the corpus"
+                f"{', delete the index' if cache else ''} and start again"
             ) from None
         return text, smallest, largest
+
+    def verify_files(self) -> None:
+        self._files.verify()
 
     def _read_in_sequences(self, row: int) -> npt.NDArray[np.int64]:
         """Return one sample from only the sequences that it is in: the rest of the corpus may be far away."""

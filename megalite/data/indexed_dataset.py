@@ -45,8 +45,8 @@ class IndexedDataset:
     Opening checks all of the index: the sequences are back to back and fill the .bin, so that no later access
     can leave the file or read tokens from a wrong position.
     The arrays are views of the file, and not aligned. After reading from them or from `tokens` call
-    `check_files`: if another process truncated a file, the missing part reads as zeros. With files in object
-    storage, the index is copied to this machine on opening, and tokens in blocks, as sequences are read.
+    `check_files`: another process may have written to a file, or truncated it. With files in object storage,
+    the index is copied to this machine on opening, and tokens in blocks, as sequences are read.
 
     Attributes:
         prefix: the two files' name or URL without .bin and .idx.
@@ -82,7 +82,7 @@ class IndexedDataset:
         """Return the tokens of one sequence.
 
         Raises:
-            UserError: a file became shorter since it was opened.
+            UserError: a file was changed since it was opened.
         """
         begin, length = int(self.sequence_offsets[sequence]), int(self.sequence_lengths[sequence])
         self._bin.fetch(begin, begin + length * self.dtype.itemsize)
@@ -97,10 +97,10 @@ class IndexedDataset:
         return self._bin, self._idx
 
     def check_files(self) -> None:
-        """Check that both files still hold all that was read.
+        """Check that both files hold what they held when they were opened.
 
         Raises:
-            UserError: a file became shorter or unreadable since it was opened.
+            UserError: a file was changed or became unreadable since it was opened.
         """
         for file in self.files:
             file.check()

@@ -1,7 +1,8 @@
 """Read a file's bytes as an array: mapped from disk, or fetched in blocks from object storage.
 
-If another process truncates a mapped file, or its disk fails, reading it would end this process by SIGBUS.
-Here the missing bytes read as zeros, and `MappedBytes.check` raises: call it after reading.
+A file must not change while it is read. If another process writes to a mapped file, the reader sees what was
+written. If it truncates the file, or the disk fails, reading would end this process by SIGBUS; here the
+missing bytes read as zeros. In each case `MappedBytes.check` raises: call it after reading.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data._index_builder import MappedFile, all_whole
+from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
 from megalite.errors import UserError, first_line
 
 BLOCK_BYTES = 4 << 20
@@ -29,8 +30,8 @@ BLOCK_BYTES = 4 << 20
 _MAX_REQUEST_BLOCKS = 16
 
 
-SIZE_AGE_MS = 20
-"""Milliseconds for which a loader relies on the size that a file had."""
+STATUS_AGE_MS = 20
+"""Milliseconds for which a loader relies on the size and times that a file had."""
 
 
 def is_remote(path: str) -> bool:
@@ -75,7 +76,7 @@ class MappedBytes:
 
     def __init__(self, path: str) -> None:
         try:
-            self.mapped = (_map(path),)
+            self.mapped = (MappedFile(os.fsencode(path)),)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -87,24 +88,44 @@ class MappedBytes:
         """Make bytes `begin` to `end` of the array valid; before, they may be zeros."""
 
     def check(self) -> None:
-        """Check that all that was read from the array so far came from the file.
+        """Check that all that was read from the array so far is what the file held when it was opened.
 
         Raises:
-            UserError: the file became shorter or unreadable while it was in use.
+            UserError: the file was changed or became unreadable while it was in use.
         """
-        if not all_whole(self.mapped, 0):
+        if not all_unchanged(self.mapped, 0):
+            self.verify()
+
+    def verify(self) -> None:
+        """Check likewise, and rely on nothing that this machine knows of a file of another one.
+
+        Raises:
+            UserError: as `check`.
+        """
+        changes = [mapped.change(reopens=True) for mapped in self.mapped]
+        change = next((change for change in changes if change != FileChange.none), None)
+        if change is not None:
             raise UserError(
-                f"{self._name} became shorter or unreadable while it was in use: it had {len(self.array)} "
-                "bytes; restore the file and start again"
+                f"{self._name} {_described(change)} while it was in use: it had {len(self.array)} bytes; "
+                "restore the file and start again"
             )
+
+
+def _described(change: FileChange) -> str:
+    return {
+        FileChange.lost: "became shorter or unreadable",
+        FileChange.longer: "became longer",
+        FileChange.modified: "was written to or touched",
+        FileChange.rewritten: "was written to, and its modification time set back,",
+    }[change]
 
 
 class FilesInUse:
     """Check the files that a loader reads after each batch, all in one call.
 
-    A system call for each file and batch would take longer than reading the batch, so a file's size is read
-    again only after `SIZE_AGE_MS`. Until then, only zeros in the last page of a truncated file can be
-    missed; what was cut off beyond that page is noticed when it is read.
+    A system call for each file and batch would take longer than reading the batch, so a file's status is read
+    again only after `STATUS_AGE_MS`. What a batch has read of a change until then, the next batch notices, or
+    `verify` before a checkpoint is saved.
     """
 
     def __init__(self, files: Sequence[MappedBytes]) -> None:
@@ -112,14 +133,22 @@ class FilesInUse:
         self._mapped = tuple(mapped for file in files for mapped in file.mapped)
 
     def check(self) -> None:
-        """Check that all that was read so far came from the files.
+        """Check that all that was read so far is what the files held when they were opened.
 
         Raises:
-            UserError: a file became shorter or unreadable while it was in use.
+            UserError: a file was changed or became unreadable while it was in use.
         """
-        if not all_whole(self._mapped, SIZE_AGE_MS):
-            for file in self._files:
-                file.check()
+        if not all_unchanged(self._mapped, STATUS_AGE_MS):
+            self.verify()
+
+    def verify(self) -> None:
+        """Check likewise, now.
+
+        Raises:
+            UserError: as `check`.
+        """
+        for file in self._files:
+            file.verify()
 
 
 class CachedBytes(MappedBytes):
@@ -148,8 +177,9 @@ class CachedBytes(MappedBytes):
         if info.get("size") is None or info.get("type", "file") != "file":
             raise UserError(f"cannot read {url}: it is not a file of known size")
         num_bytes = int(info["size"])
+        self._version = self._find_version()
         folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
-        mark = f"{url}\n{num_bytes}\n{_call_store(url, self._files.ukey, self._path)}"
+        mark = f"{url}\n{num_bytes}\n{self._version}"
         name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -159,7 +189,11 @@ class CachedBytes(MappedBytes):
             self._bytes, marks = Path(f"{name}.bytes"), Path(f"{name}.marks")
             was_whole = _resize(self._bytes, num_bytes)
             _resize(marks, -(-num_bytes // BLOCK_BYTES))
-            self.mapped = (_map(str(self._bytes)), _map(str(marks), writable=True))
+            # All processes that read the object write to both.
+            self.mapped = (
+                MappedFile(os.fsencode(self._bytes), is_shared=True),
+                MappedFile(os.fsencode(marks), writable=True, is_shared=True),
+            )
         except OSError as error:
             raise UserError(
                 f"cannot cache {url} in {folder}: {error.strerror}; set TMPDIR to another folder"
@@ -170,28 +204,43 @@ class CachedBytes(MappedBytes):
         self._name = f"{url} (its copy {self._bytes})"
 
     def fetch(self, begin: int, end: int) -> None:
-        """Read the blocks of this range that are not there yet.
+        """Read the blocks of this range that are not there yet, and check that they are of the same object.
 
         Raises:
-            UserError: the store cannot be read, or this machine's disk is full.
+            UserError: the store cannot be read, the object was changed, or this machine's disk is full.
         """
         if begin == end:
             return
         for first, last in self._missing(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(self.array))
-            data = _call_store(self._url, self._files.cat_file, self._path, start=start, end=stop)
-            if len(data) != stop - start:
-                raise UserError(
-                    f"cannot read {self._url}: the store sent {len(data)} bytes, not {stop - start}"
-                )
             try:
-                _write(self._bytes, start, data)
+                _write(self._bytes, start, self._request(start, stop))
             except OSError as error:
                 raise UserError(
                     f"cannot cache {self._url} in {self._bytes}: {error.strerror}; set TMPDIR to another "
                     "folder"
                 ) from None
             self._marks[first:last] = 1
+
+    def _request(self, start: int, stop: int) -> bytes:
+        """Return these bytes of the object, of the version that was opened."""
+        try:
+            data = bytes(_call_store(self._url, self._files.cat_file, self._path, start=start, end=stop))
+            is_same = self._find_version() == self._version
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise UserError(
+                f"{self._url} was changed or removed while it was in use: restore it and start again"
+            )
+        if len(data) != stop - start:
+            raise UserError(f"cannot read {self._url}: the store sent {len(data)} bytes, not {stop - start}")
+        return data
+
+    def _find_version(self) -> str:
+        """Return the store's mark of the object's version."""
+        self._files.invalidate_cache(self._path)  # of listings, which have versions too
+        return str(_call_store(self._url, self._files.ukey, self._path))
 
     def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield runs of missing blocks, each for one request."""
@@ -290,7 +339,3 @@ def _write(path: Path, start: int, data: bytes) -> None:
         while rest:
             rest = rest[stream.write(rest) :]
         os.fsync(stream.fileno())
-
-
-def _map(path: str, writable: bool = False) -> MappedFile:
-    return MappedFile(os.fsencode(path), writable)

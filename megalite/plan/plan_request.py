@@ -299,7 +299,7 @@ def training_tokens(request: Request, config: Config) -> list[str]:
     kept: list[str] = []
     for flag in flags:
         if flag.flag not in table or table[flag.flag].name not in LAYOUT_FIELDS:
-            kept += [flag.name, *flag.values]
+            kept += flag.tokens
     return [*kept, *layout_flags(config), *request.assumed_tokens]
 
 

@@ -174,14 +174,29 @@ class Trainer:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
+    def verify_data(self) -> None:
+        """Check that the files of all datasets hold what was trained on so far; every rank must call it.
+
+        Raises:
+            UserError: one was changed or became unreadable; on every rank.
+        """
+        with self.topology.agreed():
+            self.datasets.verify_files()
+
     def save(self, *, is_last: bool = False) -> None:
-        """Save a checkpoint to the config's folder, or begin to; see `Saver`."""
+        """Save a checkpoint to the config's folder, or begin to; see `Saver`.
+
+        Raises:
+            UserError: a file of the data has changed; on every rank, and nothing is saved.
+        """
+        self.verify_data()
         with self.timers("save-checkpoint"):
             self.optimizer.check_state()
             self.saver.save(self._contents(), self.saved_tensors(), is_last=is_last)
 
     def save_local(self) -> None:
         """Make a non-persistent save, or begin to; see `Saver`."""
+        self.verify_data()
         with self.timers("save-checkpoint-non-persistent"):
             self.optimizer.check_state()
             self.saver.save_local(self._contents(), self.tensors())

@@ -135,6 +135,32 @@ def test_a_corpus_cut_while_training_is_one_line_and_the_run_resumes(
     assert saved() == 12
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_nothing_is_saved_of_a_corpus_rewritten_while_training(
+    pretrain_here: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """Neither size nor tokens say so: without a look at the file the run would end with status 0."""
+    prefix, folder = str(tmp_path / "corpus"), tmp_path / "run"
+    write_corpus(prefix, [b"some text" * 30] * 400)
+    file, step = Path(f"{prefix}.bin"), Trainer.step
+    os.utime(file, (1e9, 1e9))
+
+    def step_and_rewrite(trainer: Trainer) -> StepResult:
+        result = step(trainer)
+        if trainer.progress.iteration == 3:
+            file.write_bytes(file.read_bytes().replace(b"s", b"t"))
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step_and_rewrite)
+    saving = ("--save", str(folder), "--save-interval", "2") if saves else ()
+    flags = ("--data-path", prefix, "--train-iters", "4", "--eval-iters", "0")
+    status, lines = pretrain_here(*flags, *saving)
+    assert (status, len(lines)) == (1, 1), lines
+    assert f"{file} was written to or touched while it was in use" in lines[0]
+    if saves:
+        assert (folder / "latest").read_text().strip() == "iter_0000002"
+
+
 @pytest.mark.parametrize(
     ("documents", "split", "said"),
     [

@@ -21,11 +21,11 @@ from megalite.checkpoint.convert.hf_tensors import all_entries
 from megalite.checkpoint.convert.stream_writer import ShardedWriter, TensorInfo
 from megalite.checkpoint.convert.tokenizer_files import (
     TOKENIZER,
-    copy_files,
     end_of_document,
     moved_to,
+    read_files,
     settings_of,
-    usable_files,
+    write_files,
 )
 from megalite.checkpoint.folder import LATEST, name_of
 from megalite.checkpoint.manifest import seal
@@ -77,6 +77,7 @@ class ConversionPlan:
 def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:
     """Write config.json, weights in safetensors files, and the tokenizer's files."""
     model, data = plan.config.model, plan.config.data
+    tokenizer = read_files(data)
     entries = {entry.ours: entry for entry in all_entries(model)}
     tensors = list[TensorInfo]()
     for name, spec in plan.specs.items():
@@ -89,8 +90,8 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
                 writer.write(theirs, part)
     if len(writer.files) > 1:
         _write_json(folder / f"{WEIGHT_FILES[0]}.index.json", _index(writer, plan.num_bytes))
-    if tokenizer := usable_files(data):
-        copy_files(tokenizer, folder)
+    if tokenizer:
+        write_files(tokenizer, folder)
         for name, settings in settings_of(data).items():
             if name not in tokenizer:
                 _write_json(folder / name, settings)
@@ -100,6 +101,8 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
 
 def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:
     """Write a folder of one checkpoint, with only the weights, a file for each layer, and the tokenizer."""
+    data = plan.config.data
+    tokenizer = read_files(data)
     name = name_of(plan.progress.iteration)
     checkpoint = folder / name
     checkpoint.mkdir()
@@ -107,9 +110,8 @@ def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -
     for number, (unit, group) in enumerate(groupby(parameters, lambda pair: _unit(pair[0]))):
         pieces = {f"model.{name}": FilePiece(full, _full_range(plan.specs[name])) for name, full in group}
         files.append(write_file(checkpoint / f"weights_{number:04d}_{unit}.safetensors", pieces))
-    data = plan.config.data
-    if tokenizer := usable_files(data):
-        copy_files(tokenizer, folder / TOKENIZER)
+    if tokenizer:
+        write_files(tokenizer, folder / TOKENIZER)
         data = moved_to(data, plan.final.absolute() / TOKENIZER)
     seal(
         checkpoint,

@@ -1,8 +1,13 @@
-"""Find and copy the files of a tokenizer, which belong with the model that was trained on its ids."""
+"""Find and copy the files of a tokenizer, which belong with the model that was trained on its ids.
+
+A converted model is often published, and its source may come from anyone. So a file is copied only if it is
+what its name says, and in its folder: a symbolic link could lead to any file of this machine.
+"""
 
 from __future__ import annotations
 
-import shutil
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +17,7 @@ from megalite.config import DataConfig
 from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
-from megalite.files import parse_json
+from megalite.files import parse_json, read_regular
 from megalite.log import log
 
 TOKENIZER = "tokenizer"
@@ -30,6 +35,8 @@ _WORD_PIECE: dict[bool, TokenizerType] = {
     True: "BertWordPieceLowerCase",
     False: "BertWordPieceCase",
 }  # by whether case is ignored
+_MAX_BYTES = 1 << 30
+_TIKTOKEN_LINES = re.compile(rb"([A-Za-z0-9+/]+=* [0-9]+\r?\n?)+")
 _HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
 
 
@@ -69,15 +76,15 @@ def files_of(data: DataConfig) -> dict[str, Path]:
     return {}
 
 
-def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy the files under their new names.
+def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
+    """Write files of these names.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(exist_ok=True)
-    for name, file in files.items():
-        shutil.copyfile(file, folder / name)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
 
 
 def moved_to(data: DataConfig, folder: Path) -> DataConfig:
@@ -112,8 +119,12 @@ def _ignores_case(settings: Path) -> bool:
     return not isinstance(found, dict) or bool(found.get("do_lower_case", True))
 
 
-def usable_files(data: DataConfig) -> dict[str, Path]:
-    """Return `files_of`, or nothing after a warning if one of them is missing."""
+def read_files(data: DataConfig) -> dict[str, bytes]:
+    """Return the contents of `files_of`, or nothing after a warning if one of them is missing.
+
+    Raises:
+        UserError: a file cannot be read, is no file of a tokenizer, or is a symbolic link out of its folder.
+    """
     files = files_of(data)
     missing = [str(file) for file in files.values() if not file.is_file()]
     kind = data.resolved_tokenizer_type
@@ -123,7 +134,73 @@ def usable_files(data: DataConfig) -> dict[str, Path]:
     if not files:
         reason = "the source names no tokenizer" if kind is None else f"the tokenizer {kind} has no files"
         log.warning("%s: no tokenizer is copied", reason)
-    return files
+    return {name: _read(name, file) for name, file in files.items()}
+
+
+def _read(name: str, file: Path) -> bytes:
+    """Return the content of a tokenizer's file, which has this name in Hugging Face's folders."""
+    target = Path(os.path.realpath(file))
+    if not _is_in_its_folder(file, target):
+        raise UserError(
+            f"the tokenizer's file {file} is a symbolic link to {target}, out of its folder: "
+            "replace it by a copy, or remove it and pass the tokenizer's flags with that file"
+        )
+    try:
+        content = read_regular(target, _MAX_BYTES)
+    except OSError as error:
+        raise UserError(f"the tokenizer's file {file} cannot be read: {error.strerror}") from None
+    if not _is_of(name, content):
+        raise UserError(
+            f"{file} is no {name} of a tokenizer, so it is not copied: replace it, or remove it and pass the "
+            "tokenizer's flags"
+        )
+    return content
+
+
+def _is_in_its_folder(file: Path, target: Path) -> bool:
+    """Return whether what a file links to is in the file's folder, or in the cache that the folder is in.
+
+    Hugging Face's cache has links in snapshots/REVISION to files in blobs.
+    """
+    folder = Path(os.path.realpath(file.parent))
+    is_cached = folder.parent.name == "snapshots" and target.parent == folder.parents[1] / "blobs"
+    return target.is_relative_to(folder) or is_cached
+
+
+def _is_of(name: str, content: bytes) -> bool:
+    """Return whether a file of this name can have this content."""
+    if name == _PIECES:
+        return _is_sentencepiece(content) or _TIKTOKEN_LINES.fullmatch(content) is not None
+    try:
+        text = content.decode()
+        found = parse_json(text) if name.endswith(".json") else {}
+    except ValueError:
+        return False
+    model = found.get("model") if isinstance(found, dict) else None
+    return isinstance(found, dict) and (name != _JSON or (isinstance(model, dict) and "vocab" in model))
+
+
+def _is_sentencepiece(content: bytes) -> bool:
+    """Return whether the bytes are fields of a protocol buffer, a piece first, as in SentencePiece's."""
+    at, num_bytes = 0, len(content)
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while at < num_bytes:
+            byte = content[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128 or shift > 63:
+                break
+        return value
+
+    while at < num_bytes:
+        kind = number() & 7  # of the field: a varint, 8 bytes, as many as the next number says, or 4 bytes
+        if kind not in (0, 1, 2, 5):
+            return False
+        length = number() if kind in (0, 2) else {1: 8, 5: 4}[kind]
+        at += 0 if kind == 0 else length
+    return content[:1] == b"\n" and at == num_bytes
 
 
 def end_of_document(data: DataConfig, vocab_size: int | None) -> int | None:

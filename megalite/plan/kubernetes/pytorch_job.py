@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import PurePosixPath
 
 from megalite.commands import command_name
 from megalite.config.arguments import split_tokens
+from megalite.config.yaml_writer import yaml_value
 from megalite.errors import UserError
 from megalite.plan.slurm.sbatch_script import flag_comment
 
@@ -56,12 +56,17 @@ class Kubernetes:
         """
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             raise UserError(
-                f"--job-name {self.name} is no name of Kubernetes: pass up to 42 lower-case letters, digits "
-                "and dashes, such as llama-8b"
+                f"--job-name {self.name!r} is no name of Kubernetes: pass up to 42 lower-case letters, "
+                "digits and dashes, such as llama-8b"
             )
         for volume in self.volumes:
             if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/\S+", volume):
-                raise UserError(f"--volume {volume} is not CLAIM:FOLDER: pass it as in --volume runs:/runs")
+                raise UserError(f"--volume {volume!r} is not CLAIM:FOLDER: pass it as in --volume runs:/runs")
+        if self.network is not None and not re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?", self.network):
+            raise UserError(
+                f"--network {self.network!r} is no resource of Kubernetes: pass it as in "
+                "--network rdma/hca_shared_devices_a"
+            )
         folders = [volume.partition(":")[2] for volume in self.volumes]
         if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
             raise UserError(f"--volume mounts two claims at {twice}: pass another folder for one of them")
@@ -95,29 +100,30 @@ def pytorch_job(
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
         grace_seconds: between SIGTERM and the end of a pod.
     """
-    limits = {"nvidia.com/gpu": job.gpus_per_node, **({job.network: 1} if job.network else {})}
+    limits = {"nvidia.com/gpu": job.gpus_per_node, **({yaml_value(job.network): 1} if job.network else {})}
     claims = sorted(set(job.folders.values()))
     values = {
         "title": title,
         "launch": command_name("launch"),
         "file": file,
         "name": job.name,
+        "quoted_name": yaml_value(job.name),  # such as "on", which is no text without quotes
         "gpus_per_node": str(job.gpus_per_node),
         "nodes": str(job.nodes),
         "grace_seconds": str(grace_seconds),
         "shutdown_seconds": str(grace_seconds - 30),
-        "image": json.dumps(job.image),
+        "image": yaml_value(job.image),
         "command": command,
         "flags": "\n".join(_args([*tokens, *([] if has_load else ["--load", save])])),
         "limits": "\n".join(f"                  {name}: {count}" for name, count in limits.items()),
         "cpus": str(job.cpus),
         "security": _SECURITY if job.network else "",
         "mounts": "\n".join(
-            f"                - {{name: volume-{claims.index(claim)}, mountPath: {json.dumps(folder)}}}"
+            f"                - {{name: volume-{claims.index(claim)}, mountPath: {yaml_value(folder)}}}"
             for folder, claim in job.folders.items()
         ),
         "volumes": "\n".join(
-            f"            - {{name: volume-{i}, persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}}}"
+            f"            - {{name: volume-{i}, persistentVolumeClaim: {{claimName: {yaml_value(claim)}}}}}"
             for i, claim in enumerate(claims)
         ),
     }
@@ -128,9 +134,9 @@ def pytorch_job(
 def _args(tokens: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a list in YAML: a flag and its value, with the first sentence of its help."""
     for flag in split_tokens(tokens)[0]:
-        is_pair = len(flag.values) == 1
-        words = [f"{flag.name}={flag.values[0]}"] if is_pair else [flag.name, *flag.values]
-        first, *others = (f"                - {json.dumps(word, ensure_ascii=False)}" for word in words)
+        words = (f"{flag.name}={flag.values[0]}",) if len(flag.values) == 1 else flag.tokens
+        # Kubernetes replaces $(NAME) by a variable, and $$ by $.
+        first, *others = (f"                - {yaml_value(word.replace('$', '$$'))}" for word in words)
         line = f"{first:<{_COMMENT_COLUMN}}  # {flag_comment(flag)}"
         yield line if flag_comment(flag) and len(line) <= _LINE else first
         yield from others

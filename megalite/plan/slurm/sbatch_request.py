@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from megalite.plan.slurm.sbatch_script import (
     warnings,
 )
 
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
+"""Characters that end a line, or that a shell or a YAML file cannot hold."""
 CPUS_PER_GPU = 4
 """Default of --cpus-per-task, per GPU."""
 
@@ -37,6 +41,8 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
     Raises:
         UserError: the command line is invalid, or training would reject the run, or it does not fit.
     """
+    if hostile := next(filter(_CONTROL.search, arguments), None):
+        raise UserError(f"{hostile!r} has a line break or another control character: pass it without")
     own, rest = _parser(description).parse_known_args(arguments)
     request, config = _request(own, rest)
     gpus = request.cluster.gpus_per_node
@@ -44,11 +50,11 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
     plan = chosen_plan(request)
     if isinstance(job, Kubernetes):
         output = own.output or Path(f"{own.job_name}.yaml")
-        submit, found = f"kubectl apply --filename {output}", run_warnings(request, plan, config)
+        submit, found = f"kubectl apply --filename {_as_word(output)}", run_warnings(request, plan, config)
         text = _job_file(job, output, request, plan, config)
     else:
         output = own.output or Path(f"{own.job_name}.sbatch")
-        submit, found = f"sbatch {output}", warnings(request, plan, job, config)
+        submit, found = f"sbatch {_as_word(output)}", warnings(request, plan, job, config)
         text = _script(job, output, request, plan, config, own.setup)
     _write(output, text, own.force)
     return [
@@ -57,6 +63,11 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
         *(f"warning: {warning}" for warning in found),
         f"wrote {output}; submit it with: {submit}",
     ]
+
+
+def _as_word(file: Path) -> str:
+    """Return a file's name as a word of a shell, which no program takes for an option."""
+    return shlex.quote(f"./{file}" if str(file).startswith("-") else str(file))
 
 
 def _title(plan: RunPlan) -> str:
@@ -82,7 +93,7 @@ def _script(
         training_tokens(request, plan.run.config),
         title=_title(plan),
         command=TRAINED_BY[config.model.architecture],
-        file=str(output),
+        file=_as_word(output),
         save=config.checkpoint.save,
         has_load=config.checkpoint.load is not None,
         warn_seconds=warn_seconds,
@@ -98,7 +109,7 @@ def _job_file(job: Kubernetes, output: Path, request: Request, plan: RunPlan, co
         training_tokens(request, plan.run.config),
         title=_title(plan),
         command=TRAINED_BY[config.model.architecture],
-        file=str(output),
+        file=_as_word(output),
         save=config.checkpoint.save,
         has_load=config.checkpoint.load is not None,
         grace_seconds=warning_seconds(plan),

@@ -22,13 +22,16 @@ from megalite.plan.plan_report import nothing_fits
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import run_problems
 
-_FORMS = (
-    r"(?P<m>\d+)",
-    r"(?P<m>\d+):(?P<s>\d+)",
-    r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
-    r"(?P<d>\d+)-(?P<h>\d+)",
-    r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)",
-    r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+_FORMS = tuple(
+    re.compile(form, re.ASCII)
+    for form in (
+        r"(?P<m>\d+)",
+        r"(?P<m>\d+):(?P<s>\d+)",
+        r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+        r"(?P<d>\d+)-(?P<h>\d+)",
+        r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)",
+        r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+    )
 )
 """Formats of --time, from `man sbatch`."""
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -41,7 +44,7 @@ def seconds_of(text: str) -> int:
         UserError: the text is not a time limit, or the limit is 0.
     """
     for form in _FORMS:
-        if match := re.fullmatch(form, text):
+        if match := form.fullmatch(text):
             seconds = sum(_SECONDS[unit] * int(number) for unit, number in match.groupdict().items())
             if seconds:
                 return seconds
@@ -74,7 +77,8 @@ SAVE_SECONDS = 180
 """Seconds that a save may take: the file system is unknown."""
 _MIN_ITERATIONS = 10
 """Iterations that a start of the job should train, at least."""
-_SBATCH_VALUE = re.compile(r"[^\s\"'`$\\]+")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SBATCH_VALUE = re.compile(r"[^\s\"'`$\\#]+")
 _OWN_FLAGS = (
     "job-name",
     "nodes",
@@ -117,8 +121,12 @@ class Slurm:
         Raises:
             UserError: a value does not, or an option is unknown or a flag of megalite launch.
         """
+        if not _NAME.fullmatch(self.name):
+            raise UserError(
+                f"--job-name {self.name!r} is part of the names of files and folders: pass letters, digits, "
+                "dots, dashes and underscores, a letter or a digit first"
+            )
         values = [
-            ("--job-name", self.name),
             ("--partition", self.partition),
             ("--account", self.account),
             ("--exclude", self.exclude),
@@ -127,14 +135,9 @@ class Slurm:
         for flag, value in values:
             if value is not None and not _SBATCH_VALUE.fullmatch(value):
                 raise UserError(
-                    f"{flag} {value!r} has a space, a quote, a backslash or a dollar sign, which #SBATCH "
-                    "lines cannot have: pass another value"
+                    f"{flag} {value!r} has a space, a quote, a backslash, a dollar or a number sign, which "
+                    "#SBATCH lines cannot have: pass another value"
                 )
-        if re.search(r"[/{}]", self.name):
-            raise UserError(
-                f"--job-name {self.name} has a slash or a brace, but is used in the names of files and "
-                "folders: pass another name"
-            )
         for option in self.options:
             if not re.fullmatch(r"[a-z-]+(=.*)?", option):
                 raise UserError(
@@ -276,7 +279,7 @@ def batch_script(
     Args:
         tokens: flags of training; --save is replaced by `save`.
         title: the first comment.
-        file: name of the script.
+        file: name of the script, as a shell takes it.
         command: of megalite that trains.
         save: folder of checkpoints; None for a folder of the job.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
@@ -291,7 +294,7 @@ def batch_script(
         "command": command,
         "options": "\n".join(_options(slurm, warn_seconds)),
         "setup": "\n".join(["", "# --- Setup of the cluster ---", *setup, ""]) if setup else "",
-        "save": shlex.quote(save) if save else f"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}",
+        "save": shlex.quote(save) if save else f'"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}"',
         "gpus_per_node": str(slurm.gpus_per_node),
         "shutdown_seconds": str(warn_seconds - 60),
         "flags": "\n".join(_sbatch_flags(tokens, has_load)),
@@ -331,10 +334,10 @@ def _sbatch_flags(tokens: Sequence[str], has_load: bool) -> Iterator[str]:
     """Yield one line per flag, with the first sentence of its help."""
     for flag in split_tokens(tokens)[0]:
         if flag.flag != "--save":
-            yield _commented(f"  {shlex.join([flag.name, *flag.values])}", flag_comment(flag))
-    yield '  --save "$save"'
+            yield _commented(f"  {shlex.join(flag.tokens)}", flag_comment(flag))
+    yield '  --save="$save"'
     if not has_load:
-        yield _commented('  --load "$save"', "a restart resumes from its own last checkpoint")
+        yield _commented('  --load="$save"', "a restart resumes from its own last checkpoint")
 
 
 def _commented(text: str, comment: str) -> str:

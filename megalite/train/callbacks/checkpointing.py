@@ -29,6 +29,8 @@ class Checkpointing(Callback):
                 trainer.save(is_last=ends)
                 for callback in loop.callbacks:
                     callback.on_save(loop)
+            else:  # what the metrics say came from the data, too
+                trainer.verify_data()
             if not ends:
                 loop.request_stop(loop.stop_conditions.now())
         elif is_due(loop.iteration, config.non_persistent_save_interval):

@@ -207,3 +207,88 @@ def test_a_typo_does_not_demand_data_and_a_length(gpt2, tmp_path):
     with pytest.raises(UserError) as caught:
         main(["--load", str(gpt2), "--save", str(tmp_path / "ours"), "--preset", "gpt-tinyy"])
     assert len(str(caught.value).splitlines()) == 1
+
+
+def tokenizer_files(folder):
+    """Write every file of a tokenizer that is copied along, and return what each holds."""
+    contents = {
+        "tokenizer.json": '{"model": {"vocab": {"a": 0}}}',
+        "tokenizer.model": "YQ== 0\nYg== 1\n",
+        "tokenizer_config.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name, text in contents.items():
+        (folder / name).write_text(text)
+    return contents
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_link_out_of_the_folder_is_not_copied(gpt2, tmp_path, name):
+    tokenizer_files(gpt2)
+    secret = tmp_path / "secret"
+    (gpt2 / name).rename(secret)
+    (gpt2 / name).symlink_to(secret)
+    message = f"the tokenizer's file {gpt2 / name} is a symbolic link to {secret}, out of its folder"
+    for target in ("hf", "megalite"):
+        with pytest.raises(UserError, match=message):
+            Conversion(gpt2, tmp_path / "new", target=target).run()
+    assert not (tmp_path / "new").exists()
+
+
+def test_links_in_the_folder_and_in_the_cache_of_hugging_face_are_copied(gpt2, tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    gpt2.rename(snapshot)
+    contents = tokenizer_files(snapshot)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot / "tokenizer.json").rename(snapshot.parents[1] / "blobs" / "4567")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/4567")
+    (snapshot / "tokenizer_config.json").rename(snapshot / "v2.json")
+    (snapshot / "tokenizer_config.json").symlink_to("v2.json")
+    (tmp_path / "link").symlink_to(snapshot)
+    Conversion(tmp_path / "link", tmp_path / "new").run()
+    for name, text in contents.items():
+        assert (tmp_path / "new" / "tokenizer" / name).read_text() == text
+        assert not (tmp_path / "new" / "tokenizer" / name).is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"root:x:0:0:root:/root:/bin/bash\n"),
+        ("tokenizer.json", b"[1, 2]"),
+        ("tokenizer.json", b'{"model": []}'),
+        ("tokenizer.model", b"root:x:0:0:root:/root:/bin/bash\n"),
+        ("tokenizer.model", b""),
+        ("tokenizer.model", b"\n\x0e\n\x05hello\x15"),
+        ("tokenizer_config.json", b"{"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_a_file_that_is_no_tokenizers_is_not_copied(gpt2, tmp_path, name, content):
+    tokenizer_files(gpt2)
+    (gpt2 / name).write_bytes(content)
+    for target in ("hf", "megalite"):
+        with pytest.raises(
+            UserError, match=f"{gpt2 / name} is no {name} of a tokenizer, so it is not copied"
+        ):
+            Conversion(gpt2, tmp_path / "new", target=target).run()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_of_sentencepiece_is_copied(gpt2, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["hello world"] * 20),
+        model_prefix=str(gpt2 / "tokenizer"),
+        vocab_size=12,
+        minloglevel=2,
+    )
+    Conversion(gpt2, tmp_path / "new").run()
+    copy, file = tmp_path / "new" / "tokenizer" / "tokenizer.model", gpt2 / "tokenizer.model"
+    assert copy.read_bytes() == file.read_bytes()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"is no tokenizer\.model"):
+        Conversion(gpt2, tmp_path / "cut").run()

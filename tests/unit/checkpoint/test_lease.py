@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,24 @@ def leave_lease(folder: Path, **fields: object) -> LeaseHolder:
     holder = dataclasses.replace(LeaseHolder.here(), **fields)  # type: ignore[arg-type]
     (folder / "lease.1").write_bytes(holder.content())
     return holder
+
+
+@contextmanager
+def beating(file: Path) -> Iterator[None]:
+    """Touch a lease again and again, as a holder elsewhere does."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.02):
+            os.utime(file)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def names(folder: Path) -> set[str]:
@@ -110,11 +129,53 @@ def test_silence_is_waited_for_where_no_machine_can_know(tmp_path: Path, content
     lease.release()
 
 
+@pytest.mark.parametrize("number", ["999999999", "9" * 18, "9" * 99])
+def test_a_file_of_any_number_does_not_lock_the_folder(tmp_path: Path, number: str, monkeypatch) -> None:
+    monkeypatch.setattr(lease_module, "ABANDONED_SECONDS", 0.1)
+    (tmp_path / f"lease.{number}").touch()
+    lease = HeldLease.take(tmp_path)
+    assert names(tmp_path) == {f"lease.{int(number) + 1}"}
+    lease.check()
+    lease.release()
+    assert names(tmp_path) == set()
+
+
+def test_a_file_of_the_largest_number_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(lease_module, "ABANDONED_SECONDS", 0.1)
+    foreign = {
+        f"lease.{'9' * 101}",
+        "lease.",
+        "lease.-1",
+        "lease.01",
+        "lease.1e9",
+        "lease.\u0661",
+        "lease.1.txt",
+    }
+    for name in foreign:
+        (tmp_path / name).touch()
+    lease = HeldLease.take(tmp_path)
+    assert names(tmp_path) == foreign | {"lease.1"}
+    lease.release()
+    (tmp_path / f"lease.{'9' * 100}").touch()
+    with pytest.raises(
+        UserError, match=r"holds lease\.9+, and no lease has a larger number: delete that file"
+    ):
+        HeldLease.take(tmp_path)
+
+
+def test_a_holders_names_are_one_line(tmp_path: Path) -> None:
+    leave_lease(tmp_path, host="n7\nerror: \x1b[2J", machine="another", since="\u2028")
+    with beating(tmp_path / "lease.1"), pytest.raises(UserError, match=r"n7\\nerror: \\x1b") as error:
+        HeldLease.take(tmp_path)
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_another_host_shows_that_it_lives_by_its_heartbeat(tmp_path: Path) -> None:
     leave_lease(tmp_path, host="n7", machine="another", job="812", job_starts=3)
-    beat = threading.Timer(0.1, os.utime, (tmp_path / "lease.1",))
-    beat.start()
-    with pytest.raises(UserError, match=r"on n7, Slurm job 812 start 3, since .*end that one"):
+    with (
+        beating(tmp_path / "lease.1"),
+        pytest.raises(UserError, match=r"on n7, Slurm job 812 start 3, since .*end that one"),
+    ):
         HeldLease.take(tmp_path)
 
 

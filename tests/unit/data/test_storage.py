@@ -105,6 +105,23 @@ def test_a_changed_object_is_read_anew(write_dataset: WriteDataset) -> None:
     assert IndexedDataset(url)[0].tolist() == [7, 8, 9, 10]
 
 
+@pytest.mark.parametrize("kind", ["changed", "removed"])
+def test_an_object_changed_while_it_is_read_is_named(write_dataset: WriteDataset, kind: str) -> None:
+    """The blocks of two versions are never mixed, not even for the next reader of the old version."""
+    url = upload(write_dataset(LENGTHS))
+    dataset = IndexedDataset(url)
+    dataset[0]
+    old = MemoryFileSystem.store["/bucket/corpus.bin"]
+    upload(write_dataset(LENGTHS, "newer", first=7))
+    if kind == "removed":
+        del MemoryFileSystem.store["/bucket/corpus.bin"]
+    with pytest.raises(UserError, match=rf"{url}\.bin was changed or removed while it was in use"):
+        dataset[4]
+    assert dataset[0].tolist() == [0, 1, 2, 3, 4], "what was read before"
+    MemoryFileSystem.store["/bucket/corpus.bin"] = old
+    assert dataset[4].tolist() == [48, 49]
+
+
 def test_training_inspecting_and_merging_take_urls(write_dataset: WriteDataset, tmp_path: Path) -> None:
     prefix = write_dataset(LENGTHS)
     url = upload(prefix)

@@ -80,10 +80,8 @@ def test_the_script_is_bash_and_holds_what_was_asked_for(tmp_path: Path) -> None
         "2",
         "--micro-batch-size",
         "1",
-        "--save",
-        "runs/x",
-        "--load",
-        "runs/x",
+        "--save=runs/x",
+        "--load=runs/x",
     ]
 
 
@@ -92,7 +90,8 @@ def test_words_reach_the_program_as_they_were_given(tmp_path: Path) -> None:
     script, _ = _job(tmp_path, *RUN[:-1], odd, *LAYOUT, "--save", odd)
     save = next(line for line in script.splitlines() if line.startswith("save="))
     flags = _flags(script, save)
-    assert flags[flags.index("--data-path") + 1] == flags[flags.index("--save") + 1] == odd
+    assert flags[flags.index("--data-path") + 1] == odd
+    assert f"--save={odd}" in flags
 
 
 def test_a_file_of_settings_keeps_its_own_load(tmp_path: Path) -> None:
@@ -206,8 +205,11 @@ def test_a_file_is_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--job-name", "a b"), "--job-name 'a b' has a space"),
-        (("--job-name", "a/b"), "--job-name a/b has a slash"),
+        (("--partition", "a b"), "--partition 'a b' has a space"),
+        (
+            ("--exclude", "n1#n2"),
+            "--exclude 'n1#n2' has a space, a quote, a backslash, a dollar or a number sign",
+        ),
         (("--dry-run",), "--dry-run is one process"),
         (("--sbatch", "3=x"), "--sbatch 3=x is not an option"),
         (("--sbatch", "time=1"), "--sbatch time=1: the script depends on it; pass --time instead"),
@@ -234,7 +236,7 @@ def test_time_limits(text: str, seconds: int) -> None:
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "1h", "1:2:3:4", "-5", "UNLIMITED"])
+@pytest.mark.parametrize("text", ["", "0", "1h", "1:2:3:4", "-5", "UNLIMITED", "٩٠", "90\n"])
 def test_what_is_no_time_limit(text: str) -> None:
     with pytest.raises(UserError, match="is not a time limit: pass minutes"):
         seconds_of(text)
