@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install megalite with the named extras into .venv. scripts/quickstart.sh and scripts/test.sh call this script.
-#   scripts/install.sh                    # the extras tokenizers,tensorboard
+#   scripts/install.sh                    # the extras tokenizers,tensorboard,report
 #   scripts/install.sh test               # other extras; "" for none
 # If python3 can already import torch (as on many GPU clusters), that torch is used, also if python3 is a virtual
 # environment. PYTHON selects another interpreter, TORCH_VERSION the torch to install if there is none. Without a
@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extras=${1-tokenizers,tensorboard}
+extras=${1-tokenizers,tensorboard,report}
 python=${PYTHON:-python3}
 torch_version=${TORCH_VERSION:-2.13.0}
 
