@@ -119,7 +119,6 @@ _REFUSED: Mapping[str, str] = {
     "zero_optimization.zero_quantized_gradients": (
         "remove it, and pass --grad-communication-dtype bf16 for smaller messages"
     ),
-    "nebula.persistent_time_interval": "saves are counted in iterations: remove it, and pass --save-interval",
     "amp": "apex' mixed precision is not supported: remove it, and pass --fp16 or --bf16",
     "sparse_gradients": "gradients are dense: remove it",
     "sparse_attention": "sparse attention is not supported: remove it",
@@ -413,11 +412,18 @@ def _mics_shard_size(values: Mapping[str, Any], size: Any) -> Mapping[str, Any]:
     return {"data_parallel_shard_degree": size}
 
 
+def _persistent_time_interval(values: Mapping[str, Any], seconds: Any) -> Mapping[str, Any]:
+    if not isinstance(seconds, int | float) or seconds <= 0:
+        raise ValueError(f"is {seconds}: it must be a positive number of seconds")
+    return {"save_interval_minutes": seconds / 60.0}
+
+
 _HANDLERS: Mapping[str, Callable[[Mapping[str, Any], Any], Mapping[str, Any]]] = {
     "bf16.enabled": _precision("bf16"),
     "bfloat16.enabled": _precision("bf16"),  # its older name
     "fp16.enabled": _precision("fp16"),
     "fp16.loss_scale": _loss_scale,
+    "nebula.persistent_time_interval": _persistent_time_interval,
     "fp16.initial_scale_power": _initial_loss_scale,
     "optimizer.params.betas": _betas,
     "optimizer.type": _optimizer,

@@ -43,7 +43,7 @@ _FIELDS_OF_RANGE = {
         lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
         eval_interval exit_interval
         exit_duration_in_mins recompute_num_layers cross_entropy_chunks
-        save_interval non_persistent_save_interval
+        save_interval save_interval_minutes non_persistent_save_interval
         keep_last keep_every world_size profile_modules profile_modules_top
         log_interval log_straggler_interval log_layer_grad_norms_interval
         tensorboard_log_interval tensorboard_queue_size profile_step_end adam_eps

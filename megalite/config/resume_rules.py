@@ -62,8 +62,9 @@ _NAMES: Mapping[OnResume, str] = {
         distribute_saved_activations cross_entropy_chunks cpu_offload_activations
         data_cache_path micro_batch_size
         exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout
-        save load load_iteration save_interval async_save non_persistent_save_interval
-        non_persistent_ckpt_type non_persistent_local_ckpt_dir exit_on_save_failure keep_last keep_every
+        save load load_iteration save_interval save_interval_minutes async_save
+        non_persistent_save_interval non_persistent_ckpt_type non_persistent_local_ckpt_dir
+        exit_on_save_failure keep_last keep_every
         finetune load_optim save_optim use_checkpoint_args override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler allow_data_change allow_settings_change
         log_interval log_line profile_modules profile_modules_depth profile_modules_top

@@ -200,6 +200,7 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if checkpoint.save is None:
         for name in (
             "save_interval",
+            "save_interval_minutes",
             "keep_last",
             "keep_every",
             "async_save",
@@ -207,7 +208,7 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
             "save_optim",
         ):
             yield name, "--save is not set"
-    elif checkpoint.save_interval is None and checkpoint.non_persistent_save_interval is None:
+    elif not checkpoint.saves_at_intervals and checkpoint.non_persistent_save_interval is None:
         yield "async_save", "only the end of the run is saved: pass --save-interval"
     if checkpoint.non_persistent_save_interval is None:
         for name in ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir"):
