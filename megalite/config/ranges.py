@@ -46,7 +46,7 @@ _FIELDS_OF_RANGE = {
         save_interval save_interval_minutes non_persistent_save_interval
         keep_last keep_every world_size profile_modules profile_modules_top
         log_interval log_straggler_interval log_layer_grad_norms_interval
-        tensorboard_log_interval tensorboard_queue_size profile_step_end adam_eps
+        tensorboard_log_interval tensorboard_queue_size profile_step_end profile_repeat adam_eps
         loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """

@@ -73,7 +73,8 @@ _NAMES: Mapping[OnResume, str] = {
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
         log_memory_to_tensorboard log_layer_grad_norms_interval wandb_project wandb_exp_name wandb_save_dir
         metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
-        profile_execution profile_name profile profile_step_start profile_step_end profile_ranks
+        profile_execution profile_name profile profile_step_start profile_step_end profile_repeat
+        profile_ranks
         use_pytorch_profiler pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
         pytorch_profiler_collect_memory record_memory_history memory_snapshot_path
         dry_run world_size rank dry_run_json verify_layouts""",

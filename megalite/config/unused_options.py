@@ -167,6 +167,8 @@ def _profiler_reasons(logging: LoggingConfig) -> Iterator[tuple[str, str]]:
     if not (logging.profile_execution or (logging.profile and logging.use_pytorch_profiler)):
         for name in _OF_PYTORCH_PROFILER:
             yield name, "PyTorch's profiler is off: pass --profile --use-pytorch-profiler"
+    if not (logging.profile_execution or logging.profile):
+        yield "profile_repeat", "--profile is off"
     if not logging.profile:
         for name in ("profile_step_start", "profile_step_end", "use_pytorch_profiler"):
             yield name, "--profile is off"
