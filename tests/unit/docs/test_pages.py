@@ -150,3 +150,17 @@ def test_bloom_summary_matches_its_plans() -> None:
         assert total is not None and iteration is not None
         assert float(total.group(1)) == pytest.approx(float(gigabytes), abs=0.051)
         assert float(iteration.group(1)) == pytest.approx(float(seconds), abs=0.0051)
+
+
+def test_zero_stages_of_the_table_match_the_planner() -> None:
+    text = (DOCS / "zero.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    python tools/plan.py (--gpu .*?) --zero-stage 1 <", text, re.M | re.DOTALL)
+    rows = re.findall(r"^\| [\d.]+B \| `([^`]+)` ((?:\| [\d.]+ ){4})\| (\w+) \|$", text, re.MULTILINE)
+    assert len(rows) == 7
+    for flags, shown, recommended in rows:
+        words = [*command.replace("\\\n", " ").split(), *flags.split(), "--zero-stage"]
+        plans = [RunPlan(read_request([*words, str(stage)]).planned_run()) for stage in range(4)]
+        planned = [f"{plan.memory_bytes / 1e9:.1f}" for plan in plans]
+        assert shown.strip("| ").split(" | ") == planned, flags
+        fitting = [str(stage) for stage in (1, 2, 3) if plans[stage].fits]
+        assert recommended == next(iter(fitting), "none"), flags
