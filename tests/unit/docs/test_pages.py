@@ -73,6 +73,26 @@ def test_functions_named_in_contributing_exist() -> None:
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
 
 
+PATH = r"`([\w.]+/[\w./]*)`"
+DEFINED_IN = re.compile(rf"`([A-Za-z_]\w*)`(?:,\s+\w+\s+|\s+in\s+|\s+\(){PATH}")
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/tour.md"])
+def test_named_paths_exist(name: str) -> None:
+    paths = re.findall(PATH, (ROOT / name).read_text(encoding="utf-8"))
+    assert paths
+    placeholders = {"csrc/cuda/NAME.cu"}
+    assert [path for path in paths if path not in placeholders and not (ROOT / path).exists()] == []
+
+
+def test_names_in_contributing_are_defined_in_the_named_files() -> None:
+    pairs = DEFINED_IN.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(pairs) > 6
+    for name, path in pairs:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b\s*[:=]", code, re.MULTILINE), (name, path)
+
+
 def test_the_tour_has_a_name_at_each_stop() -> None:
     stops = CODE_REFERENCE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert len(stops) >= 30
