@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT
+from tests.end_to_end.conftest import ROOT, make_checkout, paste
 
 SECTION = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("\n## ")[2]
 CORPUS_AS_TEXT, COMMANDS = re.findall(r"^```sh\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
@@ -19,30 +16,7 @@ CORPUS_AS_TEXT, COMMANDS = re.findall(r"^```sh\n(.*?)^```$", SECTION, re.MULTILI
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder that stands for the repository with its `.venv`, and takes what the commands write."""
-    for name in ("megalite", "pretrain_gpt.py", "scripts", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    for name, starts in (("python", ""), ("torchrun", " -m torch.distributed.run --standalone")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{starts} "$@"\n')
-        (programs / name).chmod(0o755)
-    (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
-    return tmp_path
-
-
-def paste(checkout: Path, commands: str) -> str:
-    """Run the commands in a shell and return what they print."""
-    done = subprocess.run(
-        ["sh", "-e", "-c", commands],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return make_checkout(tmp_path)
 
 
 def losses(checkout: Path) -> list[float]:
