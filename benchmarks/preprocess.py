@@ -90,7 +90,7 @@ def write_tokenizer(folder: Path, corpus: Path, vocab_size: int, given: Path | N
         (folder / "tokenizer.json").write_bytes(given.read_bytes())
     else:
         texts = read_texts([str(corpus)], "text", max_documents=NUM_TRAINING_TEXTS)
-        (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size))
+        (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size).content)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

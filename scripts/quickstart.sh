@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 run=runs/quickstart
 say() { printf '\n== %s\n' "$*"; }
 
-scripts/install.sh tokenizers,tensorboard
+scripts/install.sh
 rm -rf "$run"
 mkdir -p "$run"
 
@@ -32,4 +32,5 @@ say "Generating text on one rank"
 OMP_NUM_THREADS=1 .venv/bin/python tools/generate.py --load "$run/checkpoints" --prompt "And God said" \
   --temperature 0.7 --top-p 0.9 --max-new-tokens 40 | tee "$run/text.txt"
 
-say "Done. Losses: $run/metrics.jsonl. Curves: .venv/bin/tensorboard --logdir $run/tensorboard"
+say "Done. Losses: $run/metrics.jsonl. Curves: .venv/bin/tensorboard --logdir $run/tensorboard
+   Report: .venv/bin/python tools/report.py $run. Next, your own text: docs/quickstart.md"

@@ -169,7 +169,7 @@ def _add_input(add: _Add) -> None:
         "--text-documents",
         choices=TEXT_DOCUMENTS,
         default="file",
-        help="unit of a .txt file that is one document (file)",
+        help="unit of a .txt file that is one document (file); blank lines separate paragraphs",
     )
     add(
         "--max-document-bytes",
@@ -404,6 +404,11 @@ def _run(arguments: list[str]) -> int:
         print(f"{outputs}: complete already")
         return 0
     print(f"wrote {outputs}: {_describe(summary.progress)}")
+    if summary.progress.num_documents == 1:
+        log.warning(
+            "the input is one document, and --split of a training run divides a corpus between documents: "
+            "for validation pass --text-documents paragraph (or line), if it is a .txt file"
+        )
     for report in summary.reports:
         print("\n".join(report.lines()))
     return 0

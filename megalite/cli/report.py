@@ -5,7 +5,7 @@ megalite report runs/a runs/b --x tokens -o compare.html
 
 RUN is a run's folder or its metrics file (--metrics-file). Besides the metrics, the page shows the
 checkpoints, config, pipeline trace and logs in that folder. Without a metrics file, TensorBoard's files are
-read. It needs plotly: pip install megalite[report].
+read. It needs plotly: pip install plotly.
 """
 
 from __future__ import annotations

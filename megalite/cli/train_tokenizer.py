@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.config.tool_parser import ToolParser, local_path
-from megalite.data.tokenizers.train_tokenizer import TRAINERS, read_texts, write_tokenizer
+from megalite.data.tokenizers.train_tokenizer import (
+    DEFAULT_VOCAB_SIZE,
+    TRAINERS,
+    read_texts,
+    write_tokenizer,
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -26,9 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     add(
         "--vocab-size",
         type=int,
-        default=2048,
         metavar="N",
-        help="number of tokens, special ones included (2048)",
+        help=f"number of tokens, special ones included ({DEFAULT_VOCAB_SIZE}; bpe: fewer of a short text)",
     )
     add("--json-key", default="text", metavar="KEY", help="key of a document's text (text)")
     add("--max-documents", type=int, metavar="N", help="train on the first N documents (all)")
@@ -36,5 +40,6 @@ def main(arguments: Sequence[str]) -> None:
     flags = parser.parse_args(arguments)
 
     texts = read_texts(flags.input, flags.json_key, flags.max_documents)
-    write_tokenizer(flags.output, lambda: TRAINERS[flags.type](texts, flags.vocab_size), flags.overwrite)
-    print(f"wrote {flags.output}: {flags.vocab_size:,} tokens")
+    train = TRAINERS[flags.type]
+    num_tokens = write_tokenizer(flags.output, lambda: train(texts, flags.vocab_size), flags.overwrite)
+    print(f"wrote {flags.output}: {num_tokens:,} tokens")

@@ -23,6 +23,9 @@ class CheckpointConfig:
     """Iteration of the checkpoint to load. By default the latest one."""
     save_interval: int | None = field(default=None, metadata=flags("--persistent-save-interval"))
     """Iterations between checkpoints. By default only the end of the run is saved."""
+    save_interval_minutes: float | None = None
+    """Minutes between checkpoints, counted from the last one; all ranks save after the same iteration. With
+    --save-interval, whichever comes first."""
     async_save: bool = False
     """Save in the background from a copy in host memory, while training continues."""
     non_persistent_save_interval: int | None = None
@@ -57,6 +60,11 @@ class CheckpointConfig:
     """Allow other training data than the checkpoint's; samples are read in the order of the new data."""
     allow_settings_change: bool = False
     """Allow other settings of Adam, clipping, dropout and precision than the checkpoint's."""
+
+    @property
+    def saves_at_intervals(self) -> bool:
+        """Return whether checkpoints are saved before the end of the run."""
+        return self.save_interval is not None or self.save_interval_minutes is not None
 
     @property
     def loads_own(self) -> bool:

@@ -15,6 +15,9 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
 from megalite.config.training import DryRunConfig, TrainingConfig
 
+_MAX_DEFAULT_EVAL_ITERS = 100
+"""Megatron-LM's default of --eval-iters."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -60,6 +63,12 @@ class Config:
         if self.training.train_samples is not None:
             return self.batch_size(dp).num_iterations(self.training.train_samples)
         return self.training.length
+
+    def num_eval_iters(self, dp: int) -> int:
+        """Return the global batches of an evaluation, resolved: in a short run a tenth of its iterations."""
+        if self.training.eval_iters is not None:
+            return self.training.eval_iters
+        return min(_MAX_DEFAULT_EVAL_ITERS, max(1, self.num_iterations(dp) // 10))
 
     def num_samples(self, dp: int) -> int:
         """Return the samples that the whole run trains on, over `dp` replicas."""

@@ -403,6 +403,12 @@ def _mics_shard_size(settings: DeepSpeedSettings, size: int | None) -> Mapping[s
     return {"data_parallel_shard_degree": size}
 
 
+def _save_interval(settings: DeepSpeedSettings, seconds: float) -> Mapping[str, Any]:
+    if seconds <= 0:
+        raise _wrong(seconds, "a positive number of seconds")
+    return {"save_interval_minutes": seconds / 60.0}
+
+
 class Handler(NamedTuple):
     """Hold the type of a setting, the names of the fields that it may set, and a function to their values."""
 
@@ -417,6 +423,7 @@ HANDLERS: Mapping[str, Handler] = {
     "fp16.enabled": Handler(bool, "params_dtype", _precision("fp16")),
     "fp16.loss_scale": Handler(float, "loss_scale", _loss_scale),
     "fp16.initial_scale_power": Handler(float, "initial_loss_scale", _initial_loss_scale),
+    "nebula.persistent_time_interval": Handler(float, "save_interval_minutes", _save_interval),
     "communication_data_type": Handler(str, "grad_communication_dtype", _message_type),
     "data_types.grad_accum_dtype": Handler(str, "", _sum_type),
     _LR: Handler(float, "lr", _peak),

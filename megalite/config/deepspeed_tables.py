@@ -113,7 +113,6 @@ REFUSED: Mapping[str, str] = {
     "zero_optimization.zero_quantized_gradients": (
         "remove it, and pass --grad-communication-dtype bf16 for smaller messages"
     ),
-    "nebula.persistent_time_interval": "saves are counted in iterations: remove it, and pass --save-interval",
     "amp": "apex' mixed precision is not supported: remove it, and pass --fp16 or --bf16",
     "sparse_gradients": "gradients are dense: remove it",
     "sparse_attention": "sparse attention is not supported: remove it",

@@ -90,6 +90,8 @@ class LoggingConfig:
     """With --profile: iterations before the first profiled one."""
     profile_step_end: int = 12
     """With --profile: the last profiled iteration."""
+    profile_repeat: int = 1
+    """Number of times to profile; before each, as many iterations are skipped as before the first."""
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks for --profile and --record-memory-history."""
     use_pytorch_profiler: bool = False

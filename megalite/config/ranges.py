@@ -45,10 +45,10 @@ _FIELDS_OF_RANGE = {
         rotary_base ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
         train_iters train_samples rampup_batch_size
         lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
-        eval_interval exit_interval exit_duration_in_mins save_interval non_persistent_save_interval
-        keep_every profile_modules
+        eval_interval exit_interval exit_duration_in_mins
+        save_interval save_interval_minutes non_persistent_save_interval keep_every profile_modules
         log_interval log_straggler_interval log_layer_grad_norms_interval
-        tensorboard_log_interval profile_step_end adam_eps
+        tensorboard_log_interval profile_step_end profile_repeat adam_eps
         loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """

@@ -63,8 +63,9 @@ _NAMES: Mapping[OnResume, str] = {
         distribute_saved_activations cross_entropy_chunks cpu_offload_activations
         data_cache_path micro_batch_size
         exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout
-        save load load_iteration save_interval async_save non_persistent_save_interval
-        non_persistent_ckpt_type non_persistent_local_ckpt_dir exit_on_save_failure keep_last keep_every
+        save load load_iteration save_interval save_interval_minutes async_save
+        non_persistent_save_interval non_persistent_ckpt_type non_persistent_local_ckpt_dir
+        exit_on_save_failure keep_last keep_every
         finetune load_optim save_optim use_checkpoint_args override_opt_param_scheduler
         use_checkpoint_opt_param_scheduler allow_data_change allow_settings_change
         log_interval log_line profile_modules profile_modules_depth profile_modules_top
@@ -74,7 +75,8 @@ _NAMES: Mapping[OnResume, str] = {
         log_memory_to_tensorboard log_optimizer_states_to_tensorboard log_layer_grad_norms_interval
         wandb_project wandb_exp_name wandb_save_dir
         metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
-        profile_execution profile_name profile profile_step_start profile_step_end profile_ranks
+        profile_execution profile_name profile profile_step_start profile_step_end profile_repeat
+        profile_ranks
         use_pytorch_profiler pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
         pytorch_profiler_collect_memory record_memory_history memory_snapshot_path
         dry_run world_size rank dry_run_json verify_layouts""",

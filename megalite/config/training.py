@@ -32,8 +32,9 @@ class TrainingConfig:
     """Length of the run in samples, instead of --train-iters. An incomplete batch at the end is dropped."""
     eval_interval: int = 1000
     """Iterations between evaluations on the validation set."""
-    eval_iters: int = 100
-    """Global batches per evaluation; 0 turns evaluation off."""
+    eval_iters: int | None = None
+    """Global batches per evaluation; 0 turns evaluation off. By default 100, or a tenth of a shorter run's
+    iterations."""
     exit_interval: int | None = None
     """Save and exit at the first iteration that is a multiple of this."""
     exit_duration_in_mins: float | None = None

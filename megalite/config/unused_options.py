@@ -168,6 +168,8 @@ def _profiler_reasons(logging: LoggingConfig) -> Iterator[tuple[str, str]]:
     if not (logging.profile_execution or (logging.profile and logging.use_pytorch_profiler)):
         for name in _OF_PYTORCH_PROFILER:
             yield name, "PyTorch's profiler is off: pass --profile --use-pytorch-profiler"
+    if not (logging.profile_execution or logging.profile):
+        yield "profile_repeat", "--profile is off"
     if not logging.profile:
         for name in ("profile_step_start", "profile_step_end", "use_pytorch_profiler"):
             yield name, "--profile is off"
@@ -204,6 +206,7 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if checkpoint.save is None:
         for name in (
             "save_interval",
+            "save_interval_minutes",
             "keep_last",
             "keep_every",
             "async_save",
@@ -211,7 +214,7 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
             "save_optim",
         ):
             yield name, "--save is not set"
-    elif checkpoint.save_interval is None and checkpoint.non_persistent_save_interval is None:
+    elif not checkpoint.saves_at_intervals and checkpoint.non_persistent_save_interval is None:
         yield "async_save", "only the end of the run is saved: pass --save-interval"
     if checkpoint.non_persistent_save_interval is None:
         for name in ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir"):

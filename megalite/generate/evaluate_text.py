@@ -183,7 +183,7 @@ def evaluate_split(
     """
     config = _run_config(trained, parallel, micro_batch_size)
     check_config(config, topology.world_size)
-    if config.training.eval_iters == 0:
+    if config.num_eval_iters(topology.dp.size) == 0:
         raise UserError("the run has no evaluations (--eval-iters 0): pass --data-path instead of --split")
     run = resolve_run(config, topology)
     datasets = build_data(run, [split])

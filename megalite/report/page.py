@@ -40,7 +40,7 @@ def page(runs: Sequence[Run], x: str = "iteration") -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise UserError("the report needs plotly: pip install megalite[report]") from None
+        raise UserError("the report needs plotly: pip install plotly") from None
     title = escape(", ".join(run.name for run in runs))
     style = resources.files(__package__).joinpath("page.css").read_text()
     parts = [

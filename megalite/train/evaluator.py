@@ -21,6 +21,9 @@ class Evaluator:
     Args:
         chunks: this rank's chunks of the model.
         pipeline: runs them.
+
+    Attributes:
+        num_batches: global batches of an evaluation.
     """
 
     def __init__(self, run: RunContext, chunks: Sequence[nn.Module], pipeline: Pipeline[Microbatch]) -> None:
@@ -28,13 +31,14 @@ class Evaluator:
         self.chunks = chunks
         self.pipeline = pipeline
         self.global_batch_size = run.config.global_batch(run.topology.dp.size)
+        self.num_batches = run.config.num_eval_iters(run.topology.dp.size)
         self.num_microbatches = run.config.num_microbatches(run.topology.dp.size)
         self.batches = GlobalBatches(run)
 
     def __call__(
         self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Return the mean of each loss by its name over `eval_iters` global batches, without dropout.
+        """Return the mean of each loss by its name over `num_batches` global batches, without dropout.
 
         The mean is over all tokens that have a loss. An error that `before_batch` raises ends the evaluation.
         """
@@ -45,7 +49,7 @@ class Evaluator:
         masks = LossMasks()
         total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
         with BatchLoader(dataset, config.training.micro_batch_size, topology, self.run.samples) as loader:
-            for batch in range(config.training.eval_iters):
+            for batch in range(self.num_batches):
                 before_batch()
                 consumed = first_sample + batch * self.global_batch_size
 
@@ -57,7 +61,7 @@ class Evaluator:
                 total += global_losses(losses, len(names), topology)
         if config.data.eod_mask_loss:
             total *= masks.token_ratio(topology)
-        means = (topology.to_host(total) / config.training.eval_iters).tolist()
+        means = (topology.to_host(total) / self.num_batches).tolist()
         return dict(zip(names, means, strict=True))
 
     def first_sample(self, split: str, iteration: int) -> int:
@@ -65,6 +69,6 @@ class Evaluator:
 
         Each evaluation of the validation split starts where the one before ended; the test split starts at 0.
         """
-        training = self.run.config.training
-        num_before = (iteration - 1) // training.eval_interval if split == "valid" else 0
-        return num_before * training.eval_iters * self.global_batch_size
+        interval = self.run.config.training.eval_interval
+        num_before = (iteration - 1) // interval if split == "valid" else 0
+        return num_before * self.num_batches * self.global_batch_size

@@ -62,7 +62,7 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
                 datasets = _fill_in_middle(run, datasets)
     datasets = datasets_on_every_stage(datasets, topology)
     datasets = dataclasses.replace(datasets, record=record)
-    if config.training.eval_iters > 0 and "valid" in splits and not datasets.evaluated("valid"):
+    if config.num_eval_iters(topology.dp.size) > 0 and "valid" in splits and not datasets.evaluated("valid"):
         log.warning("there is nothing to validate on: --split leaves no sequence to validation")
     return datasets
 
@@ -139,7 +139,7 @@ def num_samples_of(config: Config, dp: int) -> tuple[int, int, int]:
         config.num_samples(dp),
         config.num_iterations(dp),
         config.training.eval_interval,
-        config.training.eval_iters,
+        config.num_eval_iters(dp),
         config.global_batch(dp),
     )
 

@@ -177,7 +177,7 @@ def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradi
 def _log_datasets(trainer: Trainer) -> None:
     """Log how many samples of each dataset the run uses: a dataset holds whole epochs, often more samples."""
     config, dp = trainer.config, trainer.topology.dp.size
-    num_iterations, eval_iters = config.num_iterations(dp), config.training.eval_iters
+    num_iterations, eval_iters = config.num_iterations(dp), config.num_eval_iters(dp)
     num_trained = config.batch_size(dp).consumed_before(num_iterations + 1)
     num_evaluated = eval_iters * trainer.global_batch_size
     for name, num_samples in trainer.datasets.sizes():

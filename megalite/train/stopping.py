@@ -211,6 +211,9 @@ class StopConditions:
 
     Args:
         lease: on the checkpoint folder, if there is one.
+
+    Attributes:
+        minutes: age of the run at the last check, the same on every rank.
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class StopConditions:
         self.lease = lease
         self._checked_at = 0, 0.0  # iteration and minutes
         self._iterations_between = 1
-        self._minutes = 0.0
+        self.minutes = 0.0
 
     def after(self, iteration: int) -> Stop | None:
         """Return why to stop after `iteration`, or None to continue."""
@@ -238,26 +241,24 @@ class StopConditions:
             return None
         stop = self.now()
         # From the minutes that all ranks agreed on, so that all check next after the same iteration.
-        seconds = 60.0 * (self._minutes - minutes_then) / max(1, iteration - last)
-        self._checked_at = iteration, self._minutes
+        seconds = 60.0 * (self.minutes - minutes_then) / max(1, iteration - last)
+        self._checked_at = iteration, self.minutes
         shortest = CHECK_SECONDS / _MAX_ITERATIONS_BETWEEN_CHECKS
         self._iterations_between = max(1, int(CHECK_SECONDS / max(seconds, shortest)))
         return stop
 
     def now(self) -> Stop | None:
-        """Return why to stop now, or None; an all-reduce of four numbers if any stop condition is set.
+        """Return why to stop now, or None; an all-reduce of four numbers.
 
         Raises:
             LeaseLost: another run has taken over the checkpoint folder; on every rank.
         """
-        config, lease = self.config, self.lease
-        if not (config.exit_signals or config.kill_switch_path or config.exit_duration_in_mins or lease):
-            return None
+        config = self.config
         minutes, is_off, which, is_lost = self._agreed()
-        self._minutes = minutes
+        self.minutes = minutes
         if is_lost:
-            assert lease is not None
-            raise lease.loss()
+            assert self.lease is not None
+            raise self.lease.loss()
         if is_off:
             return Stop(f"--kill-switch-path {config.kill_switch_path} exists", is_urgent=True)
         if which:

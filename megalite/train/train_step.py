@@ -36,6 +36,8 @@ class StepResult:
         skipped: the weights were not updated.
         anomaly: the reason, if a check skipped the update; None if the iteration was excluded, or if only the
             infinite gradient norm kept the weights from being updated.
+        scale_too_high: the gradient norm was infinite under a dynamic loss scale that can still go down, as
+            is expected now and then.
         losses: each loss by its name.
         losses_to_keep: the loss, if the weights were updated and later losses are compared with it.
     """
@@ -45,6 +47,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     anomaly: Anomaly | None = None
+    scale_too_high: bool = False
     losses: Mapping[str, float] = field(default_factory=dict)
     losses_to_keep: tuple[float, ...] = ()
 
@@ -106,13 +109,21 @@ class TrainStep:
         loss = sum(each_loss)
         losses = dict(zip(self.loss_names, each_loss, strict=True))
         scaler = self.optimizer.scaler
-        anomaly = self.check.find(loss, grad_norm, progress.recent_losses, scaler.can_go_down)
+        can_go_down = scaler.can_go_down
+        anomaly = self.check.find(loss, grad_norm, progress.recent_losses, can_go_down)
         if anomaly is not None:
             return StepResult(plan, loss, grad_norm, skipped=True, anomaly=anomaly, losses=losses)
         overflowed = not math.isfinite(grad_norm)
         scaler.update(overflowed)
-        kept = () if overflowed else self.check.losses_to_keep(loss)
-        return StepResult(plan, loss, grad_norm, overflowed, losses=losses, losses_to_keep=kept)
+        return StepResult(
+            plan,
+            loss,
+            grad_norm,
+            overflowed,
+            scale_too_high=overflowed and can_go_down,
+            losses=losses,
+            losses_to_keep=() if overflowed else self.check.losses_to_keep(loss),
+        )
 
     def compute_gradients(self, plan: IterationPlan) -> tuple[Tensor, Tensor]:
         """Run forward and backward over the microbatches and reduce the gradients over all ranks.

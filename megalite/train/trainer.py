@@ -150,7 +150,7 @@ class Trainer:
     def evaluate(
         self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Return the mean of each loss over `eval_iters` global batches; see `Evaluator`."""
+        """Return the mean of each loss over the global batches of an evaluation; see `Evaluator`."""
         return self.evaluator(dataset, first_sample, before_batch)
 
     def observer_lists(self) -> list[list[Any]]:

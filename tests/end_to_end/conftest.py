@@ -42,6 +42,33 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prefix
 
 
+def make_checkout(folder: Path) -> Path:
+    """Let a folder stand for the repository with its `.venv`, so that commands as pasted write there."""
+    for name in ("examples", "megalite", "pretrain_bert.py", "pretrain_gpt.py", "scripts", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, starts in (("python", ""), ("torchrun", " -m torch.distributed.run --standalone")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{starts} "$@"\n')
+        (programs / name).chmod(0o755)
+    (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
+    return folder
+
+
+def paste(checkout: Path, commands: str) -> str:
+    """Run commands in a shell, in the checkout's folder, and return what they print."""
+    done = subprocess.run(
+        ["sh", "-e", "-c", commands],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def write_corpus(prefix: str, documents: list[bytes]) -> None:
     """Writes an indexed dataset of the byte-level tokenizer's tokens."""
     with IndexedWriter(prefix, np.uint16) as writer:

@@ -100,6 +100,28 @@ def test_the_gradient_of_a_skipped_update_is_not_told_of(pretrain_here: RunHere,
     assert "num_zeros" not in line
 
 
+def test_an_overflow_that_lowers_the_loss_scale_is_no_warning(pretrain: Run, tmp_path: Path) -> None:
+    metrics = tmp_path / "m.jsonl"
+    done = pretrain("--fp16", "--hysteresis", "1", "--metrics-file", str(metrics), "--train-iters", "2")
+    lines = [line for line in _lines(metrics) if "iteration" in line]
+    assert (done.returncode, [line["skipped"] for line in lines]) == (0, [True, True])
+    assert lines[-1]["loss_scale"] == 2.0**30
+    assert "warning: iteration" not in f"{done.stdout}{done.stderr}"
+
+
+def test_padding_rows_of_the_vocabulary_are_no_zeros_of_the_gradient(
+    pretrain_here: RunHere, tmp_path: Path
+) -> None:
+    def num_zeros(padded_size: str) -> int:
+        metrics = tmp_path / f"{padded_size}.jsonl"
+        flags = ("--log-num-zeros-in-grad", "--train-iters", "1", "--metrics-file", str(metrics))
+        assert pretrain_here(*flags, "--pad-vocab-size-to", padded_size)[0] == 0
+        (line,) = (line for line in _lines(metrics) if "iteration" in line)
+        return int(line["num_zeros"])
+
+    assert abs(num_zeros("257") - num_zeros("384")) < 64  # the elements of a row
+
+
 def _plain_python(num_ranks: int, *flags: str) -> list[tuple[int, str, str]]:
     """Runs one python a rank, without torchrun; gives each one's status, output and errors."""
     with socket.socket() as probe:

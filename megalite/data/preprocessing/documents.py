@@ -283,7 +283,8 @@ def _read_text_lines(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[
 def _read_whole(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
     data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
-        yield _too_long(source, 1, max_bytes)
+        too_long = _too_long(source, 1, max_bytes)
+        yield too_long._replace(data=f"{too_long.data}: with --text-documents paragraph it is many documents")
     else:
         yield DocumentRecord(source, 1, "text", without_mark(data))
 

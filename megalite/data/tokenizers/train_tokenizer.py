@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megalite.data.preprocessing.documents import RecordError, find_inputs, parse_record, read_records
 from megalite.errors import UserError
@@ -17,6 +18,15 @@ END_OF_TEXT = "<|endoftext|>"
 _MIN_BPE_SIZE = 257
 """The end-of-document token and one token a byte: a smaller vocabulary could not encode every text."""
 _MAX_LINE_BYTES = 1 << 20
+DEFAULT_VOCAB_SIZE = 2048
+"""Number of tokens without --vocab-size; of a text that yields fewer, as many as it yields."""
+
+
+class TrainedTokenizer(NamedTuple):
+    """A tokenizer's file and its number of tokens."""
+
+    content: bytes
+    num_tokens: int
 
 
 def read_texts(inputs: Sequence[str], json_key: str, max_documents: int | None = None) -> Iterator[str]:
@@ -37,16 +47,19 @@ def read_texts(inputs: Sequence[str], json_key: str, max_documents: int | None =
             num_read += 1
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train byte-level BPE with GPT-2's splitting into words, and return its tokenizer.json.
+def train_bpe(texts: Iterable[str], vocab_size: int | None) -> TrainedTokenizer:
+    """Train byte-level BPE with GPT-2's splitting into words, to a tokenizer.json.
 
     Id 0 is END_OF_TEXT, then come the 256 bytes, so that any text can be encoded and decoded without loss;
     the rest are merges, most frequent first.
 
+    Args:
+        vocab_size: total number of tokens; None for `DEFAULT_VOCAB_SIZE`, or fewer of a short text.
+
     Raises:
         UserError: the texts are too few for the vocabulary, or it is too small.
     """
-    if vocab_size < _MIN_BPE_SIZE:
+    if vocab_size is not None and vocab_size < _MIN_BPE_SIZE:
         raise UserError(
             f"--vocab-size {vocab_size} is below {_MIN_BPE_SIZE} (256 bytes and {END_OF_TEXT}): "
             "pass a larger one"
@@ -57,29 +70,30 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
+    num_tokens = tokenizer.get_vocab_size()
+    if vocab_size is not None and num_tokens != vocab_size:
         raise UserError(
-            f"the input yields only {tokenizer.get_vocab_size()} of --vocab-size {vocab_size} tokens: "
+            f"the input yields only {num_tokens} of --vocab-size {vocab_size} tokens: "
             "pass a smaller --vocab-size, or use more text"
         )
-    return f"{tokenizer.to_str()}\n".encode()
+    return TrainedTokenizer(f"{tokenizer.to_str()}\n".encode(), num_tokens)
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
-    """Train a SentencePiece model that decodes what it encodes, and return its file.
+def train_sentencepiece(texts: Iterable[str], vocab_size: int | None, model_type: str) -> TrainedTokenizer:
+    """Train a SentencePiece model that decodes what it encodes.
 
     Ids 0 to 2 are the unknown token, the beginning and the end of a document, then come the 256 bytes, which
     encode unknown characters. Text is not normalised, and each digit is a token, as in Llama's.
 
     Args:
         texts: of documents; pieces do not cross line ends.
-        vocab_size: total number of tokens.
+        vocab_size: total number of tokens; None for `DEFAULT_VOCAB_SIZE`.
         model_type: "bpe" or "unigram".
 
     Raises:
@@ -87,7 +101,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, vocab_size = io.BytesIO(), vocab_size or DEFAULT_VOCAB_SIZE
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_lines(texts),
@@ -109,7 +123,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             f"SentencePiece cannot train --vocab-size {vocab_size} on this input ({reason}): pass another "
             "size or more text"
         ) from None
-    return model.getvalue()
+    return TrainedTokenizer(model.getvalue(), vocab_size)
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
@@ -120,16 +134,18 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
                 yield line[first : first + _MAX_LINE_BYTES // 4]
 
 
-TRAINERS: dict[str, Callable[[Iterable[str], int], bytes]] = {
+TRAINERS: dict[str, Callable[[Iterable[str], int | None], TrainedTokenizer]] = {
     "bpe": train_bpe,
     "sentencepiece-bpe": lambda texts, size: train_sentencepiece(texts, size, "bpe"),
     "sentencepiece-unigram": lambda texts, size: train_sentencepiece(texts, size, "unigram"),
 }
-"""By the name of --type; each returns the bytes of the file."""
+"""By the name of --type."""
 
 
-def write_tokenizer(path: Path, train: Callable[[], bytes], overwrite: bool = False) -> None:
-    """Train a tokenizer and write its file; the name appears once it is complete.
+def write_tokenizer(path: Path, train: Callable[[], TrainedTokenizer], overwrite: bool = False) -> int:
+    """Train a tokenizer, write its file and return its number of tokens.
+
+    The file's name appears once it is complete.
 
     Raises:
         UserError: the file exists or cannot be written, a library is missing, or training is not possible.
@@ -137,12 +153,13 @@ def write_tokenizer(path: Path, train: Callable[[], bytes], overwrite: bool = Fa
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: pass another --output, or --overwrite")
     try:
-        content = train()
+        trained = train()
     except ImportError as error:
         raise UserError(f"training needs a package that is not installed: pip install {error.name}") from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as stream:
-            stream.write(content)
+            stream.write(trained.content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+    return trained.num_tokens

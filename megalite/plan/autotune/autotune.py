@@ -1,4 +1,4 @@
-"""The command line of autotune: plan all layouts, run the fastest ones, and print a table."""
+"""The command line of autotune: plan all layouts, run the fastest ones, and report the best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import megalite
 from megalite.commands import command_name
 from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
+from megalite.config.yaml_writer import to_yaml
 from megalite.errors import UserError
+from megalite.files import replace_file
 from megalite.plan.autotune.trial import DONE, Length, Results, Trial, run_trial
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
@@ -23,6 +25,8 @@ from megalite.plan.plan_report import nothing_fits
 from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
 
 _GB = 1e9
+BEST_FILE = "best.yaml"
+"""Config of the fastest layout, in the folder of the tuning."""
 _MAX_RANKS_PER_CORE = 8
 """A rank uses a third of a gigabyte without a model."""
 
@@ -69,7 +73,7 @@ def autotune(
     yield ""
     yield from _table(trials)
     yield ""
-    yield _best(request, trials)
+    yield from _best(request, trials, own.folder)
 
 
 def _candidates(request: Request, count: int) -> list[RunPlan]:
@@ -176,11 +180,18 @@ def _table(trials: Sequence[tuple[RunPlan, Trial]]) -> Iterator[str]:
     yield "GB (10^9 bytes): planned for the largest rank, measured on the reporting rank"
 
 
-def _best(request: Request, trials: Sequence[tuple[RunPlan, Trial]]) -> str:
+def _best(request: Request, trials: Sequence[tuple[RunPlan, Trial]], folder: Path) -> Iterator[str]:
+    """Write the fastest layout's config to a file for --config, and yield the command that trains with it."""
     done = [(trial.seconds, number) for number, (_, trial) in enumerate(trials) if trial.seconds is not None]
     if not done:
         raise UserError("no layout finished: the table says why; pass a larger --top to try more")
-    return start_command(request, trials[min(done)[1]][0].run.config)
+    best = trials[min(done)[1]][0].run.config
+    file = folder / BEST_FILE
+    config, _ = parse(training_tokens(request, best))
+    with replace_file(file) as stream:
+        stream.write(to_yaml(config).encode())
+    yield f"wrote {file}: the config of the fastest layout, for --config"
+    yield start_command(request, best)
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

@@ -175,6 +175,7 @@ def _slurm(own: argparse.Namespace, gpus_per_node: int) -> Slurm:
 
 def _write(output: Path, text: str, force: bool) -> None:
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

@@ -205,17 +205,21 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
     """
     seconds, limit = plan.time.seconds, slurm.seconds
     usable = limit - warning_seconds(plan)
-    interval = config.checkpoint.save_interval
     if usable < _MIN_ITERATIONS * seconds:
         yield (
             f"--time {slurm.limit} leaves {duration_text(max(usable, 0))} to train before the job is warned, "
             f"and an iteration takes {duration_text(seconds)}: pass --time {shortest_limit(plan)} or longer"
         )
-    if interval is not None and interval * seconds > usable:
-        yield (
-            f"--time {slurm.limit} is shorter than --save-interval {interval}, which takes "
-            f"{duration_text(interval * seconds)}: a job saves only at its end, and a lost node loses it all"
-        )
+    checkpoint = config.checkpoint
+    for flag, interval, unit in (
+        ("--save-interval", checkpoint.save_interval, seconds),
+        ("--save-interval-minutes", checkpoint.save_interval_minutes, 60.0),
+    ):
+        if interval is not None and interval * unit > usable:
+            yield (
+                f"--time {slurm.limit} is shorter than {flag} {interval:.10g}, which takes "
+                f"{duration_text(interval * unit)}: a job saves only at its end, and a lost node loses it all"
+            )
     minutes = config.training.exit_duration_in_mins
     if minutes is not None and minutes * 60 > usable:
         yield (
@@ -235,7 +239,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
 
 def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[str]:
     """Yield warnings about the run, whatever starts it; `config` as in `warnings`."""
-    if config.checkpoint.save_interval is None:
+    if not config.checkpoint.saves_at_intervals:
         yield "--save-interval is not set: a rank or a node that fails loses all work since the job started"
     load, gpus = config.checkpoint.load, request.cluster.gpus_per_node
     if load is not None and not config.checkpoint.loads_own:

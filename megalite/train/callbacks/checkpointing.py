@@ -10,13 +10,17 @@ from megalite.train.train_step import StepResult
 
 
 class Checkpointing(Callback):
-    """Saves every --save-interval iterations, at the end, and non-persistently in between.
+    """Saves at intervals of iterations or of minutes, at the end, and non-persistently in between.
 
     It is the last of the callbacks, so that it knows whether another one has stopped the run.
     """
 
+    def __init__(self) -> None:
+        self._saved_at = 0.0  # age of the run in minutes, the same on every rank
+
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
+        self._saved_at = loop.stop_conditions.minutes
         with loop.trainer.saver.training_from(loop.iteration):
             yield
 
@@ -24,7 +28,7 @@ class Checkpointing(Callback):
         trainer, config = loop.trainer, loop.trainer.config.checkpoint
         trainer.saver.poll()
         ends = loop.stop is not None or loop.is_finished
-        if ends or is_due(loop.iteration, config.save_interval):
+        if ends or is_due(loop.iteration, config.save_interval) or self._is_late(loop):
             if config.save:
                 trainer.save(is_last=ends)
                 for callback in loop.callbacks:
@@ -33,5 +37,11 @@ class Checkpointing(Callback):
                 trainer.verify_data()
             if not ends:
                 loop.request_stop(loop.stop_conditions.now())
+                self._saved_at = loop.stop_conditions.minutes
         elif is_due(loop.iteration, config.non_persistent_save_interval):
             trainer.save_local()
+
+    def _is_late(self, loop: TrainingLoop) -> bool:
+        """Return whether the last save was --save-interval-minutes ago, when ranks last compared clocks."""
+        interval = loop.trainer.config.checkpoint.save_interval_minutes
+        return interval is not None and loop.stop_conditions.minutes - self._saved_at >= interval

@@ -26,7 +26,7 @@ class Evaluation(Callback):
     def _evaluate(self, loop: TrainingLoop, split: str) -> None:
         """Evaluate on each of the split's datasets; an urgent stop interrupts it."""
         trainer, progress = loop.trainer, loop.trainer.progress
-        if trainer.config.training.eval_iters == 0:
+        if trainer.evaluator.num_batches == 0:
             return
         first_sample = trainer.evaluator.first_sample(split, progress.iteration)
         for name, dataset in trainer.datasets.evaluated(split):

@@ -58,15 +58,41 @@ class _NoProfile:
 
 
 class _Window(NamedTuple):
-    """The iterations that are profiled, counted from 1; `flag` requests it."""
+    """The iterations that are profiled, counted from 1.
+
+    Attributes:
+        flag: requests it.
+        num_skipped: iterations before each time.
+        repeat: number of times.
+    """
 
     flag: str
     first: int
     last: int
+    num_skipped: int
+    repeat: int
+
+    @property
+    def num_active(self) -> int:
+        """Return the number of iterations to profile each time."""
+        return self.last - self.first + 1
+
+    @property
+    def period(self) -> int:
+        """Return the iterations from one time to the next."""
+        return self.num_skipped + self.num_active
+
+    def from_iteration(self, start: int) -> _Window:
+        """Return the window without the times before an iteration of a resumed run; the last one stays."""
+        num_over = min(max(0, -(-(start - self.first) // self.period)), self.repeat - 1)
+        first, last = (each + num_over * self.period for each in (self.first, self.last))
+        return self._replace(first=first, last=last, repeat=self.repeat - num_over)
 
 
 def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> AbstractContextManager[Profile]:
     """Profile some iterations of the block: those of --profile, or the third to fifth; a collective.
+
+    --profile-repeat profiles further iterations, after as many skipped ones.
 
     PyTorch's profiler writes a file for each rank, ``tensorboard_dir/profile_name/rank<N>.*.pt.trace.json``:
     for all ranks with --profile-execution, for --profile-ranks with --profile. Without them nothing happens.
@@ -80,10 +106,12 @@ def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> Ab
     """
     if config.profile_execution:
         first = iterations.start + _SKIPPED
-        window = _Window("--profile-execution", first, first + _TRACED - 1)
+        window = _Window("--profile-execution", first, first + _TRACED - 1, _SKIPPED, config.profile_repeat)
         ranks: Collection[int] = range(topology.world_size)
     elif config.profile:
-        window = _Window("--profile", config.profile_step_start + 1, config.profile_step_end)
+        num_skipped, last = config.profile_step_start, config.profile_step_end
+        window = _Window("--profile", num_skipped + 1, last, num_skipped, config.profile_repeat)
+        window = window.from_iteration(iterations.start)
         ranks = config.profile_ranks
     else:
         return _nothing()
@@ -134,13 +162,17 @@ def _pytorch(
         elif topology.rank == min(ranks):
             log.info("profiler: the trace is in %s", folder, extra=THIS_RANK)
 
-    num_warmup = min(1, num_before)
-    num_active = window.last - window.first + 1
+    num_warmup = min(1, num_before, window.num_skipped)
     with _PostedProfile(
         topology.events,
         activities=_activities(topology),
         schedule=torch.profiler.schedule(
-            wait=num_before - num_warmup, warmup=num_warmup, active=num_active, repeat=1
+            skip_first=num_before - num_warmup,
+            skip_first_wait=1,
+            wait=window.num_skipped - num_warmup,
+            warmup=num_warmup,
+            active=window.num_active,
+            repeat=window.repeat,
         ),
         on_trace_ready=on_trace_ready,
         record_shapes=config.pytorch_profiler_collect_shapes,
@@ -191,23 +223,26 @@ class _NsysProfile:
     """Makes nsys (started with ``-c cudaProfilerApi``) record the window's iterations."""
 
     def __init__(self, window: _Window, num_before: int, start: Callable[[], None], stop: Callable[[], None]):
-        self._num_left = num_before
-        self._num_recorded = window.last - window.first + 1
+        self._window = window
+        self._position = -num_before  # iterations since the window's first
         self._start, self._stop = start, stop
+        self._is_recording = False
         self.is_recorded = False
-        self._begin_if_due()
+        self._start_if_due()
 
     def step(self) -> None:
         """Mark the end of an iteration."""
-        self._num_left -= 1
-        if self._num_left == -self._num_recorded:
+        self._position += 1
+        if self._is_recording and (self._position - self._window.num_active) % self._window.period == 0:
             self._stop()
-        self._begin_if_due()
+            self._is_recording = False
+        self._start_if_due()
 
-    def _begin_if_due(self) -> None:
-        if self._num_left == 0:
+    def _start_if_due(self) -> None:
+        num_times, offset = divmod(self._position, self._window.period)
+        if offset == 0 and 0 <= num_times < self._window.repeat:
             self._start()
-            self.is_recorded = True
+            self._is_recording = self.is_recorded = True
 
 
 @contextmanager

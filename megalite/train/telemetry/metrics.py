@@ -282,14 +282,15 @@ class IntervalMeter:
 def _warnings(results: Sequence[StepResult]) -> tuple[str, ...]:
     """Return a line on the iterations without a finite loss or gradient, and one on the excluded ones.
 
-    Anomalies are not among them: they were logged when they happened.
+    Anomalies are not among them: they were logged when they happened. Neither are overflows that lower a
+    dynamic loss scale: they are expected, and counted as skipped.
     """
     lines = []
     last = results[-1].plan.iteration
     broken = [
         each
         for each in results
-        if not (each.plan.is_excluded or each.anomaly)
+        if not (each.plan.is_excluded or each.anomaly or each.scale_too_high)
         and not (math.isfinite(each.loss) and math.isfinite(each.grad_norm))
     ]
     if broken:

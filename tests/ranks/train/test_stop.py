@@ -30,3 +30,16 @@ def test_a_signal_to_one_rank_stops_all() -> None:
 def test_of_several_signals_all_ranks_report_the_same() -> None:
     reasons = run_ranks(_reasons, LAYOUT, 4, {0: "SIGINT", 1: "SIGTERM", 3: "SIGUSR1"})
     assert reasons == 4 * [[None, "received SIGTERM"]]
+
+
+def _minutes(topology: Topology) -> int:
+    """Return the age of a run that started a minute earlier on each rank than on the one before."""
+    signals = StopSignals(RequeueNote(None))
+    signals.start -= 60.0 * topology.rank
+    stop = StopConditions(TrainingConfig(exit_signals=()), topology, signals)
+    stop.now()
+    return int(stop.minutes)
+
+
+def test_ranks_agree_on_the_age_of_the_run() -> None:
+    assert run_ranks(_minutes, LAYOUT, 4) == [3, 3, 3, 3]

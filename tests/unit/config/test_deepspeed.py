@@ -132,6 +132,7 @@ DEEPSPEED_FIELDS: list[tuple[dict, dict]] = [
         {"nebula": {"enabled": True, "persistent_storage_path": "S", "num_of_version_in_retention": 2}},
         {"save": "S", "keep_last": 2},
     ),
+    ({"nebula": {"enabled": True, "persistent_time_interval": 90}}, {"save_interval_minutes": 1.5}),
     ({"flops_profiler": {"enabled": True}}, {"profile_modules": 1, "profile_modules_depth": None}),
     (
         {

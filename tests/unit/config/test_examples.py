@@ -50,7 +50,8 @@ def test_azureml_job() -> None:
     assert {each["mode"] for each in job["inputs"].values()} <= {"ro_mount", "download"}
     assert {each["mode"] for each in job["outputs"].values()} <= {"rw_mount", "upload"}
     assert re.fullmatch(r"\d+[bkmg]", job["resources"]["shm_size"])
-    assert {each["type"] for each in job["services"].values()} == {"tensor_board", "jupyter_lab", "ssh"}
+    nodes_of = {each["type"]: each.get("nodes") for each in job["services"].values()}
+    assert nodes_of == {"tensor_board": None, "jupyter_lab": "all", "vs_code": "all", "ssh": "all"}
     assert f"--tensorboard-dir {job['services']['curves']['log_dir']}" in flags
     assert all(isinstance(value, str) for value in job["environment_variables"].values())
     environment = yaml.safe_load((SCRIPTS.parent / "docker" / "environment.yml").read_text())

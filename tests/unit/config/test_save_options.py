@@ -50,3 +50,7 @@ def test_what_has_no_effect_is_told() -> None:
         assert f"--{name}" in message
     saved = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save="x"))
     assert "--async-save has no effect: only the end of the run is saved" in "\n".join(unused_options(saved))
+    by_time = dataclasses.replace(saved.checkpoint, save_interval_minutes=5.0)
+    assert "--async-save" not in "\n".join(unused_options(dataclasses.replace(saved, checkpoint=by_time)))
+    unsaved = dataclasses.replace(config, checkpoint=dataclasses.replace(by_time, save=None))
+    assert "--save-interval-minutes 5.0 has no effect: --save is not set" in unused_options(unsaved)

@@ -73,7 +73,7 @@ def test_what_is_trained_is_read_by_preprocessing_and_loses_no_text(
     [
         (b'{"text": "a"}\nplain\n', (), "in.jsonl:2: not valid JSON"),
         (b'{"body": "a"}\n', (), "in.jsonl:1: no key 'text' (it has 'body')"),
-        (b'{"text": "abc abc"}\n', (), "yields only 260 of --vocab-size 2048"),
+        (b'{"text": "abc abc"}\n', ("--vocab-size", "2048"), "yields only 260 of --vocab-size 2048"),
         (b'{"text": "abc"}\n', ("--vocab-size", "100"), "--vocab-size 100 is below 257"),
         (b'{"text": "\xff"}\n', (), "in.jsonl:1: not valid JSON"),
         (b'{"text": "abc abc"}\n', ("--type", "sentencepiece-bpe"), "cannot train --vocab-size 2048"),
@@ -98,6 +98,15 @@ def test_a_mistake_is_one_line(
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_short_text_gets_a_small_vocabulary_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "my_text.txt", tmp_path / "tokenizer.json"
+    source.write_text("abc abc")
+    run("--input", source, "--output", output)
+    assert capsys.readouterr().out == f"wrote {output}: 260 tokens\n"
 
 
 def test_a_truncated_gzip_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.cli import preprocess as program
 from megalite.cli.preprocess import parse_job
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import encoder as encoder_module
@@ -77,6 +78,19 @@ def test_text_files(tmp_path: Path, how: str, documents: list[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\ntwo\n\n\nthree\r\nfour\n")
     assert run(tmp_path, path, text_documents=how) == documents
+
+
+def test_a_whole_book_as_one_document_gets_a_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    book = tmp_path / "my_text.txt"
+    book.write_text("one\n\ntwo\n")
+    line = ["--input", str(book), "--tokenizer-type", "byte", "--output-prefix"]
+    assert program._run([*line, str(tmp_path / "paragraphs"), "--text-documents", "paragraph"]) == 0
+    assert caplog.messages == []
+    assert program._run([*line, str(tmp_path / "whole")]) == 0
+    assert "the input is one document" in caplog.text
+    assert "pass --text-documents paragraph" in caplog.text
+    with pytest.raises(UserError, match=r"--max-document-bytes: with --text-documents paragraph"):
+        run(tmp_path, book, max_document_bytes=7)
 
 
 def test_compressed_files(tmp_path: Path) -> None:

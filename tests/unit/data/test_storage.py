@@ -21,7 +21,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import compare, find_problem, summarize
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
-from megalite.data.tokenizers.train_tokenizer import write_tokenizer
+from megalite.data.tokenizers.train_tokenizer import TrainedTokenizer, write_tokenizer
 from megalite.errors import UserError
 from tests.corpora import build_datasets
 
@@ -257,7 +257,8 @@ def test_no_temporary_file_is_written_through_a_link(write_dataset: WriteDataset
     in_spite_of_links(lambda: merge_datasets([prefix, prefix], str(tmp_path / "out"), overwrite=True))
     assert IndexedDataset(str(tmp_path / "out"))[1].tolist() == [0, 1, 2, 3]
     in_spite_of_links(lambda: write_tokenizer_digest(str(tmp_path / "out"), ByteTokenizer()))
-    in_spite_of_links(lambda: write_tokenizer(tmp_path / "out", lambda: b"tokenizer"))
+    trained = TrainedTokenizer(b"tokenizer", 1)
+    in_spite_of_links(lambda: write_tokenizer(tmp_path / "out", lambda: trained))
     assert (tmp_path / "out").read_bytes() == b"tokenizer"
 
 

@@ -73,6 +73,26 @@ def test_functions_named_in_contributing_exist() -> None:
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
 
 
+PATH = r"`([\w.]+/[\w./]*)`"
+DEFINED_IN = re.compile(rf"`([A-Za-z_]\w*)`(?:,\s+\w+\s+|\s+in\s+|\s+\(){PATH}")
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/tour.md"])
+def test_named_paths_exist(name: str) -> None:
+    paths = re.findall(PATH, (ROOT / name).read_text(encoding="utf-8"))
+    assert paths
+    placeholders = {"csrc/cuda/NAME.cu"}
+    assert [path for path in paths if path not in placeholders and not (ROOT / path).exists()] == []
+
+
+def test_names_in_contributing_are_defined_in_the_named_files() -> None:
+    pairs = DEFINED_IN.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(pairs) > 6
+    for name, path in pairs:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b\s*[:=]", code, re.MULTILINE), (name, path)
+
+
 def test_the_tour_has_a_name_at_each_stop() -> None:
     stops = CODE_REFERENCE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert len(stops) >= 30
@@ -150,3 +170,17 @@ def test_bloom_summary_matches_its_plans() -> None:
         assert total is not None and iteration is not None
         assert float(total.group(1)) == pytest.approx(float(gigabytes), abs=0.051)
         assert float(iteration.group(1)) == pytest.approx(float(seconds), abs=0.0051)
+
+
+def test_zero_stages_of_the_table_match_the_planner() -> None:
+    text = (DOCS / "zero.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    python tools/plan.py (--gpu .*?) --zero-stage 1 <", text, re.M | re.DOTALL)
+    rows = re.findall(r"^\| [\d.]+B \| `([^`]+)` ((?:\| [\d.]+ ){4})\| (\w+) \|$", text, re.MULTILINE)
+    assert len(rows) == 7
+    for flags, shown, recommended in rows:
+        words = [*command.replace("\\\n", " ").split(), *flags.split(), "--zero-stage"]
+        plans = [RunPlan(read_request([*words, str(stage)]).planned_run()) for stage in range(4)]
+        planned = [f"{plan.memory_bytes / 1e9:.1f}" for plan in plans]
+        assert shown.strip("| ").split(" | ") == planned, flags
+        fitting = [str(stage) for stage in (1, 2, 3) if plans[stage].fits]
+        assert recommended == next(iter(fitting), "none"), flags

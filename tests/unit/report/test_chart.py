@@ -122,7 +122,7 @@ def test_the_page_without_plotly_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(UserError, match=r"^the report needs plotly: pip install megalite\[report\]$"):
+    with pytest.raises(UserError, match=r"^the report needs plotly: pip install plotly$"):
         page([_run(tmp_path, {})])
 
 

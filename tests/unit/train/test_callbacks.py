@@ -61,14 +61,33 @@ class StopAtLoss(Callback):
             loop.request_stop(Stop(f"the loss is below {self.loss}"))
 
 
-def _run(topology: Topology, callbacks: list[Callback], folder: Path | None = None, **training: int) -> int:
+class OneMinuteIterations(Callback):
+    """Lets each iteration take a minute more."""
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        loop.stop_conditions.signals.start -= 60.0
+
+
+def _run(
+    topology: Topology,
+    callbacks: list[Callback],
+    folder: Path | None = None,
+    *,
+    save_interval: int | None = 1,
+    save_interval_minutes: float | None = None,
+    **training: int,
+) -> int:
     config = Config(
         model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(
             **{"global_batch_size": 2, "micro_batch_size": 1, "train_iters": 2, "eval_iters": 1, **training}
         ),
-        checkpoint=CheckpointConfig(save=str(folder) if folder else None, save_interval=1),
+        checkpoint=CheckpointConfig(
+            save=str(folder) if folder else None,
+            save_interval=save_interval,
+            save_interval_minutes=save_interval_minutes,
+        ),
     )
     stop_conditions = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
     with Writers(config.logging, topology, "") as writers, start_trainer(config, topology) as trainer:
@@ -85,6 +104,18 @@ def test_hooks_are_called_in_order(one_rank: Topology, tmp_path: Path) -> None:
         "test at 2",
         "end at 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("interval", "minutes", "saved"), [(None, 2.5, [3, 6, 8]), (4, 2.5, [3, 4, 7, 8]), (None, 60.0, [8])]
+)
+def test_checkpoints_are_saved_by_time(
+    one_rank: Topology, tmp_path: Path, interval: int | None, minutes: float, saved: list[int]
+) -> None:
+    recorder = Recorder()
+    intervals = {"save_interval": interval, "save_interval_minutes": minutes}
+    _run(one_rank, [recorder, OneMinuteIterations()], tmp_path, **intervals, train_iters=8, eval_iters=0)
+    assert [call for call in recorder.calls if "save" in call] == [f"save at {each}" for each in saved]
 
 
 def test_a_callback_stops_the_run(one_rank: Topology, tmp_path: Path) -> None:

@@ -45,9 +45,10 @@ def _add(
     *,
     is_excluded: bool = False,
     anomaly: Anomaly | None = None,
+    scale_too_high: bool = False,
 ) -> None:
     plan = IterationPlan(iteration, 8 * (iteration - 1), num_samples, 1, 1e-3, 0.0, is_excluded)
-    meter.add(StepResult(plan, loss, grad_norm, skipped, anomaly, {"lm_loss": loss}))
+    meter.add(StepResult(plan, loss, grad_norm, skipped, anomaly, scale_too_high, {"lm_loss": loss}))
 
 
 def _take(meter: IntervalMeter, iteration: int) -> IterationMetrics:
@@ -125,6 +126,16 @@ def test_an_anomaly_is_not_logged_again(meter: IntervalMeter, clock: Clock) -> N
     metrics = _take(meter, 1)
     assert metrics.warnings == ()
     assert (metrics.num_nan, metrics.num_skipped) == (1, 1)
+
+
+def test_an_overflow_that_lowers_the_loss_scale_is_counted_without_a_warning(
+    meter: IntervalMeter, clock: Clock
+) -> None:
+    clock.now += 1.0
+    _add(meter, 1, 2.0, math.inf, True, scale_too_high=True)
+    metrics = _take(meter, 1)
+    assert metrics.warnings == ()
+    assert (metrics.num_nan, metrics.num_skipped) == (0, 1)
 
 
 def test_excluded_iterations_are_in_no_mean(meter: IntervalMeter, clock: Clock) -> None:

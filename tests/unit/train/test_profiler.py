@@ -96,6 +96,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, topology: Topology) -> 
 
 def _traced(folder: Path) -> set[str]:
     (trace,) = folder.iterdir()
+    return _iterations_in(trace)
+
+
+def _iterations_in(trace: Path) -> set[str]:
     names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
     return {name for name in names if name.startswith("iteration ")}
 
@@ -166,7 +170,7 @@ def test_nsys_records_from_the_start_to_the_end(num_done: int) -> None:
     calls: list[tuple[str, int]] = []
     done = num_done
     profile = _NsysProfile(
-        _Window("--profile", 3, 4),
+        _Window("--profile", 3, 4, num_skipped=2, repeat=1),
         2 - num_done,
         lambda: calls.append(("start", done)),
         lambda: calls.append(("stop", done)),
@@ -175,6 +179,50 @@ def test_nsys_records_from_the_start_to_the_end(num_done: int) -> None:
         done += 1
         profile.step()
     assert calls == [("start", 2), ("stop", 4)]
+
+
+def test_nsys_records_again() -> None:
+    calls: list[tuple[str, int]] = []
+    done = 0
+    profile = _NsysProfile(
+        _Window("--profile", 3, 4, num_skipped=2, repeat=2),
+        2,
+        lambda: calls.append(("start", done)),
+        lambda: calls.append(("stop", done)),
+    )
+    for _ in range(12):
+        done += 1
+        profile.step()
+    assert calls == [("start", 2), ("stop", 4), ("start", 6), ("stop", 8)]
+
+
+@pytest.mark.parametrize(
+    ("num_done", "traced"),
+    [(0, ["3 4", "7 8", "11 12"]), (2, ["3 4", "7 8", "11 12"]), (3, ["7 8", "11 12"]), (7, ["11 12"])],
+)
+def test_repeated_traces_skip_as_many_iterations(
+    tmp_path: Path, topology: Topology, num_done: int, traced: list[str]
+) -> None:
+    config = LoggingConfig(
+        tensorboard_dir=str(tmp_path),
+        profile=True,
+        use_pytorch_profiler=True,
+        profile_step_start=2,
+        profile_step_end=4,
+        profile_repeat=3,
+    )
+    _run(config, topology, 16, num_done)
+    expected = [{f"iteration {n}" for n in pair.split()} for pair in traced]
+    assert sorted(map(_iterations_in, (tmp_path / "profile").iterdir()), key=sorted) == sorted(
+        expected, key=sorted
+    )
+
+
+def test_a_trace_of_every_rank_repeats(tmp_path: Path, topology: Topology) -> None:
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), profile_execution=True, profile_repeat=2)
+    _run(config, topology, 20)
+    found = set().union(*map(_iterations_in, (tmp_path / "profile").iterdir()))
+    assert found == {f"iteration {n}" for n in (3, 4, 5, 8, 9, 10)}
 
 
 def test_memory_history_without_a_gpu_is_warned_of_by_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from megalite.config.validate import problems_of
 from megalite.errors import UserError
 from megalite.plan.autotune import autotune as tuning
 from megalite.plan.autotune.autotune import autotune
-from megalite.plan.autotune.trial import Length, trial_config
-from megalite.plan.layout_fields import with_layout
+from megalite.plan.autotune.trial import DONE, Length, Trial, trial_config
+from megalite.plan.layout_fields import layout_flags, with_layout
 from megalite.plan.plan_request import read_request, training_tokens
 
 LENGTH = Length(iterations=10, warmup=3, timeout=900.0)
@@ -55,3 +56,25 @@ def test_trials_that_the_host_cannot_hold_are_not_started(
     with pytest.raises(UserError, match=r"layouts need at least .* GB over all ranks, .* --calibrate"):
         list(autotune([*TINY.split(), "--folder", str(tmp_path / "tuning")], ""))
     assert not (tmp_path / "tuning").exists()
+
+
+def test_the_fastest_layout_becomes_a_file_for_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(
+        tuning,
+        "run_trial",
+        lambda *_: Trial(DONE, "", next(seconds), tokens_per_second=1.0, memory_bytes=1.0),
+    )
+    words = [*TINY.split(), "--train-iters", "20", "--top", "3", "--folder", str(tmp_path)]
+    monkeypatch.setattr(tuning, "_check_machine", lambda request: None)
+    lines = list(autotune(words, ""))
+    file = tmp_path / "best.yaml"
+    assert lines[-2] == f"wrote {file}: the config of the fastest layout, for --config"
+    flags = shlex.split(lines[-1].partition(" megalite train ")[2])
+    config, notices = parse(["--config", str(file)])
+    assert (config, notices) == (parse(flags)[0], [])
+    assert config.training.train_iters == 20
+    fastest = list(json.loads((tmp_path / "results.json").read_text())["trials"])[1]["layout"]
+    assert " ".join(layout_flags(config)) == fastest

@@ -140,6 +140,11 @@ def _warnings(tmp_path: Path, *words: str, time: str = "20:00:00") -> str:
     [
         (("--save-interval", "900000"), "20:00:00", "is shorter than --save-interval 900000, which takes"),
         (
+            ("--save-interval-minutes", "1500"),
+            "20:00:00",
+            "is shorter than --save-interval-minutes 1500, which takes 25.0 hours",
+        ),
+        (
             ("--exit-duration-in-mins", "1199"),
             "20:00:00",
             "--exit-duration-in-mins 1199 is later than the warning",
