@@ -79,7 +79,7 @@ def batch_size_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tu
     """
     steps = []
     for entry in " ".join(schedule or ()).replace(",", " ").upper().split():
-        match = re.fullmatch(r"(\d+|\d*\.\d+)([KMBT]?):(\d+)", entry)
+        match = re.fullmatch(r"(\d{1,18}|\d{0,18}\.\d{1,18})([KMBT]?):(\d{1,18})", entry)
         if match is None:
             return []
         tokens, suffix, size = match.groups()

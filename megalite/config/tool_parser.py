@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from megalite.commands import with_command_names
 from megalite.config.command_line import known_flags
-from megalite.config.fields import nearest, normalised
-from megalite.errors import ConfigError
+from megalite.config.fields import MAX_INT, nearest, normalised
+from megalite.errors import ConfigError, shortened
 from megalite.files import url_problem
 
 
@@ -27,6 +27,7 @@ class ToolParser(argparse.ArgumentParser):
         self._rest = frozenset(rest)
         self._problems: list[str] = []
         super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
+        self.register("type", int, _int)
 
     @property
     def flags(self) -> frozenset[str]:
@@ -127,9 +128,17 @@ class ToolParser(argparse.ArgumentParser):
         raise ConfigError([*self._problems, f"{message} (see --help)"])
 
 
+def _int(text: str) -> int:
+    """Return a whole number that PyTorch has, as the `type` of an argument."""
+    value = int(text)
+    if abs(value) > MAX_INT:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is above 2**63 - 1")
+    return value
+
+
 def positive_int(text: str) -> int:
     """Return a whole number above 0, as the `type` of an argument."""
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or _int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
@@ -138,7 +147,7 @@ def whole_number(text: str) -> int:
     """Return a whole number, 0 included, as the `type` of an argument."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+    return _int(text)
 
 
 def local_path(text: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,12 +101,10 @@ class TrainingConfig:
 
 
 def iteration_range(text: str) -> range | None:
-    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None if the text is none."""
-    first, colon, last = text.replace("-", ":").partition(":")
-    last = last if colon else first
-    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
-        return None
-    return range(int(first), int(last) + 1)
+    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None if the text is neither."""
+    match = re.fullmatch(r"(\d{1,18})(?:[:-](\d{1,18}))?", text)
+    first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
+    return range(first, last + 1) if 1 <= first <= last else None
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,17 @@ def parser() -> ToolParser:
         (["--iteratoin=3"], "unknown flag --iteratoin; nearest is --iteration (see --help)"),
         (["--iteration", "3", "--chats", "5"], "unknown flag --chats; nearest is --chars (see --help)"),
         (
+            ["--iteration", "9" * 400],
+            f"argument --iteration: '{'9' * 40}... (400 characters)' is above 2**63 - 1 (see --help)",
+        ),
+        (
             ["--helpp", "--char", "5"],
             "unknown flag --helpp; nearest is --help (see --help)\n"
             "unknown flag --char; nearest is --chars (see --help)",
         ),
     ],
 )
-def test_a_misspelt_flag_is_named_rather_than_one_that_is_missing(
+def test_a_wrong_flag_is_named_rather_than_one_that_is_missing(
     parser: ToolParser, words: list[str], said: str
 ) -> None:
     for parse in (parser.parse_args, parser.parse_known_args):

@@ -224,6 +224,9 @@ RULES = [
         "--step-batch-size-schedule with 4 makes 1 microbatches of --micro-batch-size 4",
     ),
     ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is not a range: pass FIRST:LAST"),
+    (f"--iterations-to-skip {'9' * 5000}", None, "is not a range: pass FIRST:LAST"),
+    (f"--step-batch-size-schedule 0:{'9' * 5000}", None, "is not a schedule: pass TOKENS:SIZE"),
+    (f"--step-batch-size-schedule 0:1 {'9' * 400}:2", None, "is not a schedule: pass TOKENS:SIZE"),
     ("--iterations-to-skip 0:2", None, "--iterations-to-skip 0:2 is not a range"),
     ("--start-weight-decay 0.1", None, "--start-weight-decay 0.1 with --weight-decay-incr-style constant"),
     (
