@@ -154,7 +154,7 @@ UNSUPPORTED = (
         "images, audio or retrieval",
         "remove it: megalite trains on text alone",
         """
-        num-classes num-channels patch-dim classes-fraction data-per-class-fraction no-data-sharding mask-type
+        num-classes num-channels patch-dim classes-fraction data-per-class-fraction mask-type
         mask-factor iter-per-epoch bert-load titles-data-path query-in-block-prob use-one-sent-docs
         evidence-data-path block-data-path embedding-path indexer-batch-size indexer-log-interval
         report-topk-accuracies output-bert-embeddings bert-embedder-type mrope-section freeze-LM freeze-ViT

@@ -138,11 +138,12 @@ ACCEPTED = (
         zero-allgather-bucket-size=1
         """,
     ),
+    AcceptedFlags("parallel", "every schedule computes the same update", "enable-zbh1-exact-semantics"),
     AcceptedFlags(
         "parallel",
         "the zero-bubble schedules (--pipeline-schedule) delay weight gradients",
         """
-        defer-embedding-wgrad-compute delay-wgrad-compute wgrad-deferral-limit=1 enable-zbh1-exact-semantics
+        defer-embedding-wgrad-compute delay-wgrad-compute wgrad-deferral-limit=1
         """,
     ),
     AcceptedFlags(
@@ -161,6 +162,9 @@ ACCEPTED = (
         """,
     ),
     AcceptedFlags("data", "--fim-rate above 0 turns it on", "fim-data"),
+    AcceptedFlags(
+        "data", "only --dataloader-type cyclic, which is not supported, has it", "no-data-sharding"
+    ),
     AcceptedFlags("data", _NO_WORKERS, "num-workers=1 valid-num-workers=1 num-dataset-builder-threads=1"),
     AcceptedFlags(
         "data",

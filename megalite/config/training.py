@@ -101,7 +101,7 @@ class TrainingConfig:
 
 
 def iteration_range(text: str) -> range | None:
-    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None if the text is neither."""
+    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None for any other text."""
     match = re.fullmatch(r"(\d{1,18})(?:[:-](\d{1,18}))?", text)
     first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
     return range(first, last + 1) if 1 <= first <= last else None
