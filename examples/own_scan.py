@@ -21,20 +21,18 @@ class ScanLayer(nn.Module):
 
     def __init__(self, config: megalite.ModelConfig, context: megalite.LayerContext) -> None:
         super().__init__()
-        h, d, self.tp = config.hidden_size, config.ffn_size, context.tp
-        columns, rows = Shard("tp", 0), Shard("tp", 1)
+        h, d, self.tp, cut = config.hidden_size, config.ffn_size, context.tp, Shard("tp", 0)
         self.norm = nn.LayerNorm(h)
         self.up = megalite.ColumnParallelLinear(h, (2, d), context, bias=False)
         self.down = megalite.RowParallelLinear(d, h, context, bias=False)
-        self.select = new_parameter(ParameterSpec((RANK + 2 * STATES, d), rows, std=0.1), context)
-        self.step = new_parameter(ParameterSpec((d, RANK), columns, std=0.5), context)
-        self.step_bias = new_parameter(ParameterSpec((d,), columns, mean=-2.0, decay=False), context)
-        self.log_decay = new_parameter(ParameterSpec((d, STATES), columns, std=0.5, decay=False), context)
+        self.select = new_parameter(ParameterSpec((RANK + 2 * STATES, d), Shard("tp", 1), std=0.1), context)
+        self.step = new_parameter(ParameterSpec((d, RANK), cut, std=0.5), context)
+        self.step_bias = new_parameter(ParameterSpec((d,), cut, mean=-2.0, decay=False), context)
+        self.log_decay = new_parameter(ParameterSpec((d, STATES), cut, std=0.5, decay=False), context)
 
     def forward(self, x: Tensor, microbatch: megalite.Microbatch) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``; n = STATES."""
-        gate, u = self.up(self.norm(x)).chunk(2, dim=-1)  # [s, b, d/tp]
-        u = F.silu(u)
+        gate, u = (F.silu(y) for y in self.up(self.norm(x)).chunk(2, dim=-1))  # [s, b, d/tp]
         # A sum over all channels, so partial on each rank; then full, and used by the rank's own channels.
         full = megalite.reduce_from_tensor_parallel(F.linear(u, self.select), self.tp)
         full = megalite.copy_to_tensor_parallel(full, self.tp)
@@ -42,12 +40,11 @@ class ScanLayer(nn.Module):
         step = F.softplus(F.linear(step, self.step, self.step_bias))  # [s, b, d/tp]
         kept = torch.exp(-step[..., None] * torch.exp(self.log_decay))  # [s, b, d/tp, n]
         added = (step * u)[..., None] * write[:, :, None]
-        state, states = torch.zeros_like(added[0]), []
+        state, outputs = torch.zeros_like(added[0]), []
         for i in range(len(u)):  # over the sequence: a kernel does it in one launch
             state = kept[i] * state + added[i]
-            states.append(state)
-        y = (torch.stack(states) * read[:, :, None]).sum(-1)
-        return x + self.down(F.silu(gate) * y)
+            outputs.append((state * read[i, :, None]).sum(-1))
+        return x + self.down(gate * torch.stack(outputs))
 
 
 class ScanModel(megalite.SequentialStage):
