@@ -141,8 +141,13 @@ class BertDataset:
         }
 
         def build() -> Arrays:
-            with reported_progress(name, "documents", max(0, len(bounds) - 1)) as progress:
-                rows = _index_builder.build_sentence_samples(bounds, lengths, **arguments, progress=progress)
+            try:
+                with reported_progress(name, "documents", max(0, len(bounds) - 1)) as progress:
+                    rows = _index_builder.build_sentence_samples(
+                        bounds, lengths, **arguments, progress=progress
+                    )
+            finally:  # an order of lengths that changed meanwhile must not be kept, and may end early
+                self.indexed.check_files()
             return {"sample_index": rows}
 
         if cache is None:

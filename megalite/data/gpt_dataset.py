@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -115,11 +116,15 @@ def cached_gpt_index(
     num_samples: int | None,
     seq_length: int,
     seed: int,
+    check_lengths: Callable[[], None] = lambda: None,
 ) -> GPTIndex:
     """Return what `build_gpt_index` does, mapped from a cache if another process or run has built it before.
 
     The digest is of the split's lengths and of all that the arrays depend on; the requested samples count by
     the epochs that they need, so that a run made a little longer finds its index.
+
+    Args:
+        check_lengths: raises if the lengths have changed; called before a new index is kept.
     """
     plan = plan_epochs(count_tokens(sequence_lengths, sequences), num_samples, seq_length)
     values = {
@@ -138,6 +143,7 @@ def cached_gpt_index(
 
     def build() -> dict[str, npt.NDArray[Any]]:
         index = _build(sequence_lengths, sequences, plan, seq_length, seed, name)
+        check_lengths()
         return {array: getattr(index, array) for array in names}
 
     cached = cache.get(key, names, build)
@@ -320,11 +326,16 @@ class GPTDataset:
                 "share in --split, or a smaller --seq-length"
             )
         arguments = (lengths, sequences, num_samples, seq_length, seed)
-        if cache is None:
-            name = f"the order of the {split_name} split of {indexed.prefix}"
-            self.index = build_gpt_index(*arguments, name)
-        else:
-            self.index = cached_gpt_index(cache, indexed.prefix, split_name, *arguments)
+        try:
+            if cache is None:
+                name = f"the order of the {split_name} split of {indexed.prefix}"
+                self.index = build_gpt_index(*arguments, name)
+            else:
+                check = indexed.check_files
+                self.index = cached_gpt_index(cache, indexed.prefix, split_name, *arguments, check)
+        except IndexError:  # the lengths were checked on opening
+            indexed.check_files()
+            raise
         self._files = FilesInUse((*indexed.files, *self.index.files))
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data import storage
+from megalite.data import _index_builder, storage
 from megalite.data.bert_dataset import BertDataset, BertOptions
 from megalite.data.bert_masking import WordPieces
 from megalite.data.blend import BlendedDataset
@@ -90,6 +90,33 @@ def test_offsets_that_lead_out_of_the_corpus_are_the_files_fault(old_dataset: st
         file.write(b"\0\0\0\0\0\0\0\x40" * 3000)
     with pytest.raises(UserError, match=rf"{old_dataset}\.idx was written to .* while it was in use"):
         dataset.gather(np.arange(100))
+
+
+@pytest.mark.parametrize("value", [b"\xff\xff\xff\xff", b"\x09\0\0\0"], ids=["out of range", "another order"])
+@pytest.mark.parametrize("kind", ["GPT", "BERT"])
+def test_an_order_of_lengths_that_changed_meanwhile_is_not_kept(
+    old_dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, value: bytes
+) -> None:
+    """The next run would find it under the digest of the lengths before."""
+    name = {"GPT": "build_sample_index", "BERT": "build_sentence_samples"}[kind]
+    build = getattr(_index_builder, name)
+
+    def build_of_others(*arguments: Any, **options: Any) -> Any:
+        with open(f"{old_dataset}.idx", "r+b") as file:
+            file.seek(34)
+            file.write(value * 3000)
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(_index_builder, name, build_of_others)
+    indexed, cache = IndexedDataset(old_dataset), IndexCache(tmp_path / "cache")
+    bert = BertOptions(64, 3, WordPieces.mock(30000), 0.15, 0.1, has_two_segments=False)
+    order = {
+        "GPT": lambda: GPTDataset(indexed, range(3000), 100, 64, 3, cache=cache),
+        "BERT": lambda: BertDataset(indexed, range(3000), 100, bert, cache=cache),
+    }[kind]
+    with pytest.raises(UserError, match=rf"{old_dataset}\.idx was written to or touched while it was in use"):
+        order()
+    assert not list((tmp_path / "cache").glob("*-description.txt"))
 
 
 def test_other_rights_names_and_owners_are_no_change(old_dataset: str, tmp_path: Path) -> None:
