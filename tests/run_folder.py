@@ -36,6 +36,7 @@ def iteration(number: int, start: float, at: float, **changes: Any) -> dict[str,
         num_iterations=1,
         num_skipped=0,
         num_nan=0,
+        device="cuda",
     )
     return dataclasses.asdict(metrics) | {"start_time": start, "wall_time": at} | changes
 
