@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -56,19 +54,18 @@ NO_COMMAND = (
 )
 _THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
 """Options that need the least memory: enough to see whether any layout fits."""
-_SECONDS_BETWEEN_SHOWS = 0.2
 _MAX_GROWTH = 1024
 """Largest cluster to try if no layout fits, as a multiple of the requested one."""
 
 
-def answer(arguments: Sequence[str]) -> Iterable[str]:
+def answer(arguments: Sequence[str], watch: Watch = watch_nothing) -> Iterable[str]:
     """Return the lines of a plan or of a search.
 
     Raises:
         UserError: the command line is invalid, or no layout fits the cluster.
     """
     request = read_request(arguments)
-    return _one(request) if request.top is None else _all(request, request.top)
+    return _one(request) if request.top is None else _all(request, request.top, watch)
 
 
 def _one(request: Request) -> Iterable[str]:
@@ -80,15 +77,14 @@ def _one(request: Request) -> Iterable[str]:
     return [json.dumps(_object(request, plan))]
 
 
-def _all(request: Request, top: int) -> Iterable[str]:
-    with _ProgressLine() as show:
-        found = search(request, watch=show)
-        if not found.fitting and may_offload(request):
-            offloaded = search_with_offload(request, show)
-            found = offloaded if offloaded.fitting else found
-        if not found.fitting:
-            raise UserError(nothing_fits(request, found, show))
-        best = fastest(found.fitting, top, show)
+def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
+    found = search(request, watch=watch)
+    if not found.fitting and may_offload(request):
+        offloaded = search_with_offload(request, watch)
+        found = offloaded if offloaded.fitting else found
+    if not found.fitting:
+        raise UserError(nothing_fits(request, found, watch))
+    best = fastest(found.fitting, top, watch)
     if not request.is_json:
         return search_lines(request, best, found)
     return [
@@ -101,27 +97,6 @@ def _all(request: Request, top: int) -> Iterable[str]:
             }
         )
     ]
-
-
-class _ProgressLine:
-    """Shows a line on stderr that changes, if that is a terminal; otherwise nothing."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._shown_at = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if self._is_terminal and time.monotonic() - self._shown_at > _SECONDS_BETWEEN_SHOWS:
-            print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
-            self._shown_at = time.monotonic()
-
-    def __enter__(self) -> _ProgressLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Clear the line."""
-        if self._is_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _object(request: Request, plan: RunPlan) -> dict[str, Any]:

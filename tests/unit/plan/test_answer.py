@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.cli.plan import main
 from megalite.config.command_line import parse
 from megalite.config.stage_layers import num_stages
 from megalite.errors import UserError
@@ -382,12 +383,13 @@ class _Screen(io.StringIO):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_search_shows_on_a_terminal_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
 ) -> None:
     screen = _Screen(is_terminal)
     monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr("megalite.plan.plan_report._SECONDS_BETWEEN_SHOWS", -1.0)
-    assert plan(f"{SMALL} --search --top 1 --tp 2 --pp 2")["layouts"]
+    monkeypatch.setattr("megalite.cli.plan._SECONDS_BETWEEN_SHOWS", -1.0)
+    main(f"--json {SMALL} --search --top 1 --tp 2 --pp 2".split())
+    assert json.loads(capsys.readouterr().out)["layouts"]
     printed = screen.getvalue()
     assert ("layouts of 16 GPUs planned" in printed and "schedules simulated" in printed) == is_terminal
     assert printed.endswith("\r\033[K") == is_terminal and bool(printed) == is_terminal
