@@ -89,7 +89,7 @@ _NOT_DRAWN = {
     *("num_nan", "skipped", "start_time", "wall_time"),
 }
 """Counters, and metrics that a chart shows under another name."""
-_ON_CPU = {"memory_allocated_mb": "resident", "memory_reserved_mb": "most resident so far"}
+_ON_CPU = {"memory_allocated_mb": "resident", "memory_reserved_mb": "peak resident"}
 """Legend of metrics that measure something else on a CPU than on a GPU: see `ProcessMemory`."""
 
 

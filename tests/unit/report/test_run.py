@@ -55,7 +55,7 @@ def test_the_summary_of_a_run_that_only_saves(tmp_path: Path) -> None:
     assert "<td>220,544</td>" in text
     assert "<td>pp 1 x dp 1 x tp 1</td>" in text
     assert f"<td>1 rank on CPU ({escape(device_name(torch.device('cpu')))})</td>" in text
-    assert "most resident so far" in text and ">memory of a rank<" in text
+    assert "peak resident" in text and ">memory of a rank<" in text
     assert "GPU" not in re.sub(r"<script.*?</script>|<details>.*?</details>", "", text, flags=re.DOTALL)
     assert "GPU" not in "".join(
         chart.title for chart in charts_of([open_run(tmp_path / "mine")], "iteration")[0]
