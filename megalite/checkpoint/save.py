@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.checkpoint.compatibility import compatibility_record
 from megalite.checkpoint.folder import LATEST, name_of, prune, put_in_place, remove_leftovers
 from megalite.checkpoint.lease import FolderLease
-from megalite.checkpoint.manifest import FileRecord, TensorRecord, seal
+from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveError
@@ -222,7 +222,7 @@ class Save:
         contents = self.contents
         # Both times in seconds since 1970: the dates of files change when a folder is copied.
         written = {"start_time": start_time, "end_time": time.time()}
-        seal(partial, {**contents.description, "written": written}, contents.config_text, files)
+        seal(partial, {**contents.description, WRITTEN: written}, contents.config_text, files)
         sync_folder(partial)
         self._check_lease()
         put_in_place(partial, self.final)

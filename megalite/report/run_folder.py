@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.folder import iterations_in
-from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, read_manifest
+from megalite.checkpoint.manifest import (
+    CONFIG,
+    RUN,
+    DamagedCheckpoint,
+    Manifest,
+    read_manifest,
+    times_written,
+)
 from megalite.errors import UserError
 from megalite.files import parse_json, read_regular
 from megalite.report.run_history import History, read_history
@@ -156,10 +163,7 @@ def _checkpoints(files: list[Path]) -> Iterator[Checkpoint]:
 def _times(file: Path) -> dict[str, float]:
     """Return when a checkpoint was written, by its run.json; empty for one that does not say."""
     with suppress(OSError, ValueError):
-        description = parse_json(read_regular(file, _MAX_CONFIG_BYTES))
-        written = description.get("written") if isinstance(description, dict) else None
-        if isinstance(written, dict):
-            return {name: float(time) for name, time in written.items() if isinstance(time, int | float)}
+        return times_written(parse_json(read_regular(file, _MAX_CONFIG_BYTES)))
     return {}
 
 
