@@ -65,3 +65,14 @@ def with_command_names(text: str) -> str:
 
 def _started_by_script() -> bool:
     return Path(sys.argv[0]).name in {Path(command.script).name for command in COMMANDS.values()}
+
+
+def command_lines(command: str, width: int = 80) -> list[str]:
+    """Break a command between its flags into lines of at most `width` columns, which a shell joins."""
+    lines: list[str] = []
+    for unit in re.split(r" (?=--)", command):
+        if not lines or len(lines[-1]) + len(unit) + 3 > width:  # a space before it, and " \\" after it
+            lines.append(f"    {unit}" if lines else unit)
+        else:
+            lines[-1] += f" {unit}"
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

@@ -34,3 +34,5 @@ OMP_NUM_THREADS=1 .venv/bin/python tools/generate.py --load "$run/checkpoints" -
 
 say "Done. Losses: $run/metrics.jsonl. Curves: .venv/bin/tensorboard --logdir $run/tensorboard
    Report: .venv/bin/python tools/report.py $run. Next, your own text: docs/quickstart.md"
+# TensorBoard sorts its cards by name; this address pins those of the loss above them (docs/observe.md).
+echo "   The loss first: http://localhost:6006/?pinnedCards=%5B%7B%22plugin%22%3A%22scalars%22%2C%22tag%22%3A%22lm%20loss%22%7D%2C%7B%22plugin%22%3A%22scalars%22%2C%22tag%22%3A%22lm%20loss%20validation%22%7D%5D"

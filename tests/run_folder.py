@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ def iteration(number: int, start: float, at: float, **changes: Any) -> dict[str,
         num_iterations=1,
         num_skipped=0,
         num_nan=0,
+        device="cuda",
     )
     return dataclasses.asdict(metrics) | {"start_time": start, "wall_time": at} | changes
 
@@ -67,8 +67,8 @@ def write_restarted_run(folder: Path) -> Path:
             checkpoint = folder / "checkpoints" / "iter_0000100"
             checkpoint.mkdir(parents=True)
             (checkpoint / "config.yaml").write_text("model:\n  num_layers: 4 # <b>\n")
-            (checkpoint / "run.json").write_text("{}")
-            os.utime(checkpoint / "run.json", (now + 3.0, now + 3.0))
+            written = {"start_time": now + 0.5, "end_time": now + 3.5}
+            (checkpoint / "run.json").write_text(json.dumps({"written": written}))
             now += 4.0
     start = now = now + 60.0
     for number in range(101, 201):

@@ -1,5 +1,7 @@
 """Check that every link of the built site leads to a file of it, and to an anchor that exists.
 
+No page may load anything from another host: the pages are also read from disk, without a network.
+
 python -m docs.make.check_site build/site
 """
 
@@ -13,18 +15,21 @@ from urllib.parse import unquote, urlsplit
 
 
 class Links(HTMLParser):
-    """Collect the links and anchors of a page."""
+    """Collect the links and anchors of a page, and the URLs that it loads while it opens."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.targets: set[str] = set()
         self.anchors: set[str] = {""}
+        self.loaded: set[str] = set()
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
             if name in ("href", "src") and value is not None:
                 self.targets.add(value)
+                if tag != "a":
+                    self.loaded.add(value)
             elif name in ("id", "name") and value is not None:
                 self.anchors.add(value)
 
@@ -38,6 +43,8 @@ def broken_links(site: Path) -> Iterator[str]:
         for target in sorted(links.targets):
             url = urlsplit(target)
             if url.scheme or url.netloc:
+                if target in links.loaded and url.scheme != "data":
+                    yield f"{page.relative_to(site.resolve())}: loads {target}"
                 continue
             linked = (page.parent / unquote(url.path)).resolve() if url.path else page
             anchors = pages[linked].anchors if linked in pages else {""}

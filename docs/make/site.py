@@ -20,7 +20,8 @@ PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/RESULTS
 """Other pages that are not in docs/."""
 _CODE = re.compile(r"`[^`\n]+`")
 _TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
-_LINK = re.compile(r"(\]\()([^)#\s]+)([^)\s]*\))")
+_LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?P<target>[^)#\s]+)(?P<rest>(?:#(?P<anchor>[^)\s]*))?\))")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def on_config(config: Any) -> None:
@@ -149,16 +150,33 @@ def site_path(path: str) -> str:
 
 
 def with_site_links(markdown: str, source: Path) -> str:
-    """Return a page with its links to files of the repository as links of the site."""
+    """Return a page with its links to files of the repository as links of the site.
+
+    A link whose text is the name of a page, which GitHub's readers know, gets that page's title or section.
+    """
     here = PurePosixPath(site_path(source.relative_to(ROOT).as_posix())).parent
 
     def link(found: re.Match[str]) -> str:
-        target = _repository_path(found[2], source)
+        target = _repository_path(found["target"], source)
         if target is None:
             return found[0]
-        return f"{found[1]}{os.path.relpath(site_path(target), here)}{found[3]}"
+        text = found["text"]
+        if target.endswith(".md") and PurePosixPath(text).name == PurePosixPath(target).name:
+            text = _heading(ROOT / target, found["anchor"]) or text
+        return f"[{text}]({os.path.relpath(site_path(target), here)}{found['rest']}"
 
     return _LINK.sub(link, markdown)
+
+
+def _heading(page: Path, anchor: str | None) -> str | None:
+    """Return the title of a page, or the heading of the section with this anchor; None without one."""
+    headings: list[str] = _HEADING.findall(page.read_text(encoding="utf-8"))
+    return next((each for each in headings if anchor in (None, "", _anchor(each))), None)
+
+
+def _anchor(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and Python-Markdown name it."""
+    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
 def _without_escapes(row: re.Match[str]) -> str:
@@ -176,7 +194,7 @@ def _repository_path(target: str, page: Path) -> str | None:
 
 def _targets(page: Path) -> Iterator[str]:
     for found in _LINK.finditer(page.read_text(encoding="utf-8")):
-        if (target := _repository_path(found[2], page)) is not None:
+        if (target := _repository_path(found["target"], page)) is not None:
             yield target
 
 

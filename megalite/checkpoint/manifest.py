@@ -32,6 +32,8 @@ from megalite.files import new_file, open_regular, parse_json, read_regular
 FORMAT = 3
 RUN, CONFIG, INDEX, SUMS = "run.json", "config.yaml", "index.json", "SHA256SUMS"
 TEXTS = (RUN, CONFIG, INDEX)
+WRITTEN = "written"
+"""Part of run.json with the times at which the checkpoint was begun and complete."""
 """The text files that have a digest."""
 
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -128,6 +130,14 @@ class Manifest:
     def files(self) -> tuple[str, ...]:
         """Return the names of the tensor files, sorted."""
         return tuple(sorted(self.digests.keys() - set(TEXTS)))
+
+
+def times_written(description: Any) -> dict[str, float]:
+    """Return the times in the part `WRITTEN` of a run.json that may be anything; empty without them."""
+    written = description.get(WRITTEN) if isinstance(description, dict) else None
+    if not isinstance(written, dict):
+        return {}
+    return {name: float(time) for name, time in written.items() if isinstance(time, int | float)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ import heapq
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from megalite.checkpoint.compatibility import compatibility_record
 from megalite.checkpoint.folder import LATEST, name_of, prune, put_in_place, remove_leftovers
 from megalite.checkpoint.lease import FolderLease
-from megalite.checkpoint.manifest import FileRecord, TensorRecord, seal
+from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveError
@@ -170,11 +171,12 @@ class Save:
         Raises:
             SaveError: some rank could not; raised on every rank, and nothing half-written is left.
         """
+        start_time = time.time()
         partial: Path | None = None
         try:
             partial = self.folder / agreement.from_first("begin", self._begin)
             answers = agreement.to_first("files", lambda: self._write(partial))
-            agreement.from_first("end", lambda: self._commit(partial, answers))
+            agreement.from_first("end", lambda: self._commit(partial, answers, start_time))
         except SaveError as error:
             if agreement.is_first and partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -215,10 +217,12 @@ class Save:
             records = pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files)
             return json.dumps([_as_json(record) for record in records])
 
-    def _commit(self, partial: Path, answers: Sequence[SaveAnswer]) -> str:
+    def _commit(self, partial: Path, answers: Sequence[SaveAnswer], start_time: float) -> str:
         files = [file for answer in answers for file in _files_of(answer)]
         contents = self.contents
-        seal(partial, contents.description, contents.config_text, files)
+        # Both times in seconds since 1970: the dates of files change when a folder is copied.
+        written = {"start_time": start_time, "end_time": time.time()}
+        seal(partial, {**contents.description, WRITTEN: written}, contents.config_text, files)
         sync_folder(partial)
         self._check_lease()
         put_in_place(partial, self.final)

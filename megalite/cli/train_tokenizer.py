@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> None:
     add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
     output = "the tokenizer.json or .model to write"
     add("--output", type=local_path, required=True, metavar="FILE", help=output)
-    add("--type", choices=tuple(TRAINERS), default="bpe", help="type of the tokenizer (%(default)s)")
+    types = f"type of the tokenizer: {', '.join(TRAINERS)} (%(default)s)"
+    add("--type", choices=tuple(TRAINERS), default="bpe", metavar="TYPE", help=types)
     add(
         "--vocab-size",
         type=int,

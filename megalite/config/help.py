@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,7 +13,6 @@ from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
 from megalite.config.token_counts import TOKEN_FLAGS
 
-_WIDTH = 110
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
@@ -29,7 +29,7 @@ _EVERYDAY = {
 _EXAMPLES: Mapping[Architecture, tuple[str, str]] = {
     "gpt": (
         "124M parameters",
-        "--preset gpt2-124m --data-path my_text_document --tokenizer-model tokenizer.json",
+        "--preset gpt2-124m --data-path my_text_document \\\n    --tokenizer-model tokenizer.json",
     ),
     "bert": ("110M parameters", "--preset bert-base --data-path my_text_sentence --vocab-file vocab.txt"),
 }
@@ -54,20 +54,25 @@ def _short_lines(program: str, architecture: Architecture) -> Iterator[str]:
     module = "-m " if program.startswith("megalite ") else ""
     yield f"  torchrun --nproc-per-node 4 {module}{program} --tp 2 --bf16 \\"
     yield f"    {flags} \\"
-    yield "    --train-iters 10000 --micro-batch-size 4 --global-batch-size 64 --lr 6e-4 --save checkpoints"
+    yield "    --train-iters 10000 --micro-batch-size 4 --global-batch-size 64 \\"
+    yield "    --lr 6e-4 --save checkpoints"
     for title, names in _EVERYDAY.items():
         yield from ("", f"{title}:")
         for name in names.split():
             field = fields_by_flag()[flag_of(name)]
             yield from _entry(_names(field), f"{field_docs(field.group)[name]} {_default(field)}")
     yield ""
-    yield "--help-all lists all flags, --dry-run shows what a run would hold and send without training."
+    yield from _wrapped(
+        "--help-all lists all flags, --dry-run shows what a run would hold and send without training.", 0
+    )
 
 
 def _usage(program: str) -> Iterator[str]:
     yield f"usage: {program} [--preset NAME] [--config FILE.yaml] [flags]"
     yield ""
-    yield "Flags override the YAML file, which overrides the preset. Names may be written with - or _."
+    yield from _wrapped(
+        "Flags override the YAML file, which overrides the preset. Names may be written with - or _.", 0
+    )
     yield ""
     yield from _entry(["--preset NAME"], f"A published or tiny model: {', '.join(PRESETS)}.")
     yield ""
@@ -111,7 +116,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
     margin = " " * indent
     return textwrap.wrap(
         text,
-        _WIDTH,
+        min(110, shutil.get_terminal_size().columns),
         initial_indent=margin,
         subsequent_indent=margin,
         break_long_words=False,

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Collection, Iterable
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.commands import with_command_names
+from megalite.commands import command_lines, with_command_names
 from megalite.config.command_line import known_flags
 from megalite.config.fields import MAX_INT, nearest, normalised
 from megalite.errors import ConfigError, shortened
 from megalite.files import url_problem
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fits texts to the terminal: commands are broken between flags, other text between words."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = [part.splitlines() for part in re.split(r"\n\s*\n", text.strip())]
+        return "\n\n".join("\n".join(_filled(lines, width)) for lines in paragraphs)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _filled(lines: Sequence[str], width: int) -> list[str]:
+    if not lines[0].startswith(("megalite ", "python ", "torchrun ")):
+        return textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)
+    return [part for line in lines for part in command_lines(line, width)]
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -23,10 +42,9 @@ class ToolParser(argparse.ArgumentParser):
     """
 
     def __init__(self, rest: Collection[str] = (), **settings: Any) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
         self._rest = frozenset(rest)
         self._problems: list[str] = []
-        super().__init__(formatter_class=formatter, allow_abbrev=False, **settings)
+        super().__init__(formatter_class=_HelpFormatter, allow_abbrev=False, **settings)
         self.register("type", int, _int)
 
     @property

@@ -75,7 +75,8 @@ class ModelFlags:
             help="gloo runs on the CPU (default auto: the GPU if there is one)",
         )
         files = parser.add_argument_group("the tokenizer, if it is not at the path that the run names")
-        files.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES)
+        types = f"one of {', '.join(TOKENIZER_TYPES)}"
+        files.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=types)
         for name in _TOKENIZER[1:]:
             files.add_argument("--" + name.replace("_", "-"))
 

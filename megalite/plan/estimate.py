@@ -56,7 +56,7 @@ class RunPlan:
         """Return the memory of each pipeline rank."""
         return rank_memories(self.run)
 
-    @property
+    @cached_property
     def memory_bytes(self) -> float:
         """Return the memory of the largest rank."""
         return max(memory.total for memory in self.memories)

@@ -8,6 +8,8 @@ from typing import Any
 from megalite.config import Config
 from megalite.config.flags import flag_tokens
 from megalite.config.stage_layers import SPLITS, even_partition, num_stages
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.plan.planned_run import PlannedRun
 
 LAYOUT_FIELDS = {
     "tensor_model_parallel_size": "parallel",
@@ -65,6 +67,24 @@ def with_even_stages(config: Config) -> Config:
         counts = [(layers + 1) // stages] * stages
         counts[-1] -= 1
     return with_layout(config, pipeline_layers=tuple(counts)) if min(counts) > 0 else config
+
+
+def layout_name(run: PlannedRun) -> str:
+    """Return the layout as --verify-layouts names it, such as ``tp2pp4zbdp8mbs1+zero1``."""
+    parallel, recompute = run.config.parallel, run.config.recompute
+    suffix = SCHEDULES[parallel.schedule].layout_suffix
+    if parallel.schedule == "interleaved":
+        suffix = f"v{run.stages.num_chunks}"
+    shard = f"shard{run.num_shards}" if run.zero_stage and run.num_shards < run.num_sharing else ""
+    sizes = (f"tp{run.tp}", f"pp{run.pp}{suffix if run.pp > 1 else ''}", f"dp{run.dp}{shard}")
+    switches = {
+        "sp": parallel.sequence_parallel,
+        f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
+        str(recompute.recompute_granularity): recompute.recompute_granularity is not None,
+        "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,
+    }
+    named = "".join(f"+{switch}" for switch, is_on in switches.items() if is_on)
+    return f"{''.join(sizes)}mbs{run.config.training.micro_batch_size}{named}"
 
 
 def layout_flags(config: Config) -> list[str]:

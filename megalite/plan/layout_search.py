@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from math import gcd
@@ -51,24 +51,32 @@ class SearchResult:
     smallest: RunPlan | None = None
 
 
-def search_with_offload(request: Request) -> SearchResult:
+Watch = Callable[[str], None]
+"""Shows a text that says how far a search is; it is called after each layout."""
+
+
+def watch_nothing(text: str) -> None:
+    """Show nothing."""
+
+
+def search_with_offload(request: Request, watch: Watch = watch_nothing) -> SearchResult:
     """Plan every layout with the optimizer state in host memory, as far as a usual node has that memory."""
     config = with_layout(request.config, optimizer_cpu_offload=True)
-    found = search(replace(request, config=config))
+    found = search(replace(request, config=config), watch=watch)
     found.fitting = [plan for plan in found.fitting if _fits_host(plan)]
     return found
 
 
-def search(request: Request, cluster: Cluster | None = None) -> SearchResult:
+def search(request: Request, cluster: Cluster | None = None, watch: Watch = watch_nothing) -> SearchResult:
     """Plan every layout; `fitting` is not sorted.
 
     If none fits, plan those that offload all activations to the host.
     """
     cluster = cluster or request.cluster
-    found = _search(request, cluster, offloads=False)
+    found = _search(request, cluster, watch, offloads=False)
     if found.fitting or "cpu_offload_activations" in request.fixed_fields:
         return found
-    offloaded = _search(request, cluster, offloads=True)
+    offloaded = _search(request, cluster, watch, offloads=True)
     offloaded.fitting = [plan for plan in offloaded.fitting if _fits_host(plan)]
     return offloaded if offloaded.fitting else found
 
@@ -78,10 +86,11 @@ def _fits_host(plan: RunPlan) -> bool:
     return node_host_bytes(plan.run) <= NODE_MEMORY_GB * 1e9
 
 
-def _search(request: Request, cluster: Cluster, *, offloads: bool) -> SearchResult:
+def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool) -> SearchResult:
     """Plan every layout, each with all activations in host memory if `offloads`."""
     found, reasons = SearchResult(), dict[tuple[str, ...], str]()
-    for config in _configs(request, cluster):
+    for number, config in enumerate(_configs(request, cluster), 1):
+        watch(f"{number:,} layouts of {cluster.world_size:,} GPUs planned, {len(found.fitting):,} fit")
         problem = first_problem(config, cluster, request.cp)
         if problem is not None:
             found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
@@ -103,10 +112,12 @@ def _largest_kind(plan: RunPlan) -> str:
     return max((each.name for each in fields(memory)), key=lambda name: getattr(memory, name))
 
 
-def fastest(plans: list[RunPlan], count: int) -> list[RunPlan]:
+def fastest(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:
     """Return the `count` fastest plans; a lower bound without the bubble limits how many are simulated."""
     best: list[RunPlan] = []
-    for bound, _, plan in sorted((least_seconds(p.run), i, p) for i, p in enumerate(plans)):
+    bounds = ((least_seconds(p.run), i, p) for i, p in enumerate(plans))
+    for number, (bound, _, plan) in enumerate(sorted(bounds), 1):
+        watch(f"{number:,} of at most {len(plans):,} schedules simulated")
         if len(best) == count and bound >= best[-1].time.seconds:
             break
         best = sorted([*best, plan], key=lambda each: each.time.seconds)[:count]

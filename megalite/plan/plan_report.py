@@ -8,11 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from megalite.commands import command_lines
 from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
-from megalite.plan.layout_fields import layout_flags
-from megalite.plan.layout_search import SearchResult, fastest, search, search_with_offload
+from megalite.plan.layout_fields import layout_name
+from megalite.plan.layout_search import (
+    SearchResult,
+    Watch,
+    fastest,
+    search,
+    search_with_offload,
+    watch_nothing,
+)
 from megalite.plan.model_flops import CONVENTION
 from megalite.plan.offloaded_state import (
     NODE_MEMORY_GB,
@@ -36,8 +44,10 @@ _KINDS = {
     "offload": "offloading",
 }
 """Names of the fields of `WorkSeconds`."""
-_COST_COLUMNS = {"days": "days", "GPU hours": "gpu_hours", "MWh": "energy_mwh", "price": "price"}
+_COST_COLUMNS = {"days": "days", "MWh": "energy_mwh", "price": "price"}
 """Columns of a search's table for a run with a length, with their keys in `run_costs`."""
+_WIDTHS = {"s/iter": 8, "TFLOP/s": 8, "MFU": 6, "GB ": 8, "bubble": 7, "days": 8, "MWh": 8, "price": 11}
+"""Widths of the columns of a search's table: it fits a terminal of 80 columns, with costs one of 100."""
 NO_COMMAND = (
     "this layout cannot be started: --search tries all other layouts on these GPUs, and if none fits, says "
     "which cluster would be large enough"
@@ -48,14 +58,14 @@ _MAX_GROWTH = 1024
 """Largest cluster to try if no layout fits, as a multiple of the requested one."""
 
 
-def answer(arguments: Sequence[str]) -> Iterable[str]:
+def answer(arguments: Sequence[str], watch: Watch = watch_nothing) -> Iterable[str]:
     """Return the lines of a plan or of a search.
 
     Raises:
         UserError: the command line is invalid, or no layout fits the cluster.
     """
     request = read_request(arguments)
-    return _one(request) if request.top is None else _all(request, request.top)
+    return _one(request) if request.top is None else _all(request, request.top, watch)
 
 
 def _one(request: Request) -> Iterable[str]:
@@ -67,14 +77,14 @@ def _one(request: Request) -> Iterable[str]:
     return [json.dumps(_object(request, plan))]
 
 
-def _all(request: Request, top: int) -> Iterable[str]:
-    found = search(request)
+def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
+    found = search(request, watch=watch)
     if not found.fitting and may_offload(request):
-        offloaded = search_with_offload(request)
+        offloaded = search_with_offload(request, watch)
         found = offloaded if offloaded.fitting else found
     if not found.fitting:
-        raise UserError(nothing_fits(request, found))
-    best = fastest(found.fitting, top)
+        raise UserError(nothing_fits(request, found, watch))
+    best = fastest(found.fitting, top, watch)
     if not request.is_json:
         return search_lines(request, best, found)
     return [
@@ -121,7 +131,7 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     yield f"bubble         {time.bubble_fraction:.1%} of the time, for the average rank"
     yield from _cost_lines(request, plan)
     yield ""
-    yield start_command(request, run.config) if plan.fits else NO_COMMAND
+    yield from command_lines(start_command(request, run.config)) if plan.fits else [NO_COMMAND]
 
 
 def _assumptions(request: Request) -> Iterator[str]:
@@ -137,16 +147,21 @@ def _assumptions(request: Request) -> Iterator[str]:
 
 def _memory_table(plan: RunPlan) -> Iterator[str]:
     names = [field.name for field in fields(RankMemory)]
-    yield "GB per rank " + "".join(f"{name:>13}" for name in (*names, "total"))
+    widths = [max(len(name), 6) + 1 for name in (*names, "total")]
+    yield "GB/rank" + "".join(
+        f"{name:>{width}}" for name, width in zip((*names, "total"), widths, strict=True)
+    )
     memories = plan.memories
     largest = max(range(len(memories)), key=lambda rank: memories[rank].total)
-    rows = {0: "first stage", len(memories) - 1: "last stage"}
+    rows = {0: "first", len(memories) - 1: "last"}
     if len(memories) == 1:
-        rows = {0: "every rank"}
+        rows = {0: "every"}
     rows.setdefault(largest, f"stage {largest}")
     for rank, name in sorted(rows.items()):
         values = [getattr(memories[rank], each) for each in (*names, "total")]
-        yield f"{name:12}" + "".join(f"{value / _GB:13.2f}" for value in values)
+        yield f"{name:7}" + "".join(
+            f"{value / _GB:{width}.2f}" for value, width in zip(values, widths, strict=True)
+        )
     available = plan.run.cluster.gpu.memory_bytes
     left = (available - plan.memory_bytes) / _GB
     result = f"fits, {left:.1f} GB are left" if plan.fits else f"does not fit: {-left:.1f} GB too much"
@@ -235,23 +250,16 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
         and not request.config.recompute.cpu_offload_activations
     ):
         yield "note: no layout fits with all activations on the GPU: these keep them in host memory"
-    costs = [run_costs(plan, request.costs) for plan in best]
-    columns = [(name, key) for name, key in _COST_COLUMNS.items() if key in costs[0]]
-    yield (
-        f"{'s/iteration':>12}{'TFLOP/s':>9}{'MFU':>7}{'GB':>7} {'bubble':>8}"
-        f"{''.join(f'{name:>12}' for name, _ in columns)}  layout"
-    )
-    for plan, cost in zip(best, costs, strict=True):
-        yield (
-            f"{plan.time.seconds:12.3f}{_plain(plan.tflops_per_gpu):>9}{plan.mfu:7.1%}"
-            f"{plan.memory_bytes / _GB:7.1f}{'!' if plan.is_tight else ' '}{plan.time.bubble_fraction:8.1%}"
-            f"{''.join(f'{_plain(cost[key]):>12}' for _, key in columns)}"
-            f"  --dp {plan.run.dp} {' '.join(layout_flags(plan.run.config))}"
-        )
+    rows = [_row(request, plan) for plan in best]
+    yield "".join(f"{name:>{_WIDTHS[name]}}" for name in rows[0]) + "  layout"
+    for plan, row in zip(best, rows, strict=True):
+        cells = "".join(f"{cell:>{_WIDTHS[name]}}" for name, cell in row.items())
+        yield f"{cells}  {layout_name(plan.run)}"
     yield ""
-    yield "TFLOP/s: per GPU; GB (10^9 bytes): memory of the largest rank; bubble: of the average rank"
-    if columns:
-        yield _cost_legend(request, costs[0])
+    yield "TFLOP/s: per GPU; GB (10^9 bytes): memory of the largest rank"
+    costs = run_costs(best[0], request.costs)
+    yield _cost_legend(request, costs) if costs else "bubble: share of the time, for the average rank"
+    yield "layout: as --verify-layouts names it; --json has the command of each"
     yield f"{_counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
     available = request.cluster.gpu.memory_bytes / _GB
     if any(plan.is_tight for plan in best):
@@ -268,7 +276,21 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     yield ""
     if best[0].is_tight:
         yield f"warning: {_tight(best[0])}"
-    yield start_command(request, best[0].run.config)
+    yield from command_lines(start_command(request, best[0].run.config))
+
+
+def _row(request: Request, plan: RunPlan) -> dict[str, str]:
+    """Return the cells of a search's table by column: with costs, or with the bubble."""
+    costs = run_costs(plan, request.costs)
+    row = {
+        "s/iter": f"{plan.time.seconds:.3f}",
+        "TFLOP/s": _plain(plan.tflops_per_gpu),
+        "MFU": f"{plan.mfu:.1%}",
+        "GB ": f"{plan.memory_bytes / _GB:.1f}{'!' if plan.is_tight else ' '}",
+    }
+    if not costs:
+        return row | {"bubble": f"{plan.time.bubble_fraction:.1%}"}
+    return row | {name: _plain(costs[key]) for name, key in _COST_COLUMNS.items() if key in costs}
 
 
 def _cost_legend(request: Request, costs: Mapping[str, float]) -> str:
@@ -278,7 +300,7 @@ def _cost_legend(request: Request, costs: Mapping[str, float]) -> str:
     return f"days and costs: for {_large(costs['train_tokens'])} tokens{currency}"
 
 
-def nothing_fits(request: Request, found: SearchResult) -> str:
+def nothing_fits(request: Request, found: SearchResult, watch: Watch = watch_nothing) -> str:
     """Return by how much the smallest layout is too large, and which cluster would be large enough."""
     cluster, plan = request.cluster, found.smallest
     if plan is None:
@@ -288,16 +310,16 @@ def nothing_fits(request: Request, found: SearchResult) -> str:
     return (
         f"no layout fits {_counted(cluster.world_size, 'GPU')} of {available:.1f} GB: the smallest of "
         f"{sum(found.too_large.values())} layouts needs {needed:.1f} GB per GPU, {needed - available:.1f} GB "
-        f"too much (tp {plan.run.tp}, pp {plan.run.pp}, dp {plan.run.dp}); {_remedy(request, plan)}"
+        f"too much (tp {plan.run.tp}, pp {plan.run.pp}, dp {plan.run.dp}); {_remedy(request, plan, watch)}"
     )
 
 
-def _remedy(request: Request, smallest: RunPlan) -> str:
+def _remedy(request: Request, smallest: RunPlan, watch: Watch) -> str:
     cluster, thrifty = request.cluster, request.with_fixed(_THRIFTY)
     remedies, growth = list[str](), 2
     while growth <= _MAX_GROWTH and not remedies:
         larger = replace(cluster, world_size=cluster.world_size * growth)
-        if search(thrifty, larger).fitting:
+        if search(thrifty, larger, watch).fitting:
             remedies.append(f"--world-size {larger.world_size}")
         growth *= 2
     kinds = [name for name, gpu in GPUS.items() if gpu.memory_bytes >= smallest.memory_bytes]

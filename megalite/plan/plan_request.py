@@ -163,7 +163,8 @@ def _parser() -> ToolParser:
         "--program",
         choices=(OWN, *PROGRAMS),
         default=OWN,
-        help=f"plan the run of another program with these flags (default: {OWN})",
+        metavar="NAME",
+        help=f"plan the run of another program: {', '.join(PROGRAMS)} (default: {OWN})",
     )
     add("--train-tokens", type=positive_number, help="tokens of the whole run, for example 300e9: adds days")
     add("--watts", type=positive_number, help="power of a GPU with its part of the node: adds the energy")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
@@ -55,13 +55,30 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        # Written out: a search adds up the memory of a hundred thousand ranks.
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.workspace
+            + self.residual
+        )
 
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
-    """Return the memory of each pipeline rank."""
-    stages = _stage_activations(run)
-    return [_rank_memory(run, rank, peak, stages) for rank, peak in enumerate(peaks_in_flight(run))]
+    """Return the memory of each pipeline rank; ranks with the same stages differ in activations only."""
+    stages, last = _stage_activations(run), run.stages.num_stages - 1
+    known: dict[tuple[int, bool, bool], _LastingMemory] = {}
+    found = []
+    for rank, peak in enumerate(peaks_in_flight(run)):
+        own = run.stages.stages_of(rank)
+        key = sum(run.layers[stage] for stage in own), 0 in own, last in own
+        if key not in known:
+            known[key] = _lasting_memory(run, rank)
+        found.append(_rank_memory(run, known[key], _activations(run, rank, peak, stages)))
+    return found
 
 
 def choose_gathering(run: PlannedRun) -> PlannedRun:
@@ -128,14 +145,28 @@ def _stage_activations(run: PlannedRun) -> list[_StageActivations]:
     return [of_size[num_layers] for num_layers in run.layers]
 
 
-def _rank_memory(run: PlannedRun, rank: int, peak: int, stages: Sequence[_StageActivations]) -> RankMemory:
+class _LastingMemory(NamedTuple):
+    """Hold the bytes of a rank that do not depend on the microbatches in flight, as in `RankMemory`."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    logits: float
+    workspace: float
+
+
+def _lasting_memory(run: PlannedRun, rank: int) -> _LastingMemory:
     weights, gradients, optimizer = _state(run, rank)
     if (offloaded := offloaded_state(run, rank)) is not None:
         optimizer -= offloaded.state
-    activations = _activations(run, rank, peak, stages)
     logits = _logits(run) if run.stages.num_stages - 1 in run.stages.stages_of(rank) else 0.0
     workspace = max(0.0, _workspace(run, rank) - logits)  # never at the same time
     workspace += _buffers(run, rank)
+    return _LastingMemory(weights, gradients, optimizer, logits, workspace)
+
+
+def _rank_memory(run: PlannedRun, lasting: _LastingMemory, activations: float) -> RankMemory:
+    weights, gradients, optimizer, logits, workspace = lasting
     held = weights + gradients + optimizer + activations + logits + workspace
     residual = run.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held
     return RankMemory(weights, gradients, optimizer, activations, logits, workspace, residual)

@@ -5,6 +5,7 @@ Figures are dictionaries in Plotly's schema, so that plotly itself is needed by 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,8 +19,10 @@ COLOURS = ("#2f81e0", "#e8743b", "#19a974", "#c954b0", "#bf9000", "#1797b5", "#8
 """Colours of the runs, readable on a light and on a dark page."""
 GREY, RED = "#8490a3", "#d92d20"
 DASHES = ("solid", "dash", "dot", "dashdot")
-_ROW, _GAP = 150, 56
-"""Pixels of a chart's height, and between two charts for the title."""
+_ROW, _GAP, _LINE = 150, 36, 18
+"""Pixels of a chart's height, between two charts, and of each line of a title between them."""
+_TITLE_WIDTH = 36
+"""Characters of a title's line; Plotly does not break lines, and a phone has 270 pixels for them."""
 _COLUMNS = 1000
 """Columns of pixels for which `thin` keeps the extremes of a curve: about as many as a chart is wide."""
 _MAX_TRIANGLES = 1000
@@ -117,7 +120,8 @@ def figure_of(charts: Sequence[Chart], run_names: Sequence[str], x_name: str) ->
 
     All traces use the x axis "x", which is drawn under the lowest chart; the y axes are "y", "y2", "y3", …
     """
-    height = len(charts) * (_ROW + _GAP) - _GAP
+    gaps = [_GAP + _LINE * len(_title_lines(chart)) for chart in charts[1:]]
+    height = len(charts) * _ROW + sum(gaps)
     layout = base_layout(height + 150, top=90) | {
         "xaxis": {
             **_AXIS,
@@ -142,8 +146,9 @@ def figure_of(charts: Sequence[Chart], run_names: Sequence[str], x_name: str) ->
         }
         for run, name in enumerate(run_names)
     ]
+    top = height
     for number, chart in enumerate(charts, 1):
-        top = height - (number - 1) * (_ROW + _GAP)
+        top -= (_ROW + gaps[number - 2]) if number > 1 else 0
         domain = [(top - _ROW) / height, top / height]
         layout[f"yaxis{_suffix(number)}"] = {
             **_AXIS,
@@ -185,11 +190,19 @@ def _suffix(number: int) -> str:
 
 
 def _title(chart: Chart, top: float) -> dict[str, Any]:
-    parts = {curve.part: DASHES[curve.dash] for curve in chart.curves}
-    legend = ", ".join(f"{dash}: {part}" for part, dash in parts.items()) if len(parts) > 1 else ""
-    text = f"<b>{escape(chart.title)}</b> {escape(chart.unit)}{'<br>' if legend else ''}{escape(legend)}"
     place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
+    text = "<br>".join(_title_lines(chart))
     return {"text": text, "showarrow": False, "align": "left", "font": {"size": 13}, **place}
+
+
+def _title_lines(chart: Chart) -> list[str]:
+    """Return title and unit, and below them the parts with their line styles, as lines of HTML."""
+    title = [f"<b>{escape(line)}</b>" for line in textwrap.wrap(chart.title, _TITLE_WIDTH - len(chart.unit))]
+    title[-1] += f" {escape(chart.unit)}"
+    parts = {curve.part: DASHES[curve.dash] for curve in chart.curves if curve.part}
+    styled = len(parts) > 1
+    legend = ", ".join(f"{dash}: {part}" if styled else part for part, dash in parts.items())
+    return [*title, *map(escape, textwrap.wrap(legend, _TITLE_WIDTH))]
 
 
 def _traces(curve: Curve, chart: Chart) -> Iterator[dict[str, Any]]:

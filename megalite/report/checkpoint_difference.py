@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import dtype_name
+from megalite.checkpoint.manifest import WRITTEN, dtype_name
 from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, FolderView
 
 
@@ -105,6 +105,8 @@ def lines_of(comparison: CheckpointComparison) -> Iterator[str]:
 def _fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[FieldDifference]:
     ones, others = dict(_flat(one)), dict(_flat(other))
     for name in dict.fromkeys((*ones, *others)):
+        if name.split(".")[0] == WRITTEN:  # the times differ between any two
+            continue
         if ones.get(name) != others.get(name):
             counts = name.split(".")[0] in OF_A_RUN
             yield FieldDifference(name, ones.get(name), others.get(name), counts)

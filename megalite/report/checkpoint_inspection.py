@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +16,24 @@ from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFFolder
 from megalite.checkpoint.convert.source import find_checkpoint, kind_of
 from megalite.checkpoint.folder import iterations_in, read_latest
 from megalite.checkpoint.full_tensors import FullReader
-from megalite.checkpoint.manifest import DamagedCheckpoint, damage_of, dtype_name, read_manifest
+from megalite.checkpoint.manifest import (
+    WRITTEN,
+    DamagedCheckpoint,
+    damage_of,
+    dtype_name,
+    read_manifest,
+    times_written,
+)
 from megalite.commands import command_name
 from megalite.errors import UserError
+from megalite.report.time_report import format_time
 
 OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
 """Parts of run.json that define the run; the rest says where and by which versions it was saved."""
+
+
+_LINE_WIDTH = 100
+"""Columns of the report's text."""
 
 
 class FolderView(Protocol):
@@ -236,7 +249,16 @@ def lines_of(report: CheckpointReport) -> Iterator[str]:
         iterations = ", ".join(map(str, report.iterations))
         yield f"  iterations   {iterations} (latest: {report.latest or 'none is named'})"
     for part, value in report.description.items():
-        yield f"  {part:<12} {_in_line(value)}"
+        if part == WRITTEN:
+            times = times_written(report.description)
+            value = {name.replace("_time", ""): format_time(seconds) for name, seconds in times.items()}
+        yield from textwrap.wrap(
+            f"{part:<12} {_in_line(value)}",
+            _LINE_WIDTH,
+            initial_indent="  ",
+            subsequent_indent=" " * 15,
+            break_on_hyphens=False,
+        )
     width = max((len(line.name) for line in report.tensors), default=0)
     for line in report.tensors:
         shape, files = str(list(line.shape)), _some(line.files)

@@ -206,28 +206,31 @@ def _layout(run: Run) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
-def _machine(run: Run) -> str:
-    """Return the device of the ranks, by the newest checkpoint; older ones do not have it."""
+def _device(run: Run) -> str:
+    """Return the device's type by the metrics, and its name and the number of ranks by the checkpoint."""
+    kind = {"cpu": "CPU", "cuda": "GPU"}.get(run.history.device, "")
     description = {} if run.manifest is None else run.manifest.description
     if "device" not in description:
-        return ""
-    return f"{math.prod(description['layout'].values())} ranks on {description['device']}"
+        return kind
+    num_ranks = math.prod(description["layout"].values())
+    name = f"{kind} ({description['device']})" if kind else description["device"]
+    return f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} on {name}"
 
 
 _FACTS: dict[str, Callable[[Run], str]] = {
     "model": _model,
     "parameters": _parameters,
     "layout": _layout,
-    "machine": _machine,
+    "device": _device,
     "iterations": _iterations,
     "tokens": _tokens,
     "last training loss": _loss,
     "evaluations": _evaluation,
     "iteration time": _median("iteration_time_ms", " ms"),
     "tokens/s": _median("tokens_per_second", ""),
-    "TFLOP/s per GPU": _median("tflops_per_gpu", ""),
+    "TFLOP/s per rank": _median("tflops_per_gpu", ""),
     "MFU": _median("mfu", "%", 100.0),
-    "memory": _memory,
+    "memory of a rank": _memory,
     "iterations without an update": _faults,
     "restarts": _restarts,
     "last line (UTC)": lambda run: format_time(_last(run).wall_time),

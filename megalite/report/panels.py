@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,7 +43,7 @@ PANELS = (
     Panel("Learning rate", (("learning_rate", ""),), from_zero=True),
     Panel("Learning rate of embedding and output layer", (("decoupled_learning_rate", ""),), from_zero=True),
     Panel("Throughput", (("tokens_per_second", ""),), "tokens/s", is_smoothed=True, from_zero=True),
-    Panel("Rate of a GPU", (("tflops_per_gpu", ""),), "TFLOP/s", is_smoothed=True, from_zero=True),
+    Panel("Rate of a rank", (("tflops_per_gpu", ""),), "TFLOP/s", is_smoothed=True, from_zero=True),
     Panel("MFU", (("mfu", ""),), "%", 100.0, is_smoothed=True, from_zero=True),
     Panel("Iteration time", (("iteration_time_ms", ""),), "ms", is_smoothed=True, from_zero=True),
     Panel(
@@ -63,7 +63,7 @@ PANELS = (
     Panel("Norm of the weights", (("params_norm", ""),)),
     Panel("Zeros in the gradient", (("num_zeros", ""),), from_zero=True),
     Panel(
-        "Load of the reporting rank's machine",
+        "Load of the reporting machine",
         (("gpu_percent", "GPU"), ("cpu_percent", "CPU, all cores")),
         "%",
         is_smoothed=True,
@@ -71,7 +71,7 @@ PANELS = (
     ),
     *(
         Panel(
-            f"{what} of the reporting rank's machine",
+            f"{what} of the reporting machine",
             tuple((f"{name}_{way}_mb_per_second", way) for way in ways),
             "MB/s",
             is_smoothed=True,
@@ -89,6 +89,8 @@ _NOT_DRAWN = {
     *("num_nan", "skipped", "start_time", "wall_time"),
 }
 """Counters, and metrics that a chart shows under another name."""
+_ON_CPU = {"memory_allocated_mb": "resident", "memory_reserved_mb": "peak resident"}
+"""Legend of metrics that measure something else on a CPU than on a GPU: see `ProcessMemory`."""
 
 
 def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
@@ -109,6 +111,8 @@ def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
     found_curves.insert(1, (Panel("Validation loss", ()), evaluations))
     for panel, curves in found_curves:
         kept = tuple(curve for curve in curves if len(curve.series) or curve.lost)
+        if len({curve.dash for curve in kept}) == 1:
+            kept = tuple(replace(curve, dash=0) for curve in kept)
         chart = Chart(panel.title, kept, panel.unit, panel.from_zero)
         values = chart.values
         if not len(values):
@@ -137,6 +141,7 @@ def _curves(panel: Panel, runs: Sequence[Run], x: str) -> list[Curve]:
         history = run.history
         starts = [segment.iterations[0].first for segment in history.segments[1:] if segment.iterations]
         for dash, (name, part) in enumerate(panel.metrics):
+            part = _ON_CPU.get(name, part) if history.device == "cpu" else part
             series = _series(history.iterations, name, panel.factor, to_x)
             lost = (_series(segment.lost, name, panel.factor, to_x) for segment in history.segments)
             names = (run.name if len(runs) > 1 else "", part)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint.folder import iterations_in
-from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, read_manifest
+from megalite.checkpoint.manifest import (
+    CONFIG,
+    RUN,
+    DamagedCheckpoint,
+    Manifest,
+    read_manifest,
+    times_written,
+)
 from megalite.errors import UserError
 from megalite.files import parse_json, read_regular
 from megalite.report.run_history import History, read_history
@@ -27,12 +35,14 @@ class Checkpoint:
     """A checkpoint of the run.
 
     Attributes:
-        finished: when its last file was written, in seconds since 1970.
+        start_time: when the first rank began to write it, in seconds since 1970; None if it does not say.
+        end_time: when all tensors were written; None likewise.
     """
 
     iteration: int
     folder: Path
-    finished: float
+    start_time: float | None
+    end_time: float | None
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,15 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
         config=config,
         config_source=config_source,
         manifest=_manifest(checkpoints),
-        trace=trace or max(found, key=lambda file: file.stat().st_mtime, default=None),
+        trace=trace or max(found, key=_numbers_in_name, default=None),
         is_trace_requested=trace is not None,
         logs=(*logs, *(file for file in files if file.suffix in (".log", ".out"))),
     )
+
+
+def _numbers_in_name(file: Path) -> tuple[list[int], Path]:
+    """Return a key that orders traces by the iterations in their names."""
+    return [int(number) for number in re.findall(r"\d+", file.name)], file
 
 
 def _name(path: Path) -> str:
@@ -140,9 +155,16 @@ def _checkpoints(files: list[Path]) -> Iterator[Checkpoint]:
     folders = {file.parent.parent for file in files if file.name == RUN}
     for folder in sorted(folders):
         for iteration, name in iterations_in(folder).items():
-            text = folder / name / RUN
-            if text.is_file():
-                yield Checkpoint(iteration, folder / name, text.stat().st_mtime)
+            if (folder / name / RUN).is_file():
+                written = _times(folder / name / RUN)
+                yield Checkpoint(iteration, folder / name, written.get("start_time"), written.get("end_time"))
+
+
+def _times(file: Path) -> dict[str, float]:
+    """Return when a checkpoint was written, by its run.json; empty for one that does not say."""
+    with suppress(OSError, ValueError):
+        return times_written(parse_json(read_regular(file, _MAX_CONFIG_BYTES)))
+    return {}
 
 
 def _manifest(checkpoints: tuple[Checkpoint, ...]) -> Manifest | None:

@@ -35,11 +35,13 @@ class HistoryRow:
     Attributes:
         values: metrics by their names in the file; those that the line lacks are missing.
         name: split and dataset of an evaluation; empty for an iteration.
+        device: type of the device that it ran on, "cpu" or "cuda"; empty if the line does not say.
     """
 
     iteration: int
     values: Mapping[str, float]
     name: str = ""
+    device: str = ""
 
     @property
     def first(self) -> int:
@@ -93,6 +95,11 @@ class History:
     def iterations(self) -> list[HistoryRow]:
         """Return the rows that count: the last one of each repeated iteration."""
         return [row for segment in self.segments for row in segment.kept]
+
+    @property
+    def device(self) -> str:
+        """Return the type of the device that the run used last; empty if it is not known."""
+        return next((row.device for row in reversed(self.iterations) if row.device), "")
 
     @property
     def evaluations(self) -> list[HistoryRow]:
@@ -166,7 +173,7 @@ def _row(line: str) -> HistoryRow | None:
     iteration = values.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
         return None
-    return HistoryRow(iteration, dict(_numbers(values)), name)
+    return HistoryRow(iteration, dict(_numbers(values)), name, str(values.get("device", "")))
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -67,7 +67,10 @@ def config_in(folders: Sequence[Path]) -> str:
 
 def _event_files(folders: Sequence[Path]) -> list[Path]:
     """Return the file of each start of the run, in their order."""
-    return sorted({path for folder in folders for path in folder.glob(f"{EVENTS}*")}, key=_start_time)
+    return sorted(
+        {path for folder in folders for path in folder.glob(f"{EVENTS}*")},
+        key=lambda file: _start_time(file) or 0.0,
+    )
 
 
 def _open(file: Path) -> Any:
@@ -83,18 +86,19 @@ def _open(file: Path) -> Any:
     return events
 
 
-def _start_time(file: Path) -> float:
-    """Return the start time in the file's name."""
+def _start_time(file: Path) -> float | None:
+    """Return the start time in the file's name; None for a name in another pattern."""
     parts = file.name.split(".")  # events.out.tfevents.SECONDS.HOST…
-    return float(parts[3]) if len(parts) > 3 and parts[3].isdecimal() else file.stat().st_mtime
+    return float(parts[3]) if len(parts) > 3 and parts[3].isdecimal() else None
 
 
-def _rows(events: Any, start_time: float) -> list[HistoryRow]:
+def _rows(events: Any, start_time: float | None) -> list[HistoryRow]:
     iterations: dict[int, dict[str, float]] = {}
+    started = {} if start_time is None else {"start_time": start_time}
     rows: list[HistoryRow] = []
     for tag in events.Tags()["scalars"]:
         for event in events.Scalars(tag):
-            times = {"wall_time": event.wall_time, "start_time": start_time}
+            times = {"wall_time": event.wall_time, **started}
             if name := _evaluation(tag):
                 rows.append(HistoryRow(event.step, {"lm_loss": event.value, **times}, name))
             elif tag in _TAGS:

@@ -91,7 +91,7 @@ def tables(run: Run) -> Iterator[Table]:
     )
     yield from _filled(
         "Checkpoints",
-        ("iteration", "complete at (UTC)", "GB", "seconds since its iteration"),
+        ("iteration", "written at (UTC)", "GB", "seconds to write"),
         _saves(run),
     )
     yield from _filled("From its logs", ("file", "line"), _lines(run.logs))
@@ -150,22 +150,14 @@ def _pause(seconds: float) -> str:
 
 
 def _saves(run: Run) -> Iterator[tuple[str, ...]]:
-    rows = [row for segment in run.history.segments for row in segment.rows]
     for checkpoint in run.checkpoints:
-        # The last line of its iteration before the checkpoint was complete: an evaluation may be later.
-        ends = [
-            row.wall_time
-            for row in rows
-            if row.iteration == checkpoint.iteration
-            and row.wall_time is not None
-            and row.wall_time <= checkpoint.finished
-        ]
         size = sum(file.stat().st_size for file in checkpoint.folder.iterdir() if file.is_file()) / 1e9
+        start, end = checkpoint.start_time, checkpoint.end_time
         yield (
             str(checkpoint.iteration),
-            format_time(checkpoint.finished),
+            format_time(end),
             f"{size:,.0f}" if size >= 100 else f"{size:.3g}",
-            f"{checkpoint.finished - max(ends):.1f}" if ends else "",
+            "" if start is None or end is None else f"{end - start:.1f}",
         )
 
 

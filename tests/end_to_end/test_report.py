@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,11 @@ def _open(page: Path, position: float) -> tuple[dict[str, str], str, str]:
     """Return the probe's results at this share of the x axis, the page as drawn, and its console."""
     probe = page.with_name("probe.html")
     probe.write_text(page.read_text().replace("</body>", PROBE.replace("POSITION", str(position))))
+    return _dump(probe)
+
+
+def _dump(page: Path) -> tuple[dict[str, str], str, str]:
+    """Return the data attributes of a page's body, the page as drawn, and its console."""
     assert CHROMIUM
     done = subprocess.run(
         [
@@ -74,7 +80,7 @@ def _open(page: Path, position: float) -> tuple[dict[str, str], str, str]:
                 "--window-size=1280,2400",
             ),
             *("--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}", "--dump-dom"),
-            probe.as_uri(),
+            page.as_uri(),
         ],
         capture_output=True,
         text=True,
@@ -115,6 +121,37 @@ def test_runs_over_each_other(run_folder: Path, tmp_path: Path) -> None:
     assert console == ""
     assert "; run &lt;1&gt; : " in found["tip"] and "; other : " in found["tip"]
     assert ">Training loss</tspan>" in document and ">tokens</text>" in document
+
+
+MEASURE = """<script>
+setTimeout(() => {
+  const right = (selector) => Math.max(
+    ...[...document.querySelectorAll(selector)].map((each) => each.getBoundingClientRect().right));
+  const page = document.documentElement.scrollWidth;
+  const parts = right(".main-svg, .annotation, .updatemenu-container, tr");
+  parent.postMessage([innerWidth, { page, parts, line: right("#charts path.js-line") }], "*");
+}, 3000);
+</script></body>"""
+
+
+@needs_chromium
+def test_no_width_cuts_the_page_off(run_folder: Path) -> None:
+    """The page in frames, because a window cannot be as narrow as a phone's."""
+    page = _write(run_folder, "--output", run_folder / "report.html")
+    page.write_text(page.read_text().replace("</body>", MEASURE))
+    widths = (360, 400, 768, 1300)
+    frames = "".join(
+        f'<iframe src="{page.name}" style="width:{width}px;height:3000px;border:0"></iframe>'
+        for width in widths
+    )
+    store = "onmessage = ({ data }) => { document.body.dataset[`w${data[0]}`] = JSON.stringify(data[1]); };"
+    frame = page.with_name("frames.html")
+    frame.write_text(f"<script>{store}</script><body>{frames}</body>")
+    measured, _, _ = _dump(frame)
+    for width in widths:
+        found = json.loads(unescape(measured[f"w{width}"]))
+        assert max(found["page"], found["parts"]) <= width, (width, found)
+        assert 0.85 * width < found["line"] <= width, (width, found)
 
 
 def test_the_page_needs_nothing_else(run_folder: Path) -> None:

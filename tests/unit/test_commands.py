@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 
 import megalite
-from megalite.commands import COMMANDS, command_name, torchrun_arguments, with_command_names
+from megalite.commands import (
+    COMMANDS,
+    command_lines,
+    command_name,
+    torchrun_arguments,
+    with_command_names,
+)
 from megalite.config.command_line import TRAINED_BY
 from megalite.plan.plan_report import answer
 
@@ -36,6 +43,25 @@ def _help(name: str, program: str, capsys: pytest.CaptureFixture[str], monkeypat
         importlib.import_module(_module(name)).main(["--help"])
     assert end.value.code in (None, 0)
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal_of_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, _, text = _help(name, "megalite", capsys, monkeypatch).partition("\n\n")  # without the usage
+    assert text and max(map(len, text.splitlines())) <= 80
+    commands = text.replace(" \\\n   ", "")
+    assert "\\\n" not in commands and not re.search(r"\w-\n", text)
+
+
+def test_commands_are_broken_between_flags() -> None:
+    command = "megalite plan --preset llama3-8b --input 'a b/*.gz' --tp 2"
+    lines = command_lines(command, width=36)
+    assert lines == ["megalite plan --preset llama3-8b \\", "    --input 'a b/*.gz' --tp 2"]
+    assert max(map(len, lines)) <= 36
+    assert "\n".join(lines).replace(" \\\n   ", "") == command
 
 
 def test_every_script_and_module_is_a_command() -> None:

@@ -122,6 +122,7 @@ class IterationMetrics:
         num_iterations: length of the interval.
         num_skipped: its iterations whose update was skipped.
         num_nan: its iterations whose loss was NaN or infinite.
+        device: type of the reporting rank's device, "cpu" or "cuda".
         total_skipped: as `num_skipped`, of the whole run.
         total_nan: as `num_nan`, of the whole run.
         params_norm: 2-norm of the weights after the last iteration; None if it is not requested.
@@ -150,6 +151,7 @@ class IterationMetrics:
     num_iterations: int
     num_skipped: int
     num_nan: int
+    device: str
     total_skipped: int = 0
     total_nan: int = 0
     params_norm: float | None = None
@@ -275,6 +277,7 @@ class IntervalMeter:
             num_iterations=len(results),
             num_skipped=sum(each.skipped for each in results),
             num_nan=sum(not math.isfinite(each.loss) for each in trained),
+            device=self._device.type,
             warnings=_warnings(results),
         )
 

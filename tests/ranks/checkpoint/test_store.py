@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,7 @@ def test_a_full_disk_of_one_rank_is_reported_by_all_and_leaves_nothing(tmp_path)
 def test_run_json_tells_what_it_is(tmp_path):
     run_ranks(save, parallel(tp=2), 2, tmp_path)
     description = json.loads((tmp_path / "iter_0000010" / "run.json").read_text())
+    assert 0 < description["written"]["start_time"] <= description["written"]["end_time"] <= time.time()
     assert TrainingProgress.from_record(description["progress"]) == PROGRESS
     assert description["layout"] == {"pp": 1, "dp": 1, "tp": 2}
     assert description["model"] == dataclasses.asdict(MODEL)

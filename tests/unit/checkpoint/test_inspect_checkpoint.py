@@ -170,6 +170,26 @@ def test_one_tensor_is_held_at_a_time(tmp_path):
     assert any("norm" in line for line in lines_of(report))
 
 
+def test_values_of_the_run_are_broken_into_lines(tmp_path):
+    view = open_view(save(tmp_path / "run"))
+    view.description = {
+        **view.description,
+        "written": {"start_time": 0.0, "end_time": 60.0},
+        "run": {f"field_{number}": number for number in range(40)},
+    }
+    lines = list(lines_of(inspect(view)))
+    assert "  written      start 1970-01-01 00:00:00, end 1970-01-01 00:01:00" in lines
+    assert any(line.startswith(" " * 15 + "field_") for line in lines)
+    assert max(len(line) for line in lines if "field_" in line) <= 100
+
+
+def test_times_of_writing_are_no_difference(tmp_path):
+    views = [open_view(save(tmp_path / name)) for name in "ab"]
+    for number, view in enumerate(views):
+        view.description = {**view.description, "written": {"start_time": number}}
+    assert compare(*views).fields == ()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

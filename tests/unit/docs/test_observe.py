@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from docs.make.blocks import ROOT, Example, run
+from megalite.config import LoggingConfig
+from megalite.train.telemetry.dashboards import main_scalars, validation_scalars
+from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from tests.run_folder import iteration
 
 PAGE = ROOT / "docs" / "observe.md"
+TIMES = ("start_time", "wall_time")
 
 
 @pytest.fixture
@@ -43,3 +49,14 @@ def test_the_profilers_write_what_the_page_says(commands: list[Example]) -> None
         line.split() for line in written.splitlines() if line.strip().startswith(("module ", "layer "))
     ]
     assert "layers.0 to layers.3, each" in written
+
+
+@pytest.mark.parametrize("file", ["docs/observe.md", "scripts/quickstart.sh"])
+def test_the_address_of_tensorboard_pins_the_losses_that_are_written(file: str) -> None:
+    (address,) = re.findall(r"http://localhost:6006/[^)\"\s]+", (ROOT / file).read_text())
+    (cards,) = parse_qs(urlsplit(address).query)["pinnedCards"]
+    record = {name: value for name, value in iteration(1, 0.0, 0.0).items() if name not in TIMES}
+    written = main_scalars(LoggingConfig(), IterationMetrics(**record))
+    written |= validation_scalars(LoggingConfig(), ValidationMetrics(1, 8, "valid", 2.0))
+    tags = [card["tag"] for card in json.loads(cards) if card["plugin"] == "scalars"]
+    assert tags == ["lm loss", "lm loss validation"] and set(tags) <= written.keys()

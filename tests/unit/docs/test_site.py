@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,49 @@ def test_a_page_of_code_shows_the_file() -> None:
     assert (ROOT / path).read_text(encoding="utf-8") in source_page(path)
 
 
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("README.md", "[docs/install.md](docs/install.md)", "[Install](install.md)"),
+        ("docs/zero.md", "[data_parallel.md](data_parallel.md)", "[Data parallelism](data_parallel.md)"),
+        ("docs/guides.md", "[observe.md](observe.md#the-report)", "[The report](observe.md#the-report)"),
+        ("docs/zero.md", "[a guide](data_parallel.md)", "[a guide](data_parallel.md)"),
+    ],
+)
+def test_a_link_shows_the_title_of_its_page_instead_of_a_file_name(
+    page: str, link: str, expected: str
+) -> None:
+    assert with_site_links(link, ROOT / page) == expected
+
+
+def test_the_list_of_pages_counts_on_in_each_group() -> None:
+    markdown = pytest.importorskip("markdown")
+    lines = (ROOT / "mkdocs.yml").read_text().splitlines()
+    extensions = [line.removeprefix("  - ").split()[0] for line in lines if line.startswith("  - sane")]
+    html = markdown.markdown((ROOT / "docs" / "README.md").read_text(), extensions=extensions)
+    starts = [int(start or 1) for start in re.findall(r'<ol(?: start="(\d+)")?>', html)]
+    assert starts[:2] == [1, 6] and starts == sorted(starts)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_worker_runs_on_a_page_from_disk(tmp_path: Path) -> None:
+    (tmp_path / "worker.js").write_text('addEventListener("message", ({ data }) => postMessage(data + 1));')
+    script = "const worker = new Worker('worker.js'); worker.postMessage(41);"
+    show = "worker.addEventListener('message', ({ data }) => { document.body.dataset.answer = data; });"
+    shim = (ROOT / "docs" / "iframe-worker.js").read_text()
+    page = tmp_path / "page.html"
+    page.write_text(f"<head><script>{shim}</script></head><body><script>{script}{show}</script></body>")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    shown = subprocess.run(
+        ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert 'data-answer="42"' in shown.stdout
+
+
 def _site(folder: Path, link: str) -> list[str]:
     (folder / "part").mkdir()
     (folder / "index.html").write_text(f'<h1 id="top">A</h1><a href="{link}">B</a>')
@@ -101,6 +146,12 @@ def test_a_link_to_nothing_is_named(tmp_path: Path, link: str, capsys: pytest.Ca
     with pytest.raises(SystemExit, match="1"):
         main([str(tmp_path)])
     assert f"broken link in index.html: {link}" in capsys.readouterr().out
+
+
+def test_a_page_that_loads_a_file_from_another_host_is_named(tmp_path: Path) -> None:
+    url = "https://example.org/a.js"
+    (tmp_path / "index.html").write_text(f'<script src="{url}"></script><a href="https://example.org">B</a>')
+    assert list(broken_links(tmp_path)) == [f"index.html: loads {url}"]
 
 
 def test_the_site_of_an_empty_folder_is_refused(tmp_path: Path) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from megalite.cli.plan import main
+from megalite.config.command_line import parse
+from megalite.config.stage_layers import num_stages
 from megalite.errors import UserError
 from megalite.plan.layout_fields import with_even_stages
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
+from megalite.verify.layouts import Layout
 
 CONTRACT = {
     "parameters",
@@ -199,8 +206,8 @@ def test_the_text_says_the_same() -> None:
     text = lines(f"{SMALL} --tp 2 --pp 2 --train-tokens 1e12 --watts 500 --price-per-gpu-hour 2")
     for word in (
         "billion parameters",
-        "first stage",
-        "last stage",
+        "\nfirst ",
+        "\nlast ",
         "fits",
         "MFU",
         "causal",
@@ -212,7 +219,11 @@ def test_the_text_says_the_same() -> None:
     table = lines(f"{SMALL} --search --top 3 --tp 2 --pp 2")
     assert "layouts fit" in table
     assert "are rejected, for example: " in table
-    assert table.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node 8 -m megalite train")
+    command = table[table.index("\ntorchrun ") :]
+    assert command.startswith("\ntorchrun --nnodes 2 --nproc-per-node 8 -m megalite train")
+    assert shlex.split(command.replace("\\\n", "")) == shlex.split(
+        plan(f"{SMALL} --search --top 3 --tp 2 --pp 2")["layouts"][0]["command"]
+    )
 
 
 def test_another_program_s_run() -> None:
@@ -242,13 +253,12 @@ COSTS = "--train-tokens 15e12 --watts 600 --price-per-gpu-hour 1.5"
 def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
     layouts = plan(f"{SMALL} --search --top 2 {COSTS}")["layouts"]
     table = lines(f"{SMALL} --search --top 2 {COSTS}").splitlines()
-    (header,) = [line for line in table if "s/iteration" in line]
-    assert header.split()[5:9] == ["days", "GPU", "hours", "MWh"] and "price" in header
+    (header,) = [line for line in table if "s/iter" in line]
+    assert header.split()[4:] == ["days", "MWh", "price", "layout"]
     rows = table[table.index(header) + 1 :][:2]
     for row, layout in zip(rows, layouts, strict=True):
-        days, hours, _, price = (float(word.replace(",", "")) for word in row.split()[5:9])
-        message = (layout["days"], layout["gpu_hours"], layout["price"])
-        assert (days, hours, price) == pytest.approx(message, rel=1e-3)
+        found = [float(word.replace(",", "")) for word in row.split()[4:7]]
+        assert found == pytest.approx([layout[key] for key in ("days", "energy_mwh", "price")], rel=1e-3)
     assert "for 15 trillion tokens; price in the currency of --price-per-gpu-hour 1.5" in "\n".join(table)
     assert "days" not in lines(f"{SMALL} --search --top 2")
 
@@ -317,3 +327,69 @@ def test_a_typo_does_not_demand_what_a_plan_needs_not(words: str) -> None:
         read_request([*SMALL.split(), *words.split()])
     assert len(str(caught.value).splitlines()) == 1
     assert words.split()[0] in str(caught.value)
+
+
+LLAMA = "--preset llama3-8b --gpu h100 --world-size 64 --global-batch-size 512 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [("--search --tp 2 --pp 4", 80), ("--tp 2 --pp 2", 80), (f"--search --tp 2 --pp 4 {COSTS}", 100)],
+)
+def test_tables_and_commands_fit_a_terminal(flags: str, width: int) -> None:
+    table = lines(f"{LLAMA} {flags}").splitlines()
+    start = next(number for number, line in enumerate(table) if line.startswith(("  s/iter", "GB/rank")))
+    rows = table[start : table.index("", start)]
+    command = table[max(number for number, line in enumerate(table) if not line) + 1 :]
+    assert len(rows) > 1 and len(command) > 1
+    assert max(map(len, rows)) <= width
+    assert max(map(len, command)) <= 80
+
+
+def test_rows_of_a_search_name_layouts_as_a_verification_does() -> None:
+    words = f"{LLAMA} --search --top 60 --tp 2 --pp 2"
+    names = [line.split()[-1] for line in lines(words).splitlines() if "dp" in line and line.startswith("  ")]
+    names = [name for name in names if name.startswith("tp")]
+    for name, found in zip(names, plan(words)["layouts"], strict=True):
+        named, flags = Layout.parse(name), found["command"].split("megalite train ")[1].split()
+        config, _ = parse([*flags, "--train-iters", "9", "--mock-data"])
+        parallel = config.parallel
+        sizes = (
+            parallel.tp,
+            parallel.pp,
+            64 // (parallel.tp * parallel.pp),
+            parallel.data_parallel_shard_degree,
+        )
+        assert (named.tp, named.pp, named.dp, named.shard) == sizes
+        assert named.mbs == config.training.micro_batch_size
+        assert (named.zero or 0, named.sp) == (parallel.zero_stage, parallel.sequence_parallel)
+        assert named.recompute == config.recompute.recompute_granularity
+        applied = named.apply(config, 512).parallel
+        assert applied.schedule == parallel.schedule
+        assert num_stages(replace(config, parallel=applied)) == num_stages(config)
+    assert len(set(names)) == 60
+
+
+class _Screen(io.StringIO):
+    """Records what is printed; a terminal or not."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_search_shows_on_a_terminal_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    screen = _Screen(is_terminal)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("megalite.cli.plan._SECONDS_BETWEEN_SHOWS", -1.0)
+    main(f"--json {SMALL} --search --top 1 --tp 2 --pp 2".split())
+    assert json.loads(capsys.readouterr().out)["layouts"]
+    printed = screen.getvalue()
+    assert ("layouts of 16 GPUs planned" in printed and "schedules simulated" in printed) == is_terminal
+    assert printed.endswith("\r\033[K") == is_terminal and bool(printed) == is_terminal

@@ -42,7 +42,7 @@ def test_the_load_of_the_machine_is_beside_the_loss(tmp_path: Path) -> None:
         for curve in chart.curves
         if "machine" in chart.title
     }
-    machine = "of the reporting rank's machine"
+    machine = "of the reporting machine"
     assert drawn == {
         f"Load {machine}: GPU (%)": [1.0, 2.0],
         f"Load {machine}: CPU, all cores (%)": [2.0, 3.0],

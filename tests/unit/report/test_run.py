@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megalite.config.command_line import parse
 from megalite.errors import UserError
 from megalite.hardware.device_name import device_name
 from megalite.report.page import page
+from megalite.report.panels import charts_of
 from megalite.report.run_folder import open_run
 from megalite.train.telemetry.dashboards import TensorBoardWriter
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
@@ -52,7 +54,12 @@ def test_the_summary_of_a_run_that_only_saves(tmp_path: Path) -> None:
     assert "4 layers, 4 heads, hidden size 64, sequence length 64, vocabulary 256" in text
     assert "<td>220,544</td>" in text
     assert "<td>pp 1 x dp 1 x tp 1</td>" in text
-    assert f"<td>1 ranks on {escape(device_name(torch.device('cpu')))}</td>" in text
+    assert f"<td>1 rank on CPU ({escape(device_name(torch.device('cpu')))})</td>" in text
+    assert "peak resident" in text and ">memory of a rank<" in text
+    assert "GPU" not in re.sub(r"<script.*?</script>|<details>.*?</details>", "", text, flags=re.DOTALL)
+    assert "GPU" not in "".join(
+        chart.title for chart in charts_of([open_run(tmp_path / "mine")], "iteration")[0]
+    )
     assert "<td>checkpoints, config (without pipeline trace, logs)</td>" in text
 
 
@@ -117,6 +124,13 @@ def test_an_evaluation_alone_is_no_run(tmp_path: Path) -> None:
     write_metrics(tmp_path / "m.jsonl", [evaluation(1, 0.0, 1.0, 3.0)])
     with pytest.raises(UserError, match="has no metrics of an iteration"):
         open_run(tmp_path)
+
+
+def test_the_trace_of_the_latest_iterations_is_drawn(tmp_path: Path) -> None:
+    folder = write_restarted_run(tmp_path)
+    for name in ("pipeline_trace_10-10.json", "pipeline_trace_9-9.json"):  # the dates of a copy say nothing
+        (folder / name).write_text("[]")
+    assert open_run(folder).trace == folder / "pipeline_trace_10-10.json"
 
 
 def test_what_is_only_called_like_a_trace_is_told(tmp_path: Path) -> None:

@@ -64,9 +64,17 @@ def test_starts_saves_and_lines_of_the_log(found: dict[str, Table]) -> None:
     (first, second) = found["Starts"].rows
     assert first[:1] + first[2:] == ("1", "", "")
     assert second[:1] + second[2:] == ("101", "1 min 0 s", "30 iterations")
-    ((iteration_, _, _, seconds),) = found["Checkpoints"].rows
-    assert (iteration_, seconds) == ("100", "3.0")
+    ((iteration_, written, _, seconds),) = found["Checkpoints"].rows
+    assert (iteration_, written, seconds) == ("100", "1970-01-01 00:17:35", "3.0")
     assert found["From its logs"].rows == (("train.log", "straggler: rank 3 (n1) computes 9 ms"),)
+
+
+def test_times_of_a_checkpoint_that_does_not_have_them_are_not_taken_from_its_files(tmp_path: Path) -> None:
+    folder = write_restarted_run(tmp_path)
+    (folder / "checkpoints" / "iter_0000100" / "run.json").write_text("{}")
+    (table,) = (table for table in tables(open_run(folder)) if table.title == "Checkpoints")
+    ((_, written, _, seconds),) = table.rows
+    assert (written, seconds) == ("", "")
 
 
 def test_durations() -> None:

@@ -36,6 +36,7 @@ def metrics() -> IterationMetrics:
         num_iterations=10,
         num_skipped=0,
         num_nan=0,
+        device="cpu",
     )
 
 
