@@ -103,7 +103,8 @@ def _table(topic: str, title: str) -> Iterator[str]:
     for feature in UNSUPPORTED:
         if feature.topic == topic:
             names = [*_dashed(feature.flags), *(f"{flag}*" for flag in _dashed(feature.prefixes))]
-            yield f"| {_code(*names)} | refused, {feature.what}: {feature.fix} |"
+            alone = f"no effect without {_code('--' + feature.switch)}, else " if feature.switch else ""
+            yield f"| {_code(*names)} | {alone}refused, {feature.what}: {feature.fix} |"
     yield ""
 
 

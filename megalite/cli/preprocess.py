@@ -225,18 +225,9 @@ def _add_work(add: _Add) -> None:
         default="mmap",
         help="the only format; accepted for scripts that pass it",
     )
-    for name, (num_values, why) in _NOT_NEEDED.items():
-        _add_unused(add, name, num_values, f"not needed: {why}")
-    for name, (num_values, _) in _REFUSED.items():
-        _add_unused(add, name, num_values, argparse.SUPPRESS)
-
-
-def _add_unused(add: _Add, name: str, num_values: str | int | None, text: str) -> None:
-    """Add a flag that is only reported; `num_values` is as in argparse, but 0 for a switch."""
-    if num_values == 0:
-        add(flag_of(name), action="store_true", help=text)
-    else:
-        add(flag_of(name), nargs=num_values, metavar="N", help=text)
+    for name, (num_values, _) in (_NOT_NEEDED | _REFUSED).items():
+        values = {"action": "store_true"} if num_values == 0 else {"nargs": num_values}
+        add(flag_of(name), help=argparse.SUPPRESS, **values)
 
 
 def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
