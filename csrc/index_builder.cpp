@@ -228,10 +228,10 @@ PYBIND11_MODULE(_index_builder, module) {
       .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("writable") = false,
            py::arg("is_shared") = false)
       .def("array", &array_of, "All bytes, uint8; read-only unless the file was opened to be written.")
-      .def("change", &MappedFile::change, py::arg("max_age_ms") = 0, py::arg("reopens") = false,
+      .def("change", &MappedFile::change, py::arg("max_age_ms") = 0, py::arg("asks_server") = false,
            py::call_guard<py::gil_scoped_release>(),
            "What happened to the file; of one that is_shared, only that it became shorter. Its status is looked at "
-           "unless that was done less than max_age_ms ago; a client of NFS asks the server if it reopens the file.");
+           "unless that was done less than max_age_ms ago; a client of NFS relies on an old one unless it asks_server.");
   module.def("all_unchanged", &all_unchanged, py::arg("files"), py::arg("max_age_ms"),
              py::call_guard<py::gil_scoped_release>(),
              "Whether all that was read so far of these MappedFiles is what they held when they were opened, as `change`.");

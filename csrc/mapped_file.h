@@ -7,6 +7,10 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
 
 #include <atomic>
 #include <cerrno>
@@ -18,6 +22,11 @@
 #include <mutex>
 #include <string>
 #include <utility>
+
+#if defined(__APPLE__)
+#define st_mtim st_mtimespec
+#define st_ctim st_ctimespec
+#endif
 
 // The mappings of this process, for the handler of SIGBUS.
 //
@@ -134,15 +143,15 @@ class MappedFile {
   bool is_writable() const { return is_writable_; }
 
   // What happened to the file, so that something else may have been read than what it held when it was opened. The
-  // file's status is looked at unless that was done at most max_age_ms ago. A client of NFS may have an old status,
-  // and asks the server if the file is opened: `reopens` does so.
-  FileChange change(std::int64_t max_age_ms, bool reopens) {
+  // file's status is looked at unless that was done at most max_age_ms ago. A client of NFS may know an old status for
+  // a minute: with asks_server the file is opened there, for which the client asks.
+  FileChange change(std::int64_t max_age_ms, bool asks_server) {
     if (range_ != nullptr && range_->is_lost.load()) return FileChange::kLost;
     const std::int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(
                                  std::chrono::steady_clock::now().time_since_epoch())
                                  .count();
     if (now - status_seen_at_.load() < max_age_ms) return FileChange::kNone;
-    if (reopens) {
+    if (asks_server && is_on_nfs_) {
       const int descriptor = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
       if (descriptor >= 0) close(descriptor);
     }
@@ -183,6 +192,10 @@ class MappedFile {
     const int descriptor = open(path_.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0) return errno;
     int error = fstat(descriptor, &status_) == 0 ? 0 : errno;
+#if defined(__linux__)
+    struct statfs file_system {};
+    is_on_nfs_ = fstatfs(descriptor, &file_system) == 0 && file_system.f_type == NFS_SUPER_MAGIC;
+#endif
     if (error == 0 && !S_ISREG(status_.st_mode)) error = S_ISDIR(status_.st_mode) ? EISDIR : ENODEV;
     if (error == 0 && status_.st_size > 0) {  // nothing cannot be mapped
       const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
@@ -207,6 +220,7 @@ class MappedFile {
   std::string path_;
   bool is_writable_;
   bool is_shared_;
+  bool is_on_nfs_{false};
   char* data_{nullptr};
   std::size_t size_{0};
   MappedRanges::Range* range_{nullptr};

@@ -102,7 +102,7 @@ class MappedBytes:
         Raises:
             UserError: as `check`.
         """
-        changes = [mapped.change(reopens=True) for mapped in self.mapped]
+        changes = [mapped.change(asks_server=True) for mapped in self.mapped]
         change = next((change for change in changes if change != FileChange.none), None)
         if change is not None:
             raise UserError(
