@@ -11,6 +11,7 @@ from tests.end_to_end.conftest import make_checkout, paste
 from tests.unit.docs.test_guides import COMMAND_LINES, RUN
 
 ELSEWHERE = (
+    "install.sh",
     "az ",
     "nsys ",
     "pip ",
