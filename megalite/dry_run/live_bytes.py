@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Mode(TorchDispatchMode):
     """A dispatch mode without torch's wrapper that disables torch.compile.
 
-    Nothing is compiled in a dry run. The wrapper takes half of the time under a mode, and seconds to import.
+    A dry run compiles nothing. The wrapper takes half of the time under a mode, and seconds to import.
     """
 
     @classmethod
@@ -25,16 +25,16 @@ class Mode(TorchDispatchMode):
 
 @dataclass
 class _Held:
-    """A storage, and its bytes."""
+    """A storage and its size in bytes."""
 
     storage: weakref.ref[torch.UntypedStorage]
     size: int
 
 
 class LiveBytes(Mode):
-    """Count the bytes of storages that operators in this block made and that are still referenced.
+    """Counts the bytes of storages that operators in this block created and that are still referenced.
 
-    Tensors saved by autograd are included, workspace that a kernel allocates while it runs is not.
+    This includes tensors saved by autograd, but not workspace that a kernel allocates while it runs.
 
     Attributes:
         now: current bytes.
@@ -59,7 +59,7 @@ class LiveBytes(Mode):
 
     @property
     def _resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
-        """Return a method of storages that resizes them and counts: FSDP frees gathered weights so."""
+        """Return a `resize_` method of storages that counts: FSDP frees gathered weights with it."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -1,4 +1,4 @@
-"""Let a training iteration run on meta tensors: fake reads, a GPU's attention, cached results, and FSDP."""
+"""Run a training iteration on meta tensors: with fake reads, a GPU's attention, cached results, and FSDP."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def meta_tensors() -> Iterator[None]:
 def fsdp_on_meta() -> Iterator[None]:
     """Let `fully_shard` shard, all-gather and reduce-scatter meta tensors in this block.
 
-    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``; on
-    the latter they do nothing. Outside of a CPU, FSDP requires that recording an event returns one.
+    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``. In
+    ``torch.cpu`` they do nothing. Except on a CPU, FSDP requires that recording an event returns an event.
     """
     from torch.distributed.fsdp._fully_shard import _fully_shard as interface  # seconds to import
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -47,7 +47,7 @@ def fsdp_on_meta() -> Iterator[None]:
 
 
 class _Like(NamedTuple):
-    """Description of a meta tensor."""
+    """Describes a meta tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -58,11 +58,11 @@ class _Like(NamedTuple):
 
 
 _ITSELF = _Like((), (), torch.float32)
-"""Marks the first argument as the result, of an in-place operator: on meta tensors it has nothing to do."""
+"""Marks an in-place operator, whose result is its first argument: it does nothing on meta tensors."""
 
 
 class _MetaOperators(Mode):
-    """Return `FIGURE` for reads, and compute each operator's result once for the same sizes.
+    """Returns `FIGURE` for reads, and caches the result of each operator for the same sizes.
 
     torch's meta implementations are Python code, which takes a hundred times as long as a look-up. Layers and
     microbatches repeat the same operators.
@@ -102,7 +102,7 @@ class _MetaOperators(Mode):
         return out
 
     def _learn(self, key: Hashable, args: Sequence[Any], out: Any) -> None:
-        """Remember a result unless it shares an input's memory, or has anything but meta tensors."""
+        """Cache a result, unless it shares the memory of an input or contains anything but meta tensors."""
         if args and out is args[0]:
             self._known[key] = _ITSELF
             return
@@ -127,11 +127,11 @@ class _MetaOperators(Mode):
 
 
 class _HasValuesError(Exception):
-    """Raised where the result may depend on an argument's values."""
+    """Raised if the result can depend on the values of an argument."""
 
 
 def _is_repeatable(func: Any) -> bool:
-    """Return whether an operator only makes new tensors, or only changes its first argument."""
+    """Return whether an operator only creates new tensors, or only changes its first argument."""
     schema = func._schema
     if func.namespace not in ("aten", NAMESPACE):
         return False
@@ -164,9 +164,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the attention kernel that torch would choose on a GPU, with what it saves for backward.
+    """Run the attention kernel that torch would choose on a GPU, so that the same tensors are saved.
 
-    torch alone would use the unfused attention for meta tensors, which saves the scores.
+    For meta tensors, torch would choose the unfused attention, which saves the scores.
     """
     aten = torch.ops.aten
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):

@@ -16,11 +16,11 @@ from megalite.dry_run.live_bytes import Mode
 
 
 class _Operator(NamedTuple):
-    """One of c10d's operators.
+    """Describes an operator of c10d.
 
     Attributes:
-        kind: its usual name.
-        whole: index of the argument that is the message, or the tensor with all ranks' elements.
+        kind: usual name of the operator.
+        whole: index of the argument with the message, or with the elements of all ranks.
     """
 
     kind: str
@@ -34,7 +34,7 @@ _OPERATORS = {
     "send": _Operator("send", 0),
     "recv_": _Operator("receive", 0),
 }
-"""The operators that training uses; any other is a `KeyError`, so that none is missed."""
+"""The operators that training uses. Any other raises a `KeyError`, so none is missed."""
 
 
 class CollectiveCall(NamedTuple):
@@ -43,8 +43,8 @@ class CollectiveCall(NamedTuple):
     Attributes:
         axis: name of the axis, "world" for all ranks.
         kind: all-reduce, all-gather, reduce-scatter, send or receive.
-        dtype: of the elements, such as "bfloat16".
-        num_bytes: size of the message, or of the tensor with all ranks' elements.
+        dtype: dtype of the elements, such as "bfloat16".
+        num_bytes: size of the message, or of the tensor with the elements of all ranks.
     """
 
     axis: str
@@ -54,7 +54,7 @@ class CollectiveCall(NamedTuple):
 
 
 class Traffic(Mode):
-    """Count all calls of torch.distributed on each axis.
+    """Counts all calls of torch.distributed on each axis.
 
     Attributes:
         calls: number of each call.
@@ -62,7 +62,7 @@ class Traffic(Mode):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        # A part that is the whole of an axis may have its group, and counts as the axis.
+        # A part that spans a whole axis can share its group; it counts as the axis.
         axes = [part for name in AXES for part in reversed(getattr(topology, name).parts)]
         groups = [(axis.name, group) for axis in axes for group in (axis.group, axis.backward_group)]
         self._axes = {group.group_name: name for name, group in groups if group is not None}
