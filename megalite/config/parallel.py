@@ -57,14 +57,14 @@ class ParallelConfig:
     data_parallel_shard_degree: int | None = field(
         default=None, metadata=flags(sets={"--shard-within-node": 0})
     )
-    """Shard (ZeRO) within groups of this many neighbouring replicas, and replicate the shards across the
-    groups. 0: the replicas on a node form a group. By default all replicas form one group."""
+    """Shard (ZeRO) within groups of this many neighbouring replicas, and replicate across groups. 0: a group
+    is the replicas on a node. By default one group of all replicas."""
     num_distributed_optimizer_instances: int | None = None
     """Number of groups of replicas within which ZeRO shards; an alternative to
     --data-parallel-shard-degree."""
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
-    (never). default: never in a pipeline if the weights fit, otherwise always."""
+    (never). default: never in a pipeline if they fit, else always."""
     overlap_grad_reduce: bool = True
     """Overlap the gradient reduction over replicas with the backward pass."""
     overlap_param_gather: bool | None = None
@@ -73,8 +73,8 @@ class ParallelConfig:
     grad_communication_dtype: GradCommunicationDtype | None = field(
         default=None, metadata=flags(sets={"--grad-reduce-in-bf16": "bf16"})
     )
-    """Precision of gradients in the data-parallel reduction. By default the precision of the gradient sums.
-    Pipeline stages always exchange the gradient of a tied embedding in the precision of the sums."""
+    """Precision of gradients in the data-parallel reduction. By default, and always for the exchange of tied
+    embedding gradients between stages, the precision of the sums."""
     gradient_accumulation_fusion: bool = True
     """Accumulate weight gradients inside the GEMM that computes them; not with --zero-stage 3."""
     distributed_backend: Backend = "auto"

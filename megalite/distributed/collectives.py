@@ -1,4 +1,4 @@
-"""The collectives of tensor parallelism, each a pair: one in forward, its conjugate in backward.
+"""Collectives of tensor parallelism: one collective in forward, and its conjugate in backward.
 
     function          forward           backward
     reduce_from       all-reduce        identity          (g in Shoeybi et al. 2019, figure 3)
@@ -7,11 +7,11 @@
 
 The conjugate of `reduce_from`, f in the same figure, is a part of `column_linear`. Each function is a no-op
 on an axis of size 1, and returns a new tensor unless `in_place` is passed. `all_gather_from` works on the
-last dim, where activations are cut by features; `reduce_scatter` and the `start_` functions work on the first
-dim, the sequence.
+last dim, along which activations are cut by features. `reduce_scatter` and the `start_` functions work on the
+first dim, the sequence.
 
-The `start_` functions are plain collectives outside autograd. They run while the caller computes, until it
-calls `wait` on the result.
+The `start_` functions are collectives without autograd. They overlap with the caller's computation until the
+caller calls `wait` on the result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from megalite.distributed.topology import Axis, Topology
 
-# torch 2.13 renamed both; 2.11 knows the old names alone.
+# torch 2.13 renamed both; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduce_from(x: Tensor, axis: Axis, *, in_place: bool = False) -> Tensor:
-    """Sum the ranks' partial `x`, of any shape; backward passes the gradient on unchanged.
+    """Sum the ranks' partial `x`, of any shape; backward returns the gradient unchanged.
 
     Args:
         in_place: sum into `x` itself, which must be contiguous and not used elsewhere.
@@ -41,7 +41,7 @@ def reduce_from(x: Tensor, axis: Axis, *, in_place: bool = False) -> Tensor:
 def all_gather_from(x: Tensor, axis: Axis) -> Tensor:
     """All-gather the ranks' slices of the last dim, in the order of their coordinates.
 
-    Backward reduce-scatters the gradients, since ranks may use different parts of the result.
+    Backward reduce-scatters the gradients, because ranks can use different parts of the result.
 
     Args:
         x: ``[..., n / size]``.
@@ -68,8 +68,8 @@ class Pending(NamedTuple):
     """A collective in flight.
 
     Attributes:
-        tensor: the result, not to be read before `wait`.
-        axis: whose observers are notified of the wait.
+        tensor: the result; do not read it before `wait`.
+        axis: axis whose observers are notified of the wait.
         what: name of the collective.
     """
 
@@ -110,12 +110,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis) -> Pending:
-    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` may be this rank's part of it."""
+    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` can be a part of `whole`."""
     return Pending(whole, _all_gather(whole, mine, group=axis.group, async_op=True), axis, "all-gather")
 
 
 def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
-    """Start a reduce-scatter of the ranks' flat `whole` into `mine`, which may be this rank's part of it."""
+    """Start a reduce-scatter of the ranks' flat `whole` into `mine`, which can be a part of `whole`."""
     work = _reduce_scatter(mine, whole, group=axis.group, async_op=True)
     return Pending(mine, work, axis, "reduce-scatter")
 
@@ -123,10 +123,10 @@ def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
 def all_reduce(
     x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, of: str = ""
 ) -> Tensor:
-    """Reduce `x` in place over the axis, outside autograd, and return it.
+    """Reduce `x` in place over the axis, without autograd, and return it.
 
     Args:
-        of: a name of `x` for the report of a hang.
+        of: name of `x` for the report of a hang.
     """
     if axis.size > 1:
         axis.wait_begins("all-reduce", of)
@@ -136,7 +136,7 @@ def all_reduce(
 
 
 def largest_of_all(x: Tensor, topology: Topology) -> Tensor:
-    """Take the elementwise maximum over all ranks, in place, axis by axis, and return it."""
+    """Reduce `x` in place to the elementwise maximum over all ranks, axis by axis, and return it."""
     for axis in (topology.tp, topology.dp, topology.pp):
         all_reduce(x, axis, dist.ReduceOp.MAX)
     return x
