@@ -109,7 +109,7 @@ def _listing(folder: Path, iteration: int | None) -> Listing:
     except OSError as error:
         raise UserError(f"--load {folder} cannot be read: {error.strerror}") from None
     if iteration not in found:
-        known = f"those of iterations {', '.join(map(str, found))}" if found else "none"
+        known = f"iterations {', '.join(map(str, found))}" if found else "none"
         raise UserError(f"--load {folder} has no checkpoint {name_of(iteration)}: it has {known}")
     return Listing((found[iteration],))
 

@@ -277,7 +277,7 @@ class ReadTarget:
     """Holds elements of a tensor that are read piece by piece.
 
     Args:
-        elements: flat elements, as many as the range has.
+        elements: elements of the range, flat.
     """
 
     def __init__(self, name: str, elements: Tensor, target_range: ParameterRange) -> None:

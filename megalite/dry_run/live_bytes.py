@@ -101,7 +101,7 @@ class LiveBytes(Mode):
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an operator's result, which may be nested lists."""
+    """Yield the tensors in an operator's result, which can have nested lists."""
     if isinstance(out, torch.Tensor):
         yield out
     elif isinstance(out, list | tuple):

@@ -219,7 +219,7 @@ def launch(scores: Tensor, *arguments: Any) -> Tensor:
 
 
 def launch_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *arguments: Any) -> None:
-    """Run the backward's Triton kernel; `arguments` are those of `reference_backward` from `slopes` on."""
+    """Run the backward's Triton kernel; `arguments` are as in `reference_backward` from `slopes` on."""
     _launch("backward_kernel", (scores, grad, log_sums), *arguments)
 
 

@@ -39,7 +39,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _head(x, strides, sample, head):
-    """Return the address of a head of ``[b, n, s, d]``; `strides` are those of b, n and s."""
+    """Return the address of a head of ``[b, n, s, d]``; `strides` has the strides of b, n and s."""
     return x + tl.cast(sample, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 

@@ -246,7 +246,7 @@ def _deliver(sender: _SimulatedRank, ranks: Sequence[_SimulatedRank], direction:
     if expected != message:
         raise ScheduleError(
             f"messages cross: rank {sender.rank} sends rank {receiver.rank} the input of {message.reader}, "
-            f"which expects that of {expected.reader}"
+            f"which expects the input of {expected.reader}"
         )
     outgoing.open[0].send = None
     incoming.open[0].receives.remove(message)
