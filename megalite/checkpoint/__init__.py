@@ -1,1 +1,1 @@
-"""Save and load checkpoints, and convert models of other programs."""
+"""Save and load checkpoints, and convert models from and to other programs."""

@@ -1,4 +1,4 @@
-"""Record what a checkpoint depends on, and find how a run that loads it differs."""
+"""Record the settings that a checkpoint depends on, and find the differences of a run that loads it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megalite.errors import UserError
 from megalite.optim.parameter_schedules import OptimizerSchedules
 
 SAME_SHAPE_FIELDS = ("seq_length", "norm_epsilon", "rotary_base")
-"""Model fields that change what the weights compute but not their shapes: free with --finetune."""
+"""Model fields that do not change the shapes of the weights: they can change with --finetune."""
 UNTIED = "untie_embeddings_and_output_weights"
 SAME_SHAPE_VALUES = {
     "activation": ("gelu", "gelu_exact", "relu"),
     "position_embedding_type": ("rope", "alibi", "none"),
 }
-"""Values of a field among which the weights keep their shapes: free with --finetune too."""
+"""Values of a field that keep the shapes of the weights: they can also change with --finetune."""
 _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
 
 
 class Difference(NamedTuple):
-    """Name a field whose value differs from the checkpoint's."""
+    """Holds a field whose value differs from the checkpoint."""
 
     name: str
     saved: Any
@@ -41,17 +41,17 @@ class Difference(NamedTuple):
 def compatibility_record(
     config: Config, topology: Topology, data: DataRecord | None = None
 ) -> dict[str, Any]:
-    """Return what run.json records of a run for later ones to compare; `resume_rules` has each field's rule.
+    """Return the record of a run in run.json, which later runs compare by `resume_rules`.
 
     Only rank 0, which writes and warns, knows the tokenizer.
 
     Args:
-        data: what the run reads; known on rank 0, and None if the tokens are random.
+        data: identity of the run's data; known on rank 0, and None if the tokens are random.
     """
     digest = digest_of(config.data, config.model.vocab_size) if topology.rank == 0 else None
     return {
         "model": dataclasses.asdict(config.model),
-        # They determine the order of samples and the dropout, which a resumed run continues.
+        # They determine sample order and dropout, which a resumed run continues.
         "run": {
             "seed": config.training.seed,
             "global_batch_size": config.global_batch(topology.dp.size),
@@ -67,19 +67,19 @@ def compatibility_record(
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return the fields that must not change or whose change is logged, without those that have no effect."""
+    """Return the fields that must not change or whose change is logged, except fields without effect."""
     names = {*fields_with(OnResume.SETTING), *fields_with(OnResume.LOGGED)}
     return _values(config, names - {name for name, _ in loss_reasons(config)})
 
 
 def _data_options(config: Config) -> dict[str, Any]:
-    """Return the fields of the data, without those that have no effect."""
+    """Return the fields of the data, except fields without effect."""
     names = {*fields_with(OnResume.DATA), *fields_with(OnResume.CORPUS)}
     return _values(config, names - {name for name, _ in fill_in_middle_reasons(config.data)})
 
 
 def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """Return the values of these fields as JSON returns them: lists for tuples."""
+    """Return the values of these fields as they come back from JSON, with lists for tuples."""
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in config.values().items()
@@ -88,7 +88,7 @@ def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
 
 
 class _Findings(NamedTuple):
-    """Hold the result of a comparison: mistakes that refuse the checkpoint, and notices for the log."""
+    """Holds the result of a comparison: errors that prevent loading, and notices for the log."""
 
     mistakes: list[str]
     notices: list[str]
@@ -104,14 +104,14 @@ def check_compatibility(
     """Compare a checkpoint with this run.
 
     Args:
-        description: the checkpoint's run.json.
-        data: what this run reads; corpora are compared on the ranks that know them, rank 0 among them.
+        description: content of the checkpoint's run.json.
+        data: identity of this run's data; corpora are compared on the ranks that know them, including rank 0.
 
     Returns:
-        Differences that are allowed, for the log.
+        Allowed differences, for the log.
 
     Raises:
-        UserError: all differences that are not allowed, in one line for each part of run.json.
+        UserError: there are differences that are not allowed. It has one line for each part of run.json.
         ValueError: the description is damaged.
     """
     here = compatibility_record(config, topology, data)
@@ -132,7 +132,7 @@ def check_compatibility(
 
 
 def resumed_config(description: Mapping[str, Any], config: Config) -> Config:
-    """Return the config, with the checkpoint's schedule if the run is to keep it.
+    """Return the config, with the checkpoint's learning-rate schedule if the run must keep it.
 
     Raises:
         ValueError: the description is damaged.
@@ -145,12 +145,12 @@ def resumed_config(description: Mapping[str, Any], config: Config) -> Config:
 
 
 def loads_optimizer(checkpoint: CheckpointConfig) -> bool:
-    """Return whether a run loads the optimizer's state, and the schedule with it."""
+    """Return whether a run loads the optimizer state, and with it the learning-rate schedule."""
     return checkpoint.load_optim and not checkpoint.finetune
 
 
 def is_newly_untied(description: Mapping[str, Any], config: Config) -> bool:
-    """Return whether this run has an output weight of its own and the checkpoint has none."""
+    """Return whether this run has a separate output weight and the checkpoint has none."""
     return config.model.untie_embeddings_and_output_weights and not description["model"].get(UNTIED)
 
 
@@ -168,7 +168,7 @@ def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) 
 
 
 def _keeps_shapes(difference: Difference) -> bool:
-    """Return whether the weights of one model fit into the other: --finetune then loads them."""
+    """Return whether the weights of one model fit into the other, so that --finetune can load them."""
     values = SAME_SHAPE_VALUES.get(difference.name, ())
     return difference.name in (*SAME_SHAPE_FIELDS, UNTIED) or (
         difference.saved in values and difference.here in values
@@ -176,7 +176,7 @@ def _keeps_shapes(difference: Difference) -> bool:
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields with the defaults that follow from others, and without those that have no effect."""
+    """Return the fields with resolved defaults, except fields without effect."""
     fields = {name: getattr(model, name) for name in fields_with(OnResume.MODEL)}
     try:
         fields["ffn_hidden_size"] = model.ffn_size
@@ -194,7 +194,7 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
 def _model_advice(refused: list[Difference]) -> str:
     if any(difference.name == UNTIED for difference in refused):
         return (
-            "its output weight differs from its word embedding, and a tied model has only one of them: pass "
+            "its output weight differs from its word embedding, but a tied model has only one weight: pass "
             "--untie-embeddings-and-output-weights, or --finetune to drop it"
         )
     return "use the checkpoint's values, or remove --load"
@@ -203,13 +203,13 @@ def _model_advice(refused: list[Difference]) -> str:
 def _compare_runs(
     saved: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
 ) -> _Findings:
-    differences = list(_differences(saved, here)) if saved else []  # a converted checkpoint may know no run
+    differences = list(_differences(saved, here)) if saved else []  # converted checkpoints have no run
     if not differences:
         return _Findings([], [])
     advice = "use the checkpoint's values, or remove --load"
     for name, value, _ in differences:
         if name == "global_batch_size" and config.training.global_batch_size is None:
-            advice = f"pass --global-batch-size {value}, which by default follows the number of replicas"
+            advice = f"pass --global-batch-size {value}; its default depends on the number of replicas"
     return _Findings(
         [_mistake(checkpoint, "belongs to another run", differences, f"{advice}; {_FINETUNE_ADVICE}")], []
     )
@@ -227,12 +227,12 @@ def _compare_schedules(
         notice = f"the command line's schedule is used, not the checkpoint's: {_listed(differences)}"
         return _Findings([], [notice])
     if saved.keys() & {"lr_warmup_iters"} != here.keys() & {"lr_warmup_iters"}:
-        advice = "one is counted in iterations, the other in samples: pass --override-opt-param-scheduler"
+        advice = "one counts iterations, the other samples: pass --override-opt-param-scheduler"
     elif config.checkpoint.use_checkpoint_opt_param_scheduler:
         if "decoupled_lr" not in saved.keys() - here.keys():
             kept = [f"{name} {_shown(value)} (not {_shown(now)})" for name, value, now in differences]
             return _Findings([], [f"the checkpoint's schedule is kept: {', '.join(kept)}"])
-        advice = f"pass --decoupled-lr {saved['decoupled_lr']} too: the optimizer groups its weights by it"
+        advice = f"also pass --decoupled-lr {saved['decoupled_lr']}: the optimizer groups its weights by it"
     else:
         advice = (
             "pass --override-opt-param-scheduler to continue with the new one, or "
@@ -249,7 +249,7 @@ def _compare_settings(
     description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
 ) -> _Findings:
     saved = {name: value for name, value in description["model"].items() if name in here["settings"]}
-    if not config.checkpoint.finetune:  # a new run has settings of its own
+    if not config.checkpoint.finetune:  # a new run can have other settings
         saved |= _mapping(description, "settings")
     refused, harmless = list[Difference](), list[Difference]()
     for difference in _differences_of_shared(saved, here["settings"]):
@@ -275,8 +275,8 @@ def _compare_data(
     notices = []
     if description.get("data") and "settings" not in description:
         notices.append(
-            f"checkpoint {checkpoint} was saved by an earlier version, which recorded neither the contents "
-            "of its corpora nor the optimizer's settings: changes of these are not detected"
+            f"checkpoint {checkpoint} was saved by an earlier version, which did not record the contents of "
+            "its corpora or the optimizer settings: changes of these are not detected"
         )
     saved = _mapping(description, "corpora")
     if saved and here["corpora"] is not None:
@@ -285,7 +285,7 @@ def _compare_data(
         if evaluated:
             notices.append(f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}")
     elif flags := [each for each in options if RESUME_RULES.get(each.name) is OnResume.CORPUS]:
-        notices.append(f"the flags of the data differ from the checkpoint's: {_listed(flags)}")
+        notices.append(f"data flags differ from the checkpoint's: {_listed(flags)}")
     if not changed:
         return _Findings([], notices)
     if config.checkpoint.allow_data_change:
@@ -331,7 +331,7 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
 
 
 def _differences_of_shared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield differences of fields that both have, and of those that this version does not know."""
+    """Yield differences in fields that both have, and in fields that this version does not know."""
     for difference in _differences(saved, here):
         is_unknown = difference.name not in RESUME_RULES
         if is_unknown or (difference.name in saved and difference.name in here):
@@ -339,7 +339,7 @@ def _differences_of_shared(saved: Mapping[str, Any], here: Mapping[str, Any]) ->
 
 
 def _mapping(description: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    """Return a part of run.json, empty if it is missing, as in converted checkpoints."""
+    """Return a part of run.json. It is empty if it is missing, as in converted checkpoints."""
     found = description.get(part) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"run.json is damaged: its {part} is not an object")

@@ -1,4 +1,4 @@
-"""Bridge to torch.distributed.checkpoint, whose `load` reads our checkpoints in any placement."""
+"""Let `torch.distributed.checkpoint.load` read our checkpoints in any placement."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megalite.checkpoint.tensor_files import open_tensors
 
 
 class TensorBox(NamedTuple):
-    """Locate a box of a full tensor whose elements are consecutive in a piece of it.
+    """Locates a box of a full tensor whose elements are consecutive in a piece of the tensor.
 
     Attributes:
-        offsets: indices of its first element in the full tensor.
-        sizes: along each dim, without padding.
-        at: number of its first element in the piece.
-        shape: along each dim as stored in the piece: with padding.
+        offsets: indices of the first element in the full tensor.
+        sizes: size along each dim, without padding.
+        at: number of the first element in the piece.
+        shape: size along each dim as stored in the piece, with padding.
     """
 
     offsets: tuple[int, ...]
@@ -43,9 +43,9 @@ class TensorBox(NamedTuple):
 
 
 def boxes_of(piece: ParameterRange) -> Iterator[TensorBox]:
-    """Yield the boxes that make up a piece, in order of their elements; none for padding.
+    """Yield the boxes of a piece in order of their elements, except padding.
 
-    A tensor of n dims needs at most 2n - 1.
+    A tensor of n dims needs at most 2n - 1 boxes.
     """
     for offsets, shape, at in _boxes(piece.shape, piece.start, piece.end):
         cut = (*offsets[: piece.dim], offsets[piece.dim] + piece.offset, *offsets[piece.dim + 1 :])
@@ -80,7 +80,7 @@ def _boxes(
 def _row(
     shape: tuple[int, ...], row: int, start: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Yield the boxes of elements ``[start, end)`` that are in one index of dim 0."""
+    """Yield the boxes of elements ``[start, end)`` with the same index of dim 0."""
     base = row * math.prod(shape[1:])
     for offsets, sizes, at in _boxes(shape[1:], start - base, end - base):
         yield (row, *offsets), (1, *sizes), at + base
@@ -91,9 +91,9 @@ Stored = tuple[str, TensorBox]
 
 
 class MegaliteReader(StorageReader):
-    """Read one checkpoint's folder, ``SAVE/iter_0000010``; a rank opens only the files that it needs.
+    """Reads the folder of one checkpoint, ``SAVE/iter_0000010``. A rank opens only the files that it needs.
 
-    Every tensor file is read through and compared with its digest before it is used.
+    Every tensor file is compared with its digest before it is used.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -107,10 +107,11 @@ class MegaliteReader(StorageReader):
             self.folder = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as torch's metadata: each piece is one chunk, or a few if it is not a box.
+        """Return the index as torch's metadata. Each piece is one chunk, or a few chunks if it is not a box.
 
         Raises:
-            DamagedCheckpoint: a text file is not as it was saved, or elements of a tensor are in no file.
+            DamagedCheckpoint: a text file has changed since it was saved, or a tensor has elements in no
+                file.
         """
         self.manifest = read_manifest(self.folder)
         full = FullReader(self.manifest)
@@ -131,10 +132,10 @@ class MegaliteReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan requests, file by file.
+        """Copy the values of the plan, file by file.
 
         Raises:
-            DamagedCheckpoint: a file is missing, or has other bytes than were saved or than the index says.
+            DamagedCheckpoint: a file is missing, has changed since it was saved, or does not match the index.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -152,7 +153,7 @@ class MegaliteReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a folder that may be a checkpoint of megalite."""
+        """Return whether it is a folder that could be a megalite checkpoint."""
         return (Path(checkpoint_id) / RUN).is_file()
 
     def _tensor_metadata(self, name: str, full: FullReader) -> TensorStorageMetadata:

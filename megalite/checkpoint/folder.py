@@ -1,11 +1,11 @@
-"""Manage a run's folder of checkpoints: find them, order them for loading, and delete old ones.
+"""Manage the folder of a run's checkpoints: find them, order them for loading, and delete old ones.
 
 SAVE/latest                 name of the newest complete checkpoint
 SAVE/iter_0000010/          a complete checkpoint
-SAVE/.iter_0000020.5f3a….partial one that is being written, or was when its run died
-SAVE/.latest.5f3a….partial  a text that is about to replace `latest`
-SAVE/.iter_0000010.replaced the previous iter_0000010; it counts until the new, complete one is renamed
-SAVE/.iter_0000010.deleted  one that is being deleted
+SAVE/.iter_0000020.5f3a….partial a checkpoint that is being written, or was when its run died
+SAVE/.latest.5f3a….partial  a text that will replace `latest`
+SAVE/.iter_0000010.replaced the previous iter_0000010, which counts until the new one is renamed
+SAVE/.iter_0000010.deleted  a checkpoint that is being deleted
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _UNFINISHED = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.
 
 
 class Listing(NamedTuple):
-    """List a folder's checkpoints.
+    """Lists the checkpoints of a folder.
 
     Attributes:
-        names: of checkpoints' folders in the order in which to load them; they may be damaged.
-        notices: what to log about `latest`.
+        names: names of checkpoint folders in the order in which to try to load them; they can be damaged.
+        notices: messages about `latest` for the log.
     """
 
     names: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ def iterations_in(folder: Path) -> dict[int, str]:
 
 
 def list_checkpoints(folder: Path) -> Listing:
-    """List the folder's checkpoints: the one that `latest` names, older ones, newest first, then newer ones.
+    """List checkpoints: first the one that `latest` names, then older ones from new to old, then newer ones.
 
     Newer ones belong to a run that died before it updated `latest`, or that was resumed from an earlier
-    iteration; they are logged, and loaded only on request.
+    iteration. They are logged, and loaded only on request.
 
     Raises:
         OSError: the folder cannot be read.
@@ -92,9 +92,9 @@ def outdated(
 ) -> list[int]:
     """Return the checkpoints to delete now that `newest` is complete, oldest first.
 
-    Those that stay are the last `keep_last` up to the newest, those that `keep_every` divides, and all later
-    than the newest, which belong to another course of the run. With `keep_every` alone only the newest stays
-    besides.
+    It keeps the last `keep_last` checkpoints up to `newest`, all whose iteration is a multiple of
+    `keep_every`, and all later than `newest`, which belong to an earlier attempt of the run. If only
+    `keep_every` is set, it also keeps `newest`.
     """
     if keep_last is None and keep_every is None:
         return []
@@ -105,10 +105,10 @@ def outdated(
 
 
 def prune(folder: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
-    """Delete what `outdated` returns, and return the deleted names; call it on one rank.
+    """Delete the checkpoints that `outdated` returns, and return their names; call it on one rank.
 
     Raises:
-        OSError: some of it cannot be deleted.
+        OSError: a file cannot be deleted.
     """
     found = iterations_in(folder)
     names = [found[iteration] for iteration in outdated(found, newest, keep_last, keep_every)]
@@ -118,7 +118,7 @@ def prune(folder: Path, newest: int, keep_last: int | None, keep_every: int | No
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; one that is half deleted no longer has its name.
+    """Rename a checkpoint and delete it, so that a half-deleted one no longer has the name of a checkpoint.
 
     Raises:
         OSError: it cannot be deleted.
@@ -130,9 +130,9 @@ def remove(checkpoint: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its own name; a previous one with that name is deleted afterwards.
+    """Rename a complete checkpoint to its final name, then delete a previous checkpoint with this name.
 
-    At each moment `iterations_in` finds one of the two.
+    At any time `iterations_in` finds one of the two.
 
     Raises:
         OSError: it cannot be renamed.
@@ -146,10 +146,10 @@ def put_in_place(aside: Path, final: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the unfinished saves of earlier runs; those that cannot be deleted stay.
+    """Delete the unfinished saves of earlier runs, if they can be deleted.
 
-    Call it between saves, and only as the folder's one writer (see `lease`): then all that is unfinished
-    belongs to runs that have ended or have lost the folder.
+    Call it between saves, and only as the folder's only writer (see `lease`): all unfinished saves then
+    belong to runs that have ended or lost the folder.
     """
     counted = set(iterations_in(folder).values())
     for entry in list(folder.iterdir()):
@@ -163,7 +163,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_latest(folder: Path) -> str:
-    """Return the content of the folder's `latest`.
+    """Return the content of the folder's `latest` file.
 
     Raises:
         OSError: it is missing, not a regular file, or longer than any name.
@@ -173,7 +173,7 @@ def read_latest(folder: Path) -> str:
 
 
 def _latest_in(folder: Path) -> tuple[int | None, str]:
-    """Return the iteration that `latest` names; or None and what is wrong with the file."""
+    """Return the iteration that `latest` names, or None and the problem with the file."""
     try:
         name = read_latest(folder)
     except FileNotFoundError:

@@ -15,13 +15,13 @@ from megalite.errors import few
 
 
 def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: int) -> None:
-    """Refuse a checkpoint that holds weights that the model of its config.yaml does not have.
+    """Check that a checkpoint holds no weights that the model of its config.yaml does not have.
 
     Args:
-        parameters: names of all of the model's.
+        parameters: names of all parameters of the model.
 
     Raises:
-        DamagedCheckpoint: it does.
+        DamagedCheckpoint: it holds such weights.
     """
     weights = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
     if others := sorted(name for name in weights if name not in parameters):
@@ -30,9 +30,9 @@ def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: i
 
 
 class FullReader:
-    """Read one tensor at a time; only that one is in memory.
+    """Reads full tensors one at a time, with only one in memory.
 
-    The files are not verified: `manifest.damage_of` does that.
+    It does not verify the files; use `manifest.damage_of`.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -43,7 +43,7 @@ class FullReader:
         return tuple(sorted(self.manifest.tensors))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the full tensor, without the padding of any layout.
+        """Return the shape of the full tensor, without padding.
 
         Raises:
             KeyError: there is no such tensor.
@@ -53,7 +53,7 @@ class FullReader:
         return self._shape_in_file(name, first) if first.range is None else first.range.full_shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type in which the tensor is saved.
+        """Return the dtype in which the tensor is saved.
 
         Raises:
             KeyError: there is no such tensor.
@@ -61,11 +61,11 @@ class FullReader:
         return dtype_of(self._first(name).dtype)
 
     def pieces(self, name: str) -> list[TensorRecord]:
-        """Return the pieces that make up the full tensor, each element in one of them.
+        """Return the pieces that make up the full tensor, with each element in exactly one piece.
 
         Raises:
             KeyError: there is no such tensor.
-            DamagedCheckpoint: elements are in none of them or in several.
+            DamagedCheckpoint: elements are in no piece or in several.
         """
         target = ReadTarget(name, torch.empty(0, dtype=self.dtype(name)), self._full_range(name))
         try:
@@ -74,7 +74,7 @@ class FullReader:
             raise self._damaged(error) from None
 
     def tensor(self, name: str) -> Tensor:
-        """Return the full tensor, contiguous and in memory of its own.
+        """Return the full tensor, contiguous and in its own memory.
 
         Raises:
             KeyError: there is no such tensor.
@@ -96,7 +96,7 @@ class FullReader:
         return self.manifest.tensors[name][0]
 
     def _full_range(self, name: str) -> ParameterRange:
-        """Return the range of all of the tensor, cut along the dim of its pieces."""
+        """Return the range of the whole tensor, cut along the same dim as its pieces."""
         first, shape = self._first(name).range, self.shape(name)
         return ParameterRange(shape, first.dim if first else 0, 0, shape, 0, math.prod(shape))
 

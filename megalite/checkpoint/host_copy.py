@@ -16,14 +16,14 @@ _ALIGNMENT = 64
 
 
 class HostCopy:
-    """Hold host memory for one copy of a rank's pieces, reused for each save.
+    """Copies a rank's pieces to host memory, which is reused for each save.
 
-    The copy is made while training computes the next gradients, which leave the tensors alone: training calls
-    `protect` before it writes to them, and waits there for the rest of the copy. The first copy allocates the
-    memory; later ones allocate only if there is more to copy.
+    The copy runs while training computes the next gradients, which does not change the tensors. Training
+    calls `protect` before it writes to them, and waits there for the rest of the copy. The first copy
+    allocates the memory; later copies allocate only if they need more.
 
     Args:
-        device: where the tensors are, or some of them: others are in host memory.
+        device: device of the tensors; some of them can be in host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,23 +52,23 @@ class HostCopy:
         return {name: FilePiece(copies[name], piece.range) for name, piece in pieces.items()}
 
     def fill(self) -> None:
-        """Make the copy, or wait for the GPU that makes it; any thread may call this."""
+        """Copy the pieces, or wait until the GPU has copied them; any thread can call this."""
         try:
             for copy, tensor in self._pairs:
-                # In one thread: torch would use as many as training, and compete for its cores.
+                # Copy in one thread: torch would use as many threads as training, and compete for its cores.
                 ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.numel() * copy.element_size())
             self._pairs = []
         finally:
             self._filled.set()
         if self._done is not None:
-            # A new thread's device is GPU 0, where a context would occupy memory.
+            # The default device of a new thread is GPU 0, on which a context would occupy memory.
             torch.cuda.set_device(self._device)
             self._done.synchronize()
 
     def protect(self) -> None:
-        """Keep later work from writing to tensors that are still to be copied.
+        """Keep later work from writing to tensors before they have been copied.
 
-        The host waits only for its own copy of tensors in host memory: on a GPU later kernels wait for the
+        The host waits only for the copy of tensors in host memory. On a GPU, later kernels wait for the
         copies.
         """
         if self._done is not None:

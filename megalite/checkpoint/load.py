@@ -1,4 +1,4 @@
-"""Load a run from a checkpoint that any layout has saved."""
+"""Load a run from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _MODEL, _STATE, _MAIN = "model.", "optimizer.", ".main"
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _SCALER = "optimizer.loss_scaler."
 _NUM_STEPS = "optimizer.num_steps"
-"""In every checkpoint that has the optimizer's state."""
+"""A tensor that every checkpoint with optimizer state has."""
 _OUTPUT, _WORD = "output.weight", "embedding.word.weight"
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Describe what a run loads from one checkpoint.
+    """Describes what a run loads from a checkpoint.
 
     Attributes:
-        progress: where the run continues; iteration 0 if it loads only the weights.
-        sources: names of the run's tensors that are read, each with the checkpoint's tensor to read.
-        config: the run's, with the checkpoint's schedule if the run keeps it.
-        notices: for the log.
+        progress: progress from which the run continues; iteration 0 if it loads only the weights.
+        sources: names of the run's tensors to load, each with the name of the checkpoint's tensor.
+        config: config of the run, with the checkpoint's learning-rate schedule if the run keeps it.
+        notices: messages for the log.
     """
 
     progress: TrainingProgress
@@ -65,8 +65,8 @@ def plan_load(
     """Decide what to load.
 
     Args:
-        wanted: all that this rank holds, by name.
-        data: what the run reads.
+        wanted: all tensors of this rank, by name.
+        data: identity of the run's data.
 
     Raises:
         UserError: the checkpoint belongs to another model or run, or lacks what the run needs.
@@ -105,14 +105,14 @@ def plan_load(
 
 @dataclass(frozen=True)
 class _SourceRules:
-    """Find the checkpoint's tensor for each of a run's.
+    """Finds the checkpoint's tensor for each tensor of a run.
 
     Attributes:
         saved: names of the checkpoint's tensors.
-        loads_optimizer: the run loads the optimizer's state.
-        is_other_precision: the model's weights are in another precision than the checkpoint's, so that they
-            are read from its main weights, and rounded once.
-        is_newly_untied: the output weight and its state are read from the word embedding's.
+        loads_optimizer: whether the run loads the optimizer state.
+        is_other_precision: whether the model's weights have another precision than in the checkpoint; they
+            are then read from its main weights, and rounded once.
+        is_newly_untied: whether the output weight and its state are read from the word embedding.
     """
 
     saved: Collection[str]
@@ -121,20 +121,20 @@ class _SourceRules:
     is_newly_untied: bool
 
     def sources(self, wanted: Tensors) -> Iterator[tuple[str, str]]:
-        """Yield each name here and one in the checkpoint; a name that it lacks is paired with itself."""
+        """Yield each name with its name in the checkpoint, or with itself if the checkpoint lacks it."""
         for name in wanted:
             if self._is_loaded(name):
                 candidates = self._candidates(name)
                 yield name, next((candidate for candidate in candidates if candidate in self.saved), name)
 
     def _is_loaded(self, name: str) -> bool:
-        if name.startswith(_SCALER):  # a new one is made if the checkpoint has none
+        if name.startswith(_SCALER):  # a new scaler is created if the checkpoint has none
             return self.loads_optimizer and name in self.saved
         is_weight = name.startswith(_MODEL) or name.endswith(_MAIN)
         return is_weight or self.loads_optimizer
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield the checkpoint's tensors that can be read for one of the run's, the best first."""
+        """Yield the checkpoint's tensors that can be loaded as this tensor, the best first."""
         if self.is_newly_untied:
             name = name.replace(_OUTPUT, _WORD)
         is_main, is_weight = name.endswith(_MAIN), name.startswith(_MODEL)
@@ -145,15 +145,15 @@ class _SourceRules:
 
 
 def _check_layers(manifest: Manifest, num_layers: int) -> None:
-    """Refuse weights of more layers than run.json says: no rank would read the others."""
+    """Raise an error if there are weights of more layers than in run.json: no rank would read them."""
     found = (_LAYER.match(name) for name in manifest.tensors)
     count = 1 + max((int(match[1]) for match in found if match), default=-1)
     if count > num_layers:
-        raise ValueError(f"{RUN} says num_layers {num_layers}, and there are weights of {count} layers")
+        raise ValueError(f"{RUN} has num_layers {num_layers}, but there are weights of {count} layers")
 
 
 def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
-    """Refuse a checkpoint without the optimizer's state if the run needs it."""
+    """Raise an error if the checkpoint has no optimizer state and the run needs it."""
     if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
         raise UserError(
             f"checkpoint {manifest.folder} has no optimizer state (it was saved with --no-save-optim, or "
@@ -163,7 +163,7 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
 
 
 def _check_plain_tensors(manifest: Manifest, wanted: Tensors) -> None:
-    """Refuse a checkpoint with a plain tensor that this version does not have."""
+    """Raise an error if the checkpoint has a plain tensor that this version does not have."""
     plain = {
         name for name, pieces in manifest.tensors.items() if any(piece.range is None for piece in pieces)
     }
@@ -171,12 +171,12 @@ def _check_plain_tensors(manifest: Manifest, wanted: Tensors) -> None:
     if unknown := sorted(name for name in plain - known if not name.startswith(_SCALER)):
         raise UserError(
             f"checkpoint {manifest.folder} has tensors that this run does not have: {few(unknown)}; load "
-            "another, or remove --load"
+            "another checkpoint, or remove --load"
         )
 
 
 def _loss_scale_notices(saved: Collection[str], wanted: Tensors) -> list[str]:
-    """Report a loss scale that is new or no longer needed, because of fp16 or --loss-scale."""
+    """Return notices of a loss scale that is new or no longer needed, because of fp16 or --loss-scale."""
     has = any(name.startswith(_SCALER) for name in saved)
     needs = any(name.startswith(_SCALER) for name in wanted)
     if needs and not has:
@@ -194,18 +194,18 @@ def load_checkpoint(
     local: LocalSaves | None = None,
     data: DataRecord | None = None,
 ) -> LoadPlan | None:
-    """Copy the checkpoint of `load_iteration`, or else the latest complete one, into this rank's tensors.
+    """Copy the checkpoint of `load_iteration`, or the latest complete one, into this rank's tensors.
 
-    Every rank calls this; every rank returns the same or raises the same.
+    Every rank must call this. All ranks return the same value or raise the same error.
 
     Args:
-        tensors: all that this rank holds, by name; those that the plan does not name stay as they are.
-        local: the run's non-persistent saves: if the newest of them is newer, it is loaded instead, from each
-            rank's own folder and with all of its state.
-        data: what the run reads, to be compared with what the checkpoint's run read.
+        tensors: all tensors of this rank, by name; tensors that the plan does not name do not change.
+        local: non-persistent saves of the run. If the newest of them is newer, it is loaded instead, from
+            each rank's own folder and with all its state.
+        data: identity of the run's data, to compare with the data of the checkpoint's run.
 
     Returns:
-        What was loaded; None if the folder holds no checkpoint.
+        The plan that was loaded; None if the folder has no checkpoint.
 
     Raises:
         UserError: the checkpoint belongs to another model or run, or none can be read.
@@ -225,7 +225,7 @@ def _newest_local(
     topology: Topology,
     local: LocalSaves | None,
 ) -> Manifest | None:
-    """Return this rank's non-persistent save, if all ranks have one that is newer than the folder's."""
+    """Return this rank's non-persistent save, if all ranks have one that is newer than those in --save."""
     continues = loads_optimizer(checkpoint) and checkpoint.load_iteration is None
     if local is None or not continues or not checkpoint.loads_own:
         return None
@@ -249,7 +249,7 @@ def _newest_persistent(folder: Path, topology: Topology) -> int:
     """Return the newest iteration that rank 0 sees, complete or not; -1 if there is none."""
     newest = [-1]
     if topology.rank == 0:
-        with suppress(OSError):  # reported when the folder is read next
+        with suppress(OSError):  # the next read of the folder reports it
             newest = [max(iterations_in(folder), default=-1)]
     dist.broadcast_object_list(newest)
     return newest[0]

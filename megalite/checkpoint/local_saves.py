@@ -1,13 +1,14 @@
-"""Save to each rank's own folder, on its node's disk or in its memory: fast, but not kept.
+"""Save to each rank's own folder, on the disk or in the memory of its node: fast, but not persistent.
 
-    DIR/5f3a…/rank_00003/iter_0000010/   all that rank 3 of the run 5f3a… holds, sealed like any checkpoint
+    DIR/5f3a…/rank_00003/iter_0000010/   all tensors of rank 3 of the run 5f3a…, sealed like any checkpoint
 
-Such a save needs no file system that all nodes share, and each node writes only what its own ranks hold. It
-helps a run that is started again on the same nodes, in the same layout: in another layout no single rank's
-folder holds a rank's tensors, and the run loads its last persistent checkpoint, as it does if a node is gone.
+Such a save needs no shared file system, and each node writes only the tensors of its own ranks. It
+helps a run that restarts on the same nodes with the same layout. In another layout, a rank's folder does not
+hold the tensors that the rank needs, so the run loads its last persistent checkpoint, as it does if a node is
+lost.
 
-A rank keeps its older save until the new one is complete on every rank, so at most two. A complete persistent
-save makes those up to its iteration superfluous: they are deleted.
+A rank keeps its older save until the new one is complete on every rank, so it has at most two. A complete
+persistent save replaces the local saves up to its iteration, which are deleted.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _ID = re.compile(r"([0-9a-f]{16}) ([0-9]+)")
 
 @dataclass(frozen=True)
 class LocalSaves:
-    """Manage the local saves of one rank.
+    """Manages the local saves of one rank.
 
     Attributes:
-        folder: this rank's.
+        folder: folder of this rank.
     """
 
     folder: Path
@@ -60,13 +61,13 @@ class LocalSaves:
 
     @staticmethod
     def of(config: CheckpointConfig, topology: Topology) -> LocalSaves | None:
-        """Return this run's local saves, named in its folder of persistent checkpoints; every rank calls it.
+        """Return the local saves of this run, whose id is in its --save folder; every rank must call it.
 
         Returns:
-            None if the config has no such saves.
+            The local saves; None if the config has none.
 
         Raises:
-            UserError: a folder cannot be written; on every rank.
+            UserError: a folder cannot be written. Every rank raises it.
         """
         if config.non_persistent_save_interval is None:
             return None
@@ -83,16 +84,16 @@ class LocalSaves:
         return LocalSaves(folder, topology)
 
     def newest(self, tensors: Tensors) -> tuple[int, Manifest] | None:
-        """Return the newest iteration that every rank has saved fully in its layout; every rank calls it.
+        """Return the newest iteration that all ranks have saved in this layout; every rank must call it.
 
-        Every byte of it has been read and verified. Skipped iterations are logged.
+        All its bytes have been read and verified. Skipped iterations are logged.
 
         Args:
-            tensors: all that this rank holds, by name.
+            tensors: all tensors of this rank, by name.
         """
         whole: dict[int, Manifest] = {}
         problems: dict[int, str] = {}
-        with self.topology.agreed():  # nothing is raised: it waits for the rank that reads longest
+        with self.topology.agreed():  # nothing raises here; wait for the slowest reader
             for iteration, name in self._found().items():
                 try:
                     whole[iteration] = self._verified(self.folder / name, tensors)
@@ -106,11 +107,11 @@ class LocalSaves:
         return None if newest is None else (newest, whole[newest])
 
     def remove_up_to(self, iteration: int) -> None:
-        """Delete the saves that a complete persistent checkpoint makes superfluous, on this rank."""
+        """Delete this rank's saves up to the iteration of a complete persistent checkpoint."""
         self._remove([number for number in self._found() if number <= iteration])
 
     def keep_only(self, iteration: int) -> None:
-        """Delete all but one iteration's save, and what a larger world of ranks has left."""
+        """Delete all saves except one iteration's, and the folders that a larger number of ranks has left."""
         self._remove([number for number in self._found() if number != iteration])
         for folder in self.folder.parent.glob("rank_*"):
             number = folder.name.removeprefix("rank_")
@@ -118,11 +119,11 @@ class LocalSaves:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def keep_newest(self, number: int) -> None:
-        """Delete all but the newest saves."""
+        """Delete all saves except the newest."""
         self._remove(list(self._found())[:-number])
 
     def remove_all(self) -> None:
-        """Delete the run's folder on this node, when every rank has reached the run's end."""
+        """Delete the run's folder on this node, after every rank has reached the end of the run."""
         shutil.rmtree(self.folder.parent, ignore_errors=True)
 
     def _found(self) -> dict[int, str]:
@@ -140,7 +141,7 @@ class LocalSaves:
         """Read and verify a checkpoint.
 
         Raises:
-            UserError: it is damaged, or does not hold exactly what this rank needs.
+            UserError: it is damaged, or does not hold exactly the tensors of this rank.
         """
         manifest = read_manifest(checkpoint)
         if problems := damage_of(manifest, manifest.files):
@@ -158,12 +159,13 @@ class LocalSaves:
 
 @dataclass(frozen=True)
 class LocalSave:
-    """Write one save of a rank's own.
+    """Writes one local save of a rank.
 
     Attributes:
-        saves: where it is written.
-        pieces: all that the rank holds.
-        lease: on the run's --save, which names the local folder too; None if no other run can write there.
+        saves: local saves of the rank.
+        pieces: all pieces of the rank.
+        lease: lease on the --save folder, which also names the local folder; None if no other run can write
+            there.
     """
 
     saves: LocalSaves
@@ -176,10 +178,10 @@ class LocalSave:
         return self.saves.folder / name_of(self.contents.iteration)
 
     def run(self, agreement: SaveAgreement) -> None:
-        """Write it, and delete older ones once it is complete on every rank; every rank calls this.
+        """Write the save, and delete older ones once it is complete on every rank; every rank must call this.
 
         Raises:
-            SaveError: some rank could not; on every rank, and each keeps its older ones.
+            SaveError: a rank failed. Every rank raises it and keeps its older saves.
         """
         partial, is_renamed = partial_name(self.final), False
         try:
@@ -200,13 +202,13 @@ class LocalSave:
 
     def _check_lease(self) -> str:
         if self.lease is not None:
-            with suppress(OSError):  # a local save needs nothing of the shared file system
+            with suppress(OSError):  # a local save does not need the shared file system
                 self.lease.check()
         return ""
 
     def _write(self, partial: Path) -> str:
         remove_leftovers(self.final.parent)
-        self.saves.keep_newest(2)  # there are more only if ranks could not agree
+        self.saves.keep_newest(2)  # there are more only if the ranks did not agree
         partial.mkdir()
         file = write_file(partial / f"{self.saves.folder.name}.safetensors", self.pieces)
         seal(partial, self.contents.description, self.contents.config_text, [file])
@@ -219,7 +221,7 @@ class LocalSave:
 
 
 def _joined(answers: Sequence[SaveAnswer]) -> str:
-    """Return the ranks' results, all empty.
+    """Return the ranks' results, which are all empty.
 
     Raises:
         SaveError: a rank failed.
@@ -228,7 +230,7 @@ def _joined(answers: Sequence[SaveAnswer]) -> str:
 
 
 def _warn_of_skipped(found: Sequence[tuple[list[int], dict[int, str]]], common: set[int]) -> None:
-    """Warn of each iteration that some rank has and that is not complete on all of them."""
+    """Warn about each iteration that some ranks have but that is not complete on all ranks."""
     for iteration in sorted({each for whole, bad in found for each in (*whole, *bad)} - common):
         problems = [bad[iteration] for _, bad in found if iteration in bad]
         missing = [rank for rank, (whole, bad) in enumerate(found) if iteration not in {*whole, *bad}]
@@ -238,9 +240,9 @@ def _warn_of_skipped(found: Sequence[tuple[list[int], dict[int, str]]], common: 
 
 
 def _run_id(save: Path) -> str:
-    """Return the id of the run that saves to a folder; it is made at the run's first start.
+    """Return the id of the run that saves to a folder. It is created when the run first starts.
 
-    It is written with the folder's inode: a copy of the folder has another inode, and is another run.
+    It is stored with the folder's inode: a copy of the folder has another inode, and is another run.
 
     Raises:
         UserError: the folder cannot be written.

@@ -2,8 +2,8 @@
 
     run.json      format, versions, progress, model, run and layout: small, for people and for checks
     config.yaml   the config of the run that saved it
-    index.json    the pieces of each tensor: which file holds which elements of it; and the files' names
-    SHA256SUMS    a line for every other file, as sha256sum writes it: `sha256sum -c` reads it
+    index.json    the pieces of each tensor (which file holds which elements), and the names of all files
+    SHA256SUMS    a line for every other file, in the format of `sha256sum -c`
 
 Nothing here is executed or imported, and no name leads out of the folder: an untrusted checkpoint is only
 data.
@@ -40,15 +40,15 @@ _SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = {RUN: 1 << 24, CONFIG: 1 << 24, SUMS: 1 << 28, INDEX: 1 << 32}
-"""Limits of the text files, far above what the largest run needs: an untrusted file may be of any size."""
+"""Size limits of the text files, far above the largest run's; an untrusted file can have any size."""
 
 
 class DamagedCheckpoint(UserError):
     """Raised for a folder that is not a complete checkpoint.
 
     Attributes:
-        folder: the checkpoint's.
-        problems: what is wrong, each naming the file.
+        folder: folder of the checkpoint.
+        problems: problems, each with the name of the file.
     """
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class DamagedCheckpoint(UserError):
         super().__init__(f"checkpoint {folder} cannot be read ({'; '.join(self.problems)}): load another")
 
     def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
-        """Pickle the constructor's arguments, so that it can be sent to other ranks."""
+        """Pickle the constructor's arguments, so that the error can be sent to other ranks."""
         return type(self), (self.folder, self.problems)
 
 
@@ -66,12 +66,12 @@ class OtherFormat(DamagedCheckpoint):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Record one piece of a tensor, as in the index.
+    """Describes one piece of a tensor, as in the index.
 
     Attributes:
-        file: name of the file that holds it, under the tensor's own name.
-        dtype: torch's name of it, as in ``bfloat16``.
-        range: of its elements in the full tensor; None if the piece is a whole plain tensor.
+        file: name of the file that holds it under the name of the tensor.
+        dtype: torch's name of the dtype, such as ``bfloat16``.
+        range: range of its elements in the full tensor; None if the piece is a whole plain tensor.
     """
 
     file: str
@@ -80,7 +80,7 @@ class TensorRecord:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> TensorRecord:
-        """Return the piece that `record` and JSON made this record from.
+        """Return the piece of a record from JSON; the inverse of `record`.
 
         Raises:
             ValueError: its range is malformed.
@@ -97,11 +97,11 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Record a file that a rank wrote.
+    """Describes a file that a rank wrote.
 
     Attributes:
-        sha256: hexadecimal digest of all the file's bytes.
-        tensors: what it holds, by the tensors' names.
+        sha256: hexadecimal digest of the file.
+        tensors: its pieces, by tensor name.
     """
 
     name: str
@@ -111,13 +111,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Hold a checkpoint's text files, read and verified.
+    """Holds the text files of a checkpoint, read and verified.
 
     Attributes:
-        description: run.json.
-        config_text: config.yaml.
-        tensors: the pieces of each tensor, by name.
-        digests: SHA-256 of every file but SHA256SUMS, by name.
+        description: content of run.json.
+        config_text: content of config.yaml.
+        tensors: pieces of each tensor, by name.
+        digests: SHA-256 of every file except SHA256SUMS, by name.
     """
 
     folder: Path
@@ -141,23 +141,23 @@ def times_written(description: Any) -> dict[str, float]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a type's name in a `TensorRecord`."""
+    """Return the name of a dtype in a `TensorRecord`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the type of a `TensorRecord` that was read."""
+    """Return the dtype with this name in a `TensorRecord`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: Sequence[FileRecord]) -> None:
-    """Write the four text files of a folder whose tensor files are written, each synced to the disk.
+    """Write the four text files after all tensor files, and sync each to the disk.
 
     Args:
-        description: for run.json; the format and the versions are added.
-        files: of every rank.
+        description: content of run.json, to which format and versions are added.
+        files: files of every rank.
 
     Raises:
         OSError: the folder cannot be written.
@@ -183,12 +183,12 @@ def seal(folder: Path, description: Mapping[str, Any], config_text: str, files: 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the text files and check their digests; that tensor files exist is not checked.
+    """Read the text files and check their digests, without checking that tensor files exist.
 
     Raises:
-        DamagedCheckpoint: a text file is missing, altered or malformed; the folder belongs to another
+        DamagedCheckpoint: a text file is missing, altered or malformed, or the folder belongs to another
             iteration.
-        OtherFormat: an earlier or a later version wrote it.
+        OtherFormat: an earlier or later version wrote it in another format.
     """
     reader = _Reader(folder)
     digests = reader.digests()
@@ -200,7 +200,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage_of(manifest: Manifest, files: Sequence[str]) -> list[str]:
-    """Read files through, and return which of them are missing or hold other bytes than were saved."""
+    """Read files completely, and return the problems of files that are missing or have changed."""
     return [problem for name in files if (problem := _damage(manifest.folder / name, manifest.digests[name]))]
 
 
@@ -217,7 +217,7 @@ def _damage(file: Path, expected: str) -> str | None:
 
 
 def sha256_of(file: Path) -> str:
-    """Return the hexadecimal digest of a file's bytes; it needs the memory of one chunk."""
+    """Return the hexadecimal digest of a file, with only one chunk in memory."""
     digest = hashlib.sha256()
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     with open_regular(file) as stream:
@@ -227,7 +227,7 @@ def sha256_of(file: Path) -> str:
 
 
 class _Reader:
-    """Read the text files of a folder that may hold anything."""
+    """Reads the text files of an untrusted folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -236,7 +236,7 @@ class _Reader:
         return DamagedCheckpoint(self.folder, problems)
 
     def digests(self) -> dict[str, str]:
-        """Return the digests in SHA256SUMS; a checkpoint without it may be in a format that had none."""
+        """Return the digests in SHA256SUMS. A checkpoint without this file may have an older format."""
         if not self.folder.is_dir():
             raise self.damaged("the folder is missing")
         if not (self.folder / SUMS).exists():
@@ -310,10 +310,10 @@ class _Reader:
 
 
 def _parsed_index(index: dict[str, Any]) -> tuple[dict[str, tuple[TensorRecord, ...]], frozenset[str]]:
-    """Return the pieces by tensor, and the files, from parsed JSON that may be anything.
+    """Return the pieces by tensor, and the files, from untrusted JSON.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: it is not what `seal` writes.
+        ValueError, TypeError, KeyError, AttributeError: the JSON is not as `seal` writes it.
     """
     files = index["files"]
     if not isinstance(files, list) or not all(_is_file_name(name) for name in files):
@@ -329,7 +329,7 @@ def _parsed_index(index: dict[str, Any]) -> tuple[dict[str, tuple[TensorRecord, 
 
 
 def _is_file_name(name: object) -> bool:
-    """Return whether it names a file in the folder itself that is not hidden."""
+    """Return whether it is the name of a file directly in the folder, and not hidden."""
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
@@ -346,7 +346,7 @@ def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -
 
 
 def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]) -> str:
-    """Return JSON with a line for each tensor."""
+    """Return JSON with one line per tensor."""
     lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
     return '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(files)}}}\n'
 

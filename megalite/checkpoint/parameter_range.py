@@ -1,4 +1,4 @@
-"""Locate elements in a full tensor, which makes a saved tensor readable in another layout."""
+"""Locate elements in a full tensor, so that another layout can read a saved tensor."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Tensors = Mapping[str, Tensor | ParameterShard]
 
 
 class Patch(NamedTuple):
-    """Hold a rectangle of a matrix.
+    """Holds a rectangle of a matrix.
 
     Attributes:
-        top, left: position in the matrix of its first element.
+        top, left: position of its first element in the matrix.
         values: ``[rows, columns]``.
     """
 
@@ -31,7 +31,7 @@ class Patch(NamedTuple):
     values: Tensor
 
     def overlap(self, other: Patch) -> Patch:
-        """Return this patch's elements that the other has too; there may be none."""
+        """Return the elements of this patch that the other patch also has; the result can be empty."""
         top, left = max(self.top, other.top), max(self.left, other.left)
         bottom = min(self.top + self.values.shape[0], other.top + other.values.shape[0])
         right = min(self.left + self.values.shape[1], other.left + other.values.shape[1])
@@ -41,11 +41,11 @@ class Patch(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Locate consecutive elements of a flattened slice that fill a rectangle of a matrix, row after row.
+    """Locates consecutive elements of a flattened slice that fill a rectangle of a matrix, row by row.
 
     Attributes:
-        top, left: position in the matrix of the first element.
-        at: number of that element in the `ParameterRange`.
+        top, left: position of the first element in the matrix.
+        at: number of this element in the `ParameterRange`.
     """
 
     top: int
@@ -55,7 +55,7 @@ class Rectangle(NamedTuple):
     at: int
 
     def num_common(self, other: Rectangle, num_columns: int | None = None) -> int:
-        """Return how many elements both have, in the first `num_columns` columns of the matrix if set."""
+        """Return the number of common elements, within the first `num_columns` columns if set."""
         height = min(self.top + self.height, other.top + other.height) - max(self.top, other.top)
         right = min(self.left + self.width, other.left + other.width)
         if num_columns is not None:
@@ -65,17 +65,17 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Locate elements ``[start, end)`` of a flattened slice, and the slice in the full tensor.
+    """Locates elements ``[start, end)`` of a flattened slice, and the slice in the full tensor.
 
-    Seen as a matrix, with the dims before `dim` as rows and the others as columns, the slice is some columns
-    of the full tensor, and a range of its elements is at most three rectangles.
+    If the tensor is seen as a matrix, with the dims before `dim` as rows and the others as columns, the slice
+    is a range of columns, and a range of its elements consists of at most three rectangles.
 
     Attributes:
-        full_shape: of the full tensor without its padding, which differs between layouts: a slice may extend
-            beyond the end of `dim`.
-        dim: along which the slice is cut.
-        offset: index of the slice's first element along `dim`.
-        shape: of the slice.
+        full_shape: shape of the full tensor without padding. Padding depends on the layout, so a slice can
+            extend beyond the end of `dim`.
+        dim: dim along which the slice is cut.
+        offset: index of the first element of the slice along `dim`.
+        shape: shape of the slice.
     """
 
     full_shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class ParameterRange:
 
     @staticmethod
     def of(tensor: Tensor | ParameterShard, topology: Topology) -> ParameterRange:
-        """Return the range of what this rank holds; a plain tensor is replicated on every rank."""
+        """Return the range that this rank holds; a plain tensor is replicated on every rank."""
         if isinstance(tensor, Tensor):
             shape = tuple(tensor.shape)
             return ParameterRange(shape, 0, 0, shape, 0, tensor.numel())
@@ -99,7 +99,7 @@ class ParameterRange:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> ParameterRange:
-        """Return the range that `record` and JSON made this record from.
+        """Return the range of a record from JSON; the inverse of `record`.
 
         Raises:
             ValueError: the record is malformed.
@@ -127,11 +127,11 @@ class ParameterRange:
 
     @property
     def num_columns(self) -> int:
-        """Return the columns of the full tensor without padding."""
+        """Return the number of columns of the full tensor without padding."""
         return math.prod(self.full_shape[self.dim :])
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """Yield its elements in the full tensor's matrix, in order."""
+        """Yield the rectangles of its elements in the full tensor's matrix, in order."""
         width = math.prod(self.shape[self.dim :])
         left = self.offset * math.prod(self.shape[self.dim + 1 :])
         at = self.start
@@ -143,7 +143,7 @@ class ParameterRange:
             at += size
 
     def patches(self, elements: Tensor) -> Iterator[Patch]:
-        """Yield the elements, ``[end - start]``, as rectangles of the full tensor's matrix: views."""
+        """Yield views of the elements, ``[end - start]``, as rectangles of the full tensor's matrix."""
         for top, left, height, width, at in self.rectangles():
             yield Patch(top, left, elements[at : at + height * width].view(height, width))
 
@@ -153,19 +153,19 @@ class ParameterRange:
         return self.num_common(self)
 
     def num_common(self, other: ParameterRange, *, with_padding: bool = False) -> int:
-        """Return how many elements it has in common with another range of the same tensor."""
+        """Return the number of elements in common with another range of the same tensor."""
         columns = None if with_padding else self.num_columns
         return sum(mine.num_common(its, columns) for mine in self.rectangles() for its in other.rectangles())
 
     def _other_dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes of all dims that the slice is not cut along."""
+        """Return the sizes of all dims along which the slice is not cut."""
         return (*shape[: self.dim], *shape[self.dim + 1 :])
 
 
 def are_disjoint(ranges: Iterable[ParameterRange]) -> bool:
     """Return whether distinct ranges of one tensor share no element.
 
-    Slices that overlap count as not disjoint, whichever elements the ranges have: no layout has such slices.
+    Ranges of overlapping slices count as not disjoint, because no layout has such slices.
     """
     ordered = sorted(ranges, key=lambda each: (each.offset, each.shape, each.start, each.end))
     for one, next_one in itertools.pairwise(ordered):

@@ -12,13 +12,13 @@ _MAX_COUNT = 1 << 63
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Hold all that a resumed run must know besides its tensors: data order and schedules follow from it.
+    """Holds the state of a run in addition to its tensors; it determines data order and schedules.
 
     Attributes:
-        num_skipped: iterations of the whole run whose update was skipped.
-        num_nan: iterations of the whole run whose loss was NaN or infinite.
-        recent_losses: the last ones, oldest first, to which a spiky loss is compared; empty if there is no
-            such check.
+        num_skipped: number of iterations in the whole run whose update was skipped.
+        num_nan: number of iterations in the whole run whose loss was NaN or infinite.
+        recent_losses: the last losses, oldest first, with which the spike check compares; empty without the
+            check.
     """
 
     iteration: int = 0
@@ -29,7 +29,7 @@ class TrainingProgress:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> TrainingProgress:
-        """Return the progress that `dataclasses.asdict` and JSON made this record from; a missing count is 0.
+        """Return the progress of a record from JSON, the inverse of `asdict`; a missing count is 0.
 
         Raises:
             ValueError: the record is malformed.
@@ -54,12 +54,12 @@ class TrainingProgress:
         is_nan: bool = False,
         losses: tuple[float, ...] = (),
     ) -> TrainingProgress:
-        """Return the progress one iteration of `num_samples` samples later.
+        """Return the progress after one more iteration of `num_samples` samples.
 
         Args:
-            skipped: its update was skipped.
-            is_nan: its loss was NaN or infinite.
-            losses: its loss, if later ones are compared with it.
+            skipped: whether the update was skipped.
+            is_nan: whether the loss was NaN or infinite.
+            losses: the loss, if later losses are compared with it.
         """
         return TrainingProgress(
             self.iteration + 1,

@@ -1,4 +1,4 @@
-"""Write a checkpoint: each element once; replicas share the writing of equal elements by bytes."""
+"""Write each element of a checkpoint once; replicas divide replicated elements among themselves."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from megalite.log import log
 from megalite.optim.flat_buffers import ParameterShard
 
 _CUT_BYTES = 16 << 20
-"""A larger tensor is cut among replicas. The cut depends only on the tensor and their number: the two stages
-that hold a tied table cut it alike, so that a reader finds two equal pieces."""
+"""Larger tensors are cut among replicas. The cut depends only on the tensor and the number of replicas, so
+the two stages that hold a tied table cut it in the same way, and a reader finds two equal pieces."""
 
 
 def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES) -> dict[str, FilePiece]:
-    """Return the pieces that this rank writes of the tensors that it holds.
+    """Return the pieces that this rank writes.
 
-    It writes its own shards, a share by bytes of what all replicas hold, and the plain tensors if it is a
-    stage's first rank. Ranks that replicate a shard write a share of it each. The shares are equal up to one
-    tensor of `cut_bytes`; every rank computes the same division.
+    It writes its own shards, a share of the bytes that all replicas hold, and the plain tensors if it is the
+    first rank of a stage. Ranks that replicate a shard each write a share of it. The shares are equal up to
+    one tensor of `cut_bytes`. Every rank computes the same division.
 
     Returns:
-        Pieces by tensor's name.
+        Pieces by tensor name.
     """
     mine = {name: tensor for name, tensor in tensors.items() if _is_for_tp_rank(tensor, topology)}
     parts = {
@@ -71,7 +71,7 @@ def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES)
 
 
 def whole_piece(tensor: Tensor | ParameterShard, topology: Topology) -> FilePiece:
-    """Return all that this rank holds of a tensor; a whole slice keeps its shape, other shards are flat."""
+    """Return this rank's part of a tensor; a whole slice keeps its shape, other shards are flat."""
     if isinstance(tensor, Tensor):
         return FilePiece(tensor)
     elements = tensor.tensor.view(tensor.shape) if tensor.is_replicated else tensor.tensor
@@ -79,12 +79,12 @@ def whole_piece(tensor: Tensor | ParameterShard, topology: Topology) -> FilePiec
 
 
 def _is_for_tp_rank(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
-    """Return whether this rank of tp is the only one, or the first, that holds the tensor."""
+    """Return whether this rank is the only or the first rank of tp that holds the tensor."""
     return topology.tp.is_first or (isinstance(tensor, ParameterShard) and tensor.spec.shard is not None)
 
 
 def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> FilePiece:
-    """Return elements ``[start, end)`` of a slice or shard that replicas hold."""
+    """Return elements ``[start, end)`` of a slice or shard that is replicated."""
     whole = whole_piece(part, topology)
     if (start, end) == (0, part.tensor.numel()):
         return whole
@@ -96,7 +96,7 @@ def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> File
 def _divide(
     parts: Mapping[str, ParameterShard], num_replicas: int, cut_bytes: int
 ) -> list[list[tuple[str, int, int]]]:
-    """Return each replica's (name, start, end): the largest tensors first, to the replicas with the least."""
+    """Return (name, start, end) for each replica, assigning the largest tensors first to the least loaded."""
     sizes = {name: part.tensor.numel() * part.tensor.element_size() for name, part in parts.items()}
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(num_replicas)]
     loads = [(0, replica) for replica in range(num_replicas)]
@@ -112,16 +112,16 @@ def _divide(
 
 
 _SPLIT_BYTES = 64 << 20
-"""A rank that writes more writes two files at once."""
+"""A rank with more bytes than this writes two files at once."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Hold what a checkpoint has besides tensors, the same on every rank.
+    """Holds the contents of a checkpoint other than tensors; they are the same on every rank.
 
     Attributes:
-        description: of run.json.
-        config_text: of config.yaml.
+        description: content of run.json.
+        config_text: content of config.yaml.
     """
 
     iteration: int
@@ -132,7 +132,7 @@ class Contents:
     def of(
         progress: TrainingProgress, config: Config, topology: Topology, data: DataRecord | None = None
     ) -> Contents:
-        """Return the contents for a run with this progress that reads this data."""
+        """Return the contents for a run with this progress and data."""
         description = {
             "progress": dataclasses.asdict(progress),
             "layout": {axis: getattr(topology, axis).size for axis in AXES},
@@ -144,13 +144,13 @@ class Contents:
 
 @dataclass(frozen=True)
 class Save:
-    """Write one checkpoint for every layout, and this rank's pieces of it.
+    """Writes this rank's pieces of one checkpoint that any layout can load.
 
     Attributes:
-        folder: of all the run's checkpoints, which every rank sees.
-        file_name: of this rank's file, or of two with numbers: no other rank has the same.
-        keep_last, keep_every: which older ones to keep; None for both: all.
-        lease: on the folder; None if no other run can write there.
+        folder: folder of all checkpoints of the run, which every rank sees.
+        file_name: unique name for this rank's file, or for two files with numbers.
+        keep_last, keep_every: which older checkpoints to keep; all if both are None.
+        lease: lease on the folder; None if no other run can write there.
     """
 
     folder: Path
@@ -166,10 +166,10 @@ class Save:
         return self.folder / name_of(self.contents.iteration)
 
     def run(self, agreement: SaveAgreement) -> None:
-        """Write it; every rank calls this.
+        """Write the checkpoint; every rank must call this.
 
         Raises:
-            SaveError: some rank could not; raised on every rank, and nothing half-written is left.
+            SaveError: a rank failed. Every rank raises it, and no partial checkpoint remains.
         """
         start_time = time.time()
         partial: Path | None = None
@@ -186,10 +186,10 @@ class Save:
             ) from None
 
     def _begin(self) -> str:
-        """Make the folder that all ranks write to, and return its name.
+        """Create the folder that all ranks write to, and return its name.
 
-        A folder of checkpoints that is gone is not made again: a lost file system leaves an empty mount
-        point.
+        If the folder of checkpoints is gone, it is not created again, because a lost file system leaves an
+        empty mount point.
         """
         self._check_lease()
         remove_leftovers(self.folder)
@@ -204,7 +204,7 @@ class Save:
     def _write(self, partial: Path) -> str:
         """Write this rank's pieces, and return the records of its files as JSON.
 
-        Two files at once take as long as their hashing, with a core for each.
+        With a core for each, two files at once take as long as hashing one of them.
         """
         files = _split_files(self.pieces)
         names = [self.file_name]
@@ -252,10 +252,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Replace a file by a text in one step: a reader sees the old text or the new. The change is durable.
+    """Replace the text of a file atomically and durably: a reader sees the old text or the new text.
 
     Args:
-        check: called right before that step; what it raises leaves the old text.
+        check: called right before the replacement; if it raises, the old text remains.
     """
     with replace_file(file, before_rename=check) as stream:
         stream.write(text.encode())
@@ -263,7 +263,7 @@ def replace_text(file: Path, text: str, check: Callable[[], None] = lambda: None
 
 
 def _split_files(pieces: Mapping[str, FilePiece]) -> list[dict[str, FilePiece]]:
-    """Return the pieces of each file: one file, or two of about the same size if there is much to write."""
+    """Return the pieces of each file: one file, or two of about the same size if there are many bytes."""
     if sum(piece.num_bytes for piece in pieces.values()) < _SPLIT_BYTES:
         return [dict(pieces)] if pieces else []
     files: list[dict[str, FilePiece]] = [{}, {}]

@@ -1,9 +1,9 @@
-"""Let the ranks agree on one save: through the store, from any thread, without collectives.
+"""Let the ranks agree on a save through the store, from any thread, without collectives.
 
-A collective from a second thread would need a group of its own: a mesh of connections among all ranks that
-is idle between saves, and a time-out that a slow disk exceeds. The messages are small, and the store, to
-which every rank is connected anyway, keeps them for as long as the slowest disk takes. Only rank 0 reads
-every rank's answer; the others read its decision.
+A collective from a second thread would need its own group: a mesh of connections among all ranks that is
+idle between saves, and a timeout that a slow disk exceeds. The messages are small. Every rank is already
+connected to the store, which keeps them for as long as the slowest disk takes. Only rank 0 reads the answers
+of all ranks; the others read its decision.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _DONE, _FAILED = "+", "-"
 
 
 class SaveError(UserError):
-    """Raised for a checkpoint that could not be written; earlier ones are unchanged."""
+    """Raised if a checkpoint cannot be written; earlier checkpoints are unchanged."""
 
 
 class SaveAnswer(NamedTuple):
-    """Report one rank's step of a save.
+    """Holds the outcome of a step of a save on one rank.
 
     Attributes:
-        text: its result, or what went wrong.
+        text: result of the step, or the error.
     """
 
     is_done: bool
     text: str
 
     def result(self) -> str:
-        """Return the step's result.
+        """Return the result of the step.
 
         Raises:
             SaveError: the step failed.
@@ -50,10 +50,10 @@ class SaveAnswer(NamedTuple):
 
 
 class SaveAgreement:
-    """Exchange the ranks' messages about one save.
+    """Exchanges messages about one save between the ranks.
 
     Args:
-        name: of the save: no two saves over a store have the same.
+        name: name of the save, unique in the store.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
@@ -71,7 +71,7 @@ class SaveAgreement:
         """Call `action` on rank 0 and return its result on every rank.
 
         Raises:
-            SaveError: it raised, or rank 0 is gone; on every rank.
+            SaveError: `action` raised, or rank 0 is gone. Every rank raises it.
         """
         key = self._key(step)
         self._keys.append(key)
@@ -85,7 +85,7 @@ class SaveAgreement:
         return answer.result()
 
     def to_first(self, step: str, action: Callable[[], str]) -> Sequence[SaveAnswer]:
-        """Call `action` on every rank; return the answers of all ranks on rank 0, and none on the others."""
+        """Call `action` on every rank; return the answers of all ranks on rank 0, nothing on the others."""
         answer, all_there = self._run(action), self._key(step, "all")
         self._store.set(self._key(step, self.rank), _packed(answer))
         if self._store.add(self._key(step, "number"), 1) == self._world_size:
@@ -97,7 +97,7 @@ class SaveAgreement:
         return [self._remove(self._key(step, rank), rank) for rank in range(self._world_size)]
 
     def forget(self) -> None:
-        """Delete the save's keys from the store; call it when every rank has finished the save."""
+        """Delete the keys of the save from the store; call it after every rank has finished the save."""
         if self.is_first:
             with suppress(RuntimeError):
                 for key in self._keys:
@@ -112,7 +112,7 @@ class SaveAgreement:
         except OSError as error:
             file = f": {error.filename}" if error.filename else ""
             return SaveAnswer(False, f"rank {self.rank}: {error.strerror or error}{file}")
-        except Exception:  # a defect here must not leave the other ranks waiting
+        except Exception:  # a bug here must not leave the other ranks waiting
             return SaveAnswer(False, f"rank {self.rank} failed:\n{traceback.format_exc()}")
 
     def _remove(self, key: str, rank: int) -> SaveAnswer:
@@ -128,7 +128,7 @@ class SaveAgreement:
 
 
 def _packed(answer: SaveAnswer) -> str:
-    """Return an answer as ASCII text; the names and ranges of a rank's tensors compress to a tenth."""
+    """Return an answer as compressed ASCII text; names and ranges of tensors compress to a tenth."""
     content = zlib.compress(answer.text.encode(), level=1)
     return (_DONE if answer.is_done else _FAILED) + base64.b64encode(content).decode()
 

@@ -1,4 +1,4 @@
-"""Save a run, one checkpoint at a time: now, or in the background from a copy while training continues."""
+"""Save a run, one checkpoint at a time: immediately, or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megalite.log import log
 
 
 class SaveJob(Protocol):
-    """Write one kind of checkpoint, together with all ranks."""
+    """Writes one kind of checkpoint, together with all ranks."""
 
     @property
     def final(self) -> Path: ...
@@ -40,20 +40,20 @@ class SaveJob(Protocol):
 
 
 class StoreLost(SaveError):
-    """Raised when the ranks can no longer agree on any save, because the store is gone."""
+    """Raised if the ranks can no longer agree on any save, because the store is gone."""
 
     def __init__(self, final: Path, reason: str) -> None:
         super().__init__(
-            f"checkpoint {final} cannot be written: the store that the ranks agree through is gone "
+            f"checkpoint {final} cannot be written: the store through which the ranks agree is gone "
             f"({reason}), as when the launcher was killed; start the run again"
         )
 
 
 class _RunningSave:
-    """Run one save, in the calling thread or in one of its own.
+    """Runs one save, in the calling thread or in a new thread.
 
     Attributes:
-        error: what went wrong on this rank or on rank 0, once `run` has returned.
+        error: error on this rank or on rank 0, once `run` has returned.
         is_done: whether `run` has returned.
     """
 
@@ -67,7 +67,7 @@ class _RunningSave:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        # A daemon: a run whose other ranks are gone must not wait for them at its end.
+        # A daemon, because a run must not wait for ranks that are gone when it ends.
         self.thread = threading.Thread(target=self.run, name="save-checkpoint", daemon=True)
         self.thread.start()
 
@@ -76,7 +76,7 @@ class _RunningSave:
             self.thread.join()
 
     def run(self) -> None:
-        """Write the checkpoint, and store what went wrong; nothing is raised."""
+        """Write the checkpoint, and store an error instead of raising it."""
         try:
             if self.copy is not None:
                 self.copy.fill()
@@ -85,28 +85,30 @@ class _RunningSave:
             self.error = error
         except dist.DistError as error:
             self.error = StoreLost(self.job.final, first_line(error))
-        except Exception:  # a defect is reported like any other failure: training must not end silently
+        except Exception:  # report a bug like any other failure: training must not end silently
             self.error = SaveError(f"checkpoint {self.job.final} failed:\n{traceback.format_exc()}")
         finally:
             self.is_done = True
 
 
 class Saver:
-    """Write a run's checkpoints.
+    """Writes the checkpoints of a run.
 
-    Every rank calls every method at the same iteration, and all ranks decide alike. With `async_save` a
-    thread copies the tensors while training computes its next gradients, and then writes the copy: this needs
-    memory for one copy, and never runs two saves at once. An interval's save that comes while one is running
-    is skipped with a warning; the last save of a run waits for it, and is then written at once.
+    Every rank must call every method at the same iteration, and all ranks decide in the same way. With
+    `async_save` a thread copies the tensors while training computes the next gradients, and then writes the
+    copy. This needs memory for one copy, and never runs two saves at once. If the next save is due while one
+    is running, it is skipped with a warning. The last save of a run waits for the running one, and is then
+    written immediately.
 
-    A save that fails is logged, and training continues to the next, unless the config says to exit; if it was
-    the last one, it is an error. So it is if the folder's lease is lost: the run can make no further save.
+    A failed save is logged, and training continues to the next one, unless the config requests an exit. It is
+    an error if the last save fails, or if the lease on the folder is lost, because the run can then save
+    nothing more.
 
     Args:
-        lease: on the folder of `config.save`; None if no other run can write there.
+        lease: lease on the folder of `config.save`; None if no other run can write there.
 
     Attributes:
-        local: the run's non-persistent saves; None if it makes none.
+        local: non-persistent saves of the run; None if it makes none.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Saver:
         self.local = LocalSaves.of(config, topology)
         self._copy = HostCopy(topology.device)
         self._running: _RunningSave | None = None
-        self._failure: SaveError | None = None  # of the newest persistent save
+        self._failure: SaveError | None = None  # error of the newest persistent save
         self._name: str | None = None
         self._num_saves = 0
 
@@ -135,10 +137,10 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for a save that is running; after an error the ranks agree on nothing any more.
+        """Wait for a running save. After an error, the ranks no longer agree on saves.
 
         Raises:
-            SaveError: the run's last persistent save failed, at whichever interval it was.
+            SaveError: the last persistent save of the run failed, at any interval.
         """
         if error is None:
             if self._running is not None:
@@ -155,12 +157,12 @@ class Saver:
         """Save, or start to save in the background.
 
         Args:
-            tensors: what this rank holds, by name. Call `before_update` before they are written to.
-            is_last: nothing is trained afterwards: on return the checkpoint is complete.
+            tensors: tensors of this rank, by name. Call `before_update` before writing to them.
+            is_last: whether training ends after this save; the checkpoint is then complete on return.
 
         Raises:
             UserError: the config has no folder.
-            SaveError: this save, or one before it, failed and the run must end; on every rank.
+            SaveError: this save or an earlier one failed, and the run must end. Every rank raises it.
         """
         folder = self._config.save
         if folder is None:
@@ -177,10 +179,10 @@ class Saver:
             self._begin(job, plan_save(tensors, self._topology), is_last)
 
     def save_local(self, contents: Contents, tensors: Tensors) -> None:
-        """Make a non-persistent save, or start to; it is skipped while another save is running.
+        """Make or start a non-persistent save; it is skipped while another save is running.
 
         Raises:
-            SaveError: this save, or one before it, failed and the run must end; on every rank.
+            SaveError: this save or an earlier one failed, and the run must end. Every rank raises it.
         """
         flag = "--non-persistent-save-interval"
         if self.local is None or self._must_skip(contents.iteration, flag, waits=False):
@@ -190,16 +192,16 @@ class Saver:
             self._begin(partial(LocalSave, self.local, contents, lease=self._lease), pieces)
 
     def before_update(self) -> None:
-        """Wait until training may write to tensors that a save has to copy; call it before each update."""
+        """Wait until training can write to tensors that a save must copy; call it before each update."""
         if self._running is not None and self._running.copy is not None:
             with self._topology.events.during(CHECKPOINT):
                 self._running.copy.protect()
 
     def poll(self) -> None:
-        """Finish a background save that has ended on every rank; call it each iteration.
+        """Finish a background save that has ended on every rank; call it in each iteration.
 
         Raises:
-            SaveError: it failed and the run must end; on every rank.
+            SaveError: the save failed, and the run must end. Every rank raises it.
         """
         if self._running is not None and self._largest(not self._running.is_done) == 0:
             with self._topology.events.during(CHECKPOINT):
@@ -209,14 +211,14 @@ class Saver:
         """Wait for a running save.
 
         Raises:
-            SaveError: it failed and the run must end; on every rank.
+            SaveError: the save failed, and the run must end. Every rank raises it.
         """
         if self._running is not None:
             with self._topology.events.during(CHECKPOINT):
                 self._end()
 
     def _must_skip(self, iteration: int, interval_flag: str, *, waits: bool) -> bool:
-        """Return whether a save must be skipped because another is still running."""
+        """Return whether a save must be skipped because another one is still running."""
         self.finish() if waits else self.poll()
         if self._running is None:
             return False
@@ -235,7 +237,7 @@ class Saver:
         pieces: Mapping[str, FilePiece],
         is_last: bool = False,
     ) -> None:
-        """Start a job with pieces that nothing writes to meanwhile; without a thread, also finish it."""
+        """Start a job on pieces that nothing else writes to; without a thread, also finish it."""
         in_background = self._config.async_save and not is_last
         moved = pieces if in_background else _outside_host(pieces)
         copy = self._copy if moved else None
@@ -251,7 +253,7 @@ class Saver:
 
     def _next_agreement(self) -> SaveAgreement:
         topology = self._topology
-        if self._name is None:  # a name that nothing else in the store has, the same on every rank
+        if self._name is None:  # agree on a name that is unique in the store
             names = [secrets.token_hex(8)]
             with topology.world.wait("broadcast", "a save's name"):
                 dist.broadcast_object_list(names)
@@ -261,7 +263,7 @@ class Saver:
         return SaveAgreement(topology.store, topology.rank, topology.world_size, name)
 
     def _end(self, is_last: bool = False) -> None:
-        """Wait for the running save, log its outcome, and raise what must end the run."""
+        """Wait for the running save, log its outcome, and raise an error that must end the run."""
         running = self._running
         assert running is not None
         running.wait()
@@ -278,7 +280,7 @@ class Saver:
             log.warning("%s; training continues, and the next save tries again", error)
 
     def _on_success(self, job: SaveJob, is_last: bool) -> None:
-        """Log a complete checkpoint, and delete what it supersedes."""
+        """Log a complete checkpoint, and delete the saves that it replaces."""
         log.info("saved checkpoint %s", job.final)
         if self.local is not None and isinstance(job, Save):
             if is_last:
@@ -302,7 +304,7 @@ class Saver:
         return self._lease.loss()
 
     def _lost_lease(self) -> LeaseLost | None:
-        """Return the error of a lost lease if this rank finds that it is lost."""
+        """Return an error if this rank finds that the lease is lost."""
         try:
             if self._lease is not None:
                 self._lease.check()
@@ -313,17 +315,17 @@ class Saver:
         return None
 
     def _largest(self, here: int) -> int:
-        """Return the largest number of any rank; on the host, without waiting for the GPU's earlier work."""
+        """Return the largest number on any rank, through the host, without waiting for earlier GPU work."""
         number = all_reduce(torch.tensor(here), self._topology.world, dist.ReduceOp.MAX, of="a save's result")
         return int(number.item())
 
 
 def _outside_host(pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
-    """Return the pieces that are not in host memory, or mapped into it, as offloaded optimizer state is."""
+    """Return the pieces that are not in host memory or mapped into it (as offloaded optimizer state is)."""
     return {name: piece for name, piece in pieces.items() if piece.tensor.device.type != "cpu"}
 
 
 def _file_name(topology: Topology) -> str:
-    """Return a name of this rank's own; readers do not interpret it."""
+    """Return a unique name for this rank's file; readers do not interpret it."""
     name = f"pp_{topology.pp.rank:02d}_tp_{topology.tp.rank:02d}"
     return f"{name}_dp_{topology.dp.rank:03d}.safetensors" if topology.dp.size > 1 else f"{name}.safetensors"

@@ -1,4 +1,4 @@
-"""Select the checkpoint of a folder that every rank loads: the latest complete one."""
+"""Select the checkpoint of a folder that all ranks load: the latest complete one."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _FOREIGN = {
     "model.safetensors.index.json": "Hugging Face's",
     ".metadata": "torch.distributed.checkpoint's",
 }
-"""Files by which other programs' folders are recognised."""
+"""Files that identify checkpoint folders of other programs."""
 
 
 class _Finding(NamedTuple):
-    """Report what one rank found in a checkpoint.
+    """Holds the problems that one rank found in a checkpoint.
 
     Attributes:
-        text_problems: those of text files, which every rank should find.
-        file_problems: those of the tensor files that this rank read through.
-        digest: of the index, to detect that ranks see different folders.
+        text_problems: problems of text files, which every rank should find.
+        file_problems: problems of the tensor files that this rank checked.
+        digest: digest of the index, to detect that ranks see different folders.
     """
 
     text_problems: tuple[str, ...] = ()
@@ -51,17 +51,17 @@ class _Finding(NamedTuple):
 def choose_checkpoint(folder: Path, topology: Topology, iteration: int | None = None) -> Manifest | None:
     """Return the checkpoint that `latest` names, or the newest complete one before it; every rank calls this.
 
-    Every byte of it has been read and verified; the ranks divide the reading.
+    All its bytes have been read and verified; the ranks divide the files among themselves.
 
     Args:
-        iteration: the one to load; then no other is considered.
+        iteration: iteration to load; other checkpoints are then not considered.
 
     Returns:
-        None if the folder holds no checkpoint.
+        The manifest; None if the folder has no checkpoint.
 
     Raises:
-        UserError: none is complete; another version wrote it; the folder cannot be read, or ranks see
-            different folders. Raised on every rank.
+        UserError: no checkpoint is complete, another version wrote it, the folder cannot be read, or ranks
+            see different folders. Every rank raises it.
     """
     with topology.agreed():
         listing = _listing(folder, iteration)
@@ -109,13 +109,13 @@ def _listing(folder: Path, iteration: int | None) -> Listing:
     except OSError as error:
         raise UserError(f"--load {folder} cannot be read: {error.strerror}") from None
     if iteration not in found:
-        known = f"those of iterations {', '.join(map(str, found))}" if found else "none"
+        known = f"iterations {', '.join(map(str, found))}" if found else "none"
         raise UserError(f"--load {folder} has no checkpoint {name_of(iteration)}: it has {known}")
     return Listing((found[iteration],))
 
 
 def _listing_of_first(folder: Path, listing: Listing, topology: Topology) -> Listing:
-    """Return the first rank's listing, after checking that all ranks see a checkpoint, or none does."""
+    """Return the listing of rank 0, after checking that either all ranks see a checkpoint or none does."""
     listings: list[Listing] = [listing] * topology.world_size
     dist.all_gather_object(listings, listing)
     empty = [rank for rank, each in enumerate(listings) if not each.names]
@@ -125,10 +125,10 @@ def _listing_of_first(folder: Path, listing: Listing, topology: Topology) -> Lis
 
 
 def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest of a checkpoint that every rank finds complete; or None and what is wrong."""
+    """Return the manifest of a checkpoint that every rank finds complete, or None and its problems."""
     manifest: Manifest | None = None
     finding = _Finding()
-    with topology.agreed():  # nothing is raised: it waits for the rank that reads longest
+    with topology.agreed():  # nothing raises here; wait for the slowest reader
         try:
             manifest = read_manifest(checkpoint)
             mine = manifest.files[topology.rank :: topology.world_size]
@@ -146,7 +146,7 @@ def _verified(checkpoint: Path, topology: Topology) -> tuple[Manifest | None, li
 
 
 def _problems(findings: Sequence[_Finding]) -> list[str]:
-    """Return all ranks' problems, each once; those of text files with the ranks if not all have them."""
+    """Return each problem of any rank once; problems of text files name the ranks if not all have them."""
     problems = []
     for problem in dict.fromkeys(problem for finding in findings for problem in finding.text_problems):
         ranks = [rank for rank, finding in enumerate(findings) if problem in finding.text_problems]

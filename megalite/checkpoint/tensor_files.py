@@ -31,14 +31,15 @@ _LOCAL_FILE_SYSTEMS = ("ext4", "xfs")
 
 
 class DiskFile:
-    """Write a new file whose bytes are on disk when `finish` returns.
+    """Writes a new file whose bytes are on disk when `finish` returns.
 
-    On a local disk they are written directly from a buffer of the process (`O_DIRECT`), past the page cache:
-    a sync after 1 GB that went through the cache takes two to three times as long. Elsewhere (network file
-    systems do this better themselves) they go through it, and `posix_fadvise` starts the writing early.
+    On a local disk, bytes are written directly from a buffer of the process (`O_DIRECT`), without the page
+    cache. With the page cache, a sync after 1 GB takes two to three times as long. On other file systems
+    (network file systems do this better themselves) bytes go through the page cache, and `posix_fadvise`
+    starts writing early.
 
     Raises:
-        OSError: from here or any method: the file cannot be written; what is written of it stays.
+        OSError: the constructor or a method cannot write the file; a partial file remains.
     """
 
     def __init__(self, file: Path) -> None:
@@ -51,7 +52,7 @@ class DiskFile:
             self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # page-aligned, as O_DIRECT requires
 
     def write(self, content: memoryview) -> None:
-        """Append bytes; they may be overwritten afterwards."""
+        """Append bytes; the caller can overwrite the memory afterwards."""
         if self._buffer is None:
             self._put(content)
             return
@@ -66,14 +67,14 @@ class DiskFile:
     def finish(self) -> None:
         """Write the rest, and wait until all of it is on disk."""
         if self._buffer is not None:
-            self._set_direct(False)  # the rest is not a whole number of the disk's blocks
+            self._set_direct(False)  # the rest is not a whole number of disk blocks
             self._flush()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file; without `finish` it is incomplete."""
         os.close(self._descriptor)
-        self._buffer = None  # not closed: an error that is being raised may still hold a view of it
+        self._buffer = None  # do not close it: an error that is being raised may hold a view of it
 
     def _flush(self) -> None:
         assert self._buffer is not None
@@ -83,7 +84,7 @@ class DiskFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._set_direct(False)  # blocks of an unusual size
+                self._set_direct(False)  # the disk has an unusual block size
                 self._put(content[self._num_written % _BUFFER_BYTES :])
         self._num_buffered = 0
 
@@ -96,9 +97,10 @@ class DiskFile:
             content = content[written:]
 
     def _start_writing_out(self, num_bytes: int) -> None:
-        """Start to write the bytes so far to the disk, if the system can: the sync then waits for less.
+        """Start to write the bytes so far to the disk, if the system supports it, to shorten the sync.
 
-        Linux starts to write out pages that are announced as no longer needed, and keeps them until then.
+        Linux starts to write out pages that are advised as no longer needed, and keeps them until they are
+        written.
         """
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, self._num_written, num_bytes, os.POSIX_FADV_DONTNEED)
@@ -127,16 +129,16 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of torch's types in safetensors."""
+"""Names of torch dtypes in safetensors."""
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Hold one file's part of a tensor.
+    """Holds the part of a tensor in one file.
 
     Attributes:
-        tensor: its elements, in the shape that the file records.
-        range: of the elements in the full tensor; None if they are a whole plain tensor.
+        tensor: elements, in the shape that the file records.
+        range: range of the elements in the full tensor; None if they are a whole plain tensor.
     """
 
     tensor: Tensor
@@ -151,10 +153,10 @@ def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
     """Write pieces to a new file; it is on disk when this returns.
 
     Args:
-        pieces: by name, in host memory; a tensor that is not contiguous is copied.
+        pieces: pieces by name, in host memory; a tensor that is not contiguous is copied.
 
     Raises:
-        OSError: the file cannot be written; what is written of it stays.
+        OSError: the file cannot be written; a partial file remains.
     """
     order = sorted(pieces, key=lambda name: (-pieces[name].tensor.element_size(), name))  # keeps alignment
     chunks = [memoryview(_header(pieces, order))]
@@ -180,7 +182,7 @@ def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
 
 
 class _Hashing:
-    """Compute the SHA-256 of consecutive chunks in a thread of its own."""
+    """Computes the SHA-256 of consecutive chunks in a separate thread."""
 
     def __init__(self, chunks: Sequence[memoryview]) -> None:
         self._chunks = chunks
@@ -190,12 +192,12 @@ class _Hashing:
         self._thread.start()
 
     def digest(self) -> str:
-        """Wait for the hexadecimal digest, and return it."""
+        """Wait for the hexadecimal digest and return it."""
         self._thread.join()
         return self._hash.hexdigest()
 
     def stop(self) -> None:
-        """Stop early: the memory may be overwritten afterwards."""
+        """Stop early; the memory can be overwritten afterwards."""
         self._is_stopped = True
         self._thread.join()
 
@@ -222,8 +224,8 @@ def safetensors_header(
     """Return the header of a safetensors file: a JSON text, after its length in 8 little-endian bytes.
 
     Args:
-        tensors: names, types and shapes, in the order in which their elements follow the header.
-        metadata: of the file; no entry is written if it is empty.
+        tensors: names, dtypes and shapes, in the order in which their elements follow the header.
+        metadata: metadata of the file; not written if it is empty.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -232,7 +234,7 @@ def safetensors_header(
         header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the elements are aligned
+    text += b" " * (-len(text) % 8)  # align the elements
     return len(text).to_bytes(8, "little") + text
 
 
@@ -246,18 +248,17 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 def read_tensors(
     manifest: Manifest, tensors: Tensors, topology: Topology, sources: Mapping[str, str] | None = None
 ) -> None:
-    """Copy this rank's elements out of the files, in place; only files that have some of them are opened.
+    """Copy this rank's elements from the files in place, opening only the files that contain them.
 
-    Files are mapped into memory one at a time: of a tensor, only what is copied is read. Padding that no
-    file has stays as it is. Floating-point numbers of another type are rounded to the tensor's.
+    Files are mapped into memory one at a time, so only the copied elements are read. Padding that is in no
+    file does not change. Floating-point numbers of another dtype are rounded to the tensor's dtype.
 
     Args:
-        tensors: of this rank, by name.
-        sources: the checkpoint's names of tensors whose names differ there.
+        tensors: tensors of this rank, by name.
+        sources: names in the checkpoint, for tensors whose names differ there.
 
     Raises:
-        ValueError: a file cannot be read, a tensor has another shape or type, or elements of it are in no
-            file.
+        ValueError: a file cannot be read, a tensor has another shape or dtype, or elements are in no file.
     """
     read_targets(
         manifest,
@@ -273,20 +274,20 @@ def read_tensors(
 
 
 class ReadTarget:
-    """Hold elements of a tensor in this process that are to be read, piece by piece.
+    """Holds elements of a tensor that are read piece by piece.
 
     Args:
-        elements: flat, as many as the range has.
+        elements: elements of the range, flat.
     """
 
     def __init__(self, name: str, elements: Tensor, target_range: ParameterRange) -> None:
         self.name, self.elements, self.range = name, elements, target_range
 
     def pieces(self, records: Sequence[TensorRecord]) -> list[TensorRecord]:
-        """Return the tensor's pieces that have elements of the target; of copies the first.
+        """Return the pieces that have elements of the target; for copies, the first.
 
         Raises:
-            ValueError: they belong to another tensor, or elements are in none of them or in several.
+            ValueError: the pieces belong to another tensor, or elements are in no piece or in several.
         """
         distinct: dict[ParameterRange | None, TensorRecord] = {}
         for record in records:
@@ -306,7 +307,7 @@ class ReadTarget:
 
     @torch.no_grad()
     def copy_from(self, saved: Tensor, record: TensorRecord) -> None:
-        """Copy the elements that a piece and the target share; 64 bits to 16 through fp32, like main weights.
+        """Copy the elements that a piece and the target share; fp64 is rounded to 16 bits through fp32.
 
         Raises:
             ValueError: the piece differs from its record, or belongs to another tensor.
@@ -347,7 +348,7 @@ class ReadTarget:
 
 
 def read_targets(manifest: Manifest, targets: Iterable[ReadTarget]) -> None:
-    """Fill the targets; raise what `read_tensors` does."""
+    """Fill the targets; raise the same errors as `read_tensors`."""
     wanted: dict[str, list[tuple[ReadTarget, TensorRecord]]] = {}
     for target in targets:
         for record in target.pieces(manifest.tensors.get(target.name, ())):
@@ -363,7 +364,7 @@ def open_tensors(manifest: Manifest, file: str) -> Iterator[Any]:
     """Open a safetensors file, mapped into memory; tensors are read on access.
 
     Raises:
-        ValueError: it cannot be opened, or the block found other contents than recorded; with the file's
+        ValueError: it cannot be opened, or the block finds unexpected contents; the message has the file
             name.
     """
     path = manifest.folder / file
@@ -371,7 +372,7 @@ def open_tensors(manifest: Manifest, file: str) -> Iterator[Any]:
         if path.is_symlink():
             raise ValueError("it is a symbolic link")
         if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")  # the library would wait for a pipe's other end
+            raise ValueError("it is not a regular file")  # the library would wait for the writer of a pipe
         with safetensors.safe_open(path, framework="pt", device="cpu") as handle:
             yield handle
     except (OSError, ValueError, safetensors.SafetensorError) as error:

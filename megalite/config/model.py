@@ -22,7 +22,7 @@ AttentionBackend = Literal[
 ]
 
 GATED_ACTIVATIONS = frozenset({"swiglu"})
-"""Activations of two halves: the gate, and the values that it multiplies."""
+"""Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 
 
@@ -34,10 +34,10 @@ class ModelConfig:
     """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both
     sides (pretrain_bert.py, which sets it)."""
     bert_binary_head: bool = field(default=True, metadata=flags(sets={"--bert-no-binary-head": False}))
-    """BERT: also learn from the first token whether the two segments of a sample are in order. Samples
-    then have two segments."""
+    """BERT: each sample has two segments, and the model also learns, from the first token, to predict whether
+    they are in order."""
     mask_prob: float = 0.15
-    """BERT: share of the tokens to predict. Of these, 80% become the mask token, 10% a random token."""
+    """BERT: share of the tokens to predict. 80% of these become the mask token, 10% a random token."""
     num_layers: int = 12
     """Number of transformer layers in the whole model."""
     hidden_size: int = 768
@@ -48,7 +48,7 @@ class ModelConfig:
     num_attention_heads: int = 12
     """Number of attention (query) heads."""
     num_query_groups: int | None = field(default=None, metadata=flags("--num-key-value-heads"))
-    """Number of key/value heads (grouped-query attention). By default one per query head."""
+    """Number of key/value heads (grouped-query attention). By default one for each query head."""
     kv_channels: int | None = None
     """Size of one attention head. By default hidden size / attention heads."""
     seq_length: int = field(default=1024, metadata=flags("--encoder-seq-length"))
@@ -60,7 +60,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this and of the tensor-parallel size."""
     pad_vocab_size_to: int | None = field(default=None, metadata=flags("--padded-vocab-size"))
-    """Pad the vocabulary to exactly this size instead."""
+    """Pad the vocabulary to exactly this size, instead of to a multiple."""
     position_embedding_type: PositionEmbedding = field(
         default="learned_absolute",
         metadata=flags(
@@ -91,11 +91,10 @@ class ModelConfig:
     attention_dropout: float = 0.1
     """Dropout probability of the attention weights."""
     attention_backend: AttentionBackend = "auto"
-    """Kernel that computes attention. fused: any of flash, cudnn and efficient. With attention dropout:
-    triton on CUDA GPUs, and unfused or local (docs/attention.md)."""
+    """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
+    triton (CUDA GPUs), unfused or local (docs/attention.md)."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x
-    layers)."""
+    """Standard deviation of the initial weights, divided by sqrt(2 x layers) for output projections."""
     params_dtype: ParamsDtype = field(
         default="fp32", metadata=flags(sets={"--bf16": "bf16", "--fp16": "fp16"})
     )
@@ -115,17 +114,17 @@ class ModelConfig:
 
     @property
     def predicted_share(self) -> float:
-        """Return the share of the tokens for which the model computes logits."""
+        """Return the share of tokens for which the model computes logits."""
         return self.mask_prob if self.architecture == "bert" else 1.0
 
     @property
     def num_token_types(self) -> int:
-        """Return the rows of the token-type table: BERT's two segments; 0 for none."""
+        """Return the number of rows of the token-type table: 2 for BERT's segments, 0 without a table."""
         return 2 if self.architecture == "bert" else 0
 
     @property
     def is_gated(self) -> bool:
-        """Return whether the MLP's first GEMM has two halves: the gate and the values."""
+        """Return whether the first GEMM of the MLP computes two halves: the gate and the values."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
@@ -134,7 +133,7 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.is_gated:
-            # Three matrices of 8/3 h hold as many weights as two of 4 h.
+            # Three matrices of width 8/3 h have as many weights as two of width 4 h.
             return _round_up(-(-8 * self.hidden_size // 3), _GATED_FFN_MULTIPLE)
         return 4 * self.hidden_size
 
@@ -150,7 +149,7 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Return the rows of the learned position table, resolved."""
+        """Return the number of rows of the learned position table, resolved."""
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
 
     def padded_vocab_size(self, tp: int) -> int:
@@ -168,18 +167,18 @@ class ModelConfig:
         return _round_up(self.vocab_size, math.lcm(self.make_vocab_size_divisible_by, tp))
 
     def num_padding_rows(self, tp: int) -> int:
-        """Return how many rows of the padded vocabulary, the last ones, are padding.
+        """Return the number of padding rows at the end of the padded vocabulary.
 
         Raises:
-            UserError: as `padded_vocab_size`.
+            UserError: see `padded_vocab_size`.
         """
         padded = self.padded_vocab_size(tp)
-        assert self.vocab_size is not None  # or padded_vocab_size raises
+        assert self.vocab_size is not None  # otherwise padded_vocab_size raises
         return padded - self.vocab_size
 
 
 def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
-    """Return what is wrong with --pad-vocab-size-to, if anything."""
+    """Return the errors in --pad-vocab-size-to."""
     target, problems = model.pad_vocab_size_to, list[str]()
     if target is None:
         return problems

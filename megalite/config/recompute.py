@@ -14,10 +14,10 @@ Module = Literal["core_attn", "mlp", "mlp_act", "layernorm"]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Describe which activations backward recomputes, or the host holds: less memory for more time.
+    """Describe which activations are recomputed in backward or offloaded to the host, to save memory.
 
-    The run stays bitwise the same, except that --cross-entropy-chunks changes the order in which a weight
-    gradient is summed.
+    The run stays bitwise the same, except that --cross-entropy-chunks changes the summation order of a weight
+    gradient.
     """
 
     recompute_granularity: Granularity | None = field(
@@ -30,28 +30,30 @@ class RecomputeConfig:
             }
         ),
     )
-    """Recompute whole layers (full) or parts of each layer (selective) in backward. By default nothing."""
+    """Recompute whole layers (full) or parts of each layer (selective) in backward. By default recompute
+    nothing."""
     recompute_method: Method = field(default="uniform", metadata=flags("--activations-checkpoint-method"))
     """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
     first layers of a stage."""
     recompute_num_layers: int = field(
         default=1, metadata=flags("--checkpoint-num-layers", "--activations-checkpoint-num-layers")
     )
-    """Layers per group (uniform), or layers that a stage recomputes (block)."""
+    """Number of layers per group (uniform), or number of layers that a stage recomputes (block)."""
     recompute_modules: tuple[Module, ...] = ("core_attn",)
-    """Modules of selective recomputation. core_attn: core attention, mlp: the MLP with its norm, mlp_act: the
-    MLP's activation, layernorm: the norms."""
+    """Modules to recompute with selective recomputation. core_attn: core attention, mlp: the MLP with its
+    norm, mlp_act: the MLP's activation, layernorm: the norms."""
     distribute_saved_activations: bool = field(
         default=False, metadata=flags("--partition-activations", "--distribute-checkpointed-activations")
     )
-    """Shard what full recomputation saves over tensor-parallel ranks. Backward gathers it."""
+    """Shard the layer inputs that full recomputation saves over tensor-parallel ranks. Backward gathers
+    them."""
     cross_entropy_chunks: int = 1
-    """Number of chunks of logits and loss. Backward recomputes each, which saves the memory of full
-    logits."""
+    """Compute logits and loss in this many chunks, and recompute each chunk in backward. This saves the
+    memory of full logits."""
 
     cpu_offload_activations: int = field(default=0, metadata=flags("--cpu-offloading-num-layers"))
-    """Layers of each pipeline stage, its first ones, whose saved activations are in host memory from forward
-    to backward. A stage with fewer layers offloads them all."""
+    """Keep the saved activations of this many first layers of each pipeline stage in host memory between
+    forward and backward. A stage with fewer layers offloads all of them."""
 
     @property
     def modules(self) -> frozenset[Module]:
@@ -59,9 +61,9 @@ class RecomputeConfig:
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     def groups(self, num_layers: int) -> list[tuple[range, bool]]:
-        """Return a stage's layers, counted from 0, in groups, each with whether it is fully recomputed.
+        """Return the groups of a stage's layers (counted from 0), and whether each group is fully recomputed.
 
-        Layers that are not have a group each.
+        Layers that are not fully recomputed form groups of one.
         """
         if self.recompute_granularity != "full":
             return [(range(i, i + 1), False) for i in range(num_layers)]

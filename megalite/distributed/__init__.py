@@ -1,1 +1,1 @@
-"""Device mesh and process groups, collectives, store barriers, network setup, and local ranks for tests."""
+"""Device mesh, process groups, collectives, store barriers, network setup, and local ranks for tests."""

@@ -1,9 +1,9 @@
 """Check that all ranks of a run were started with the same flags and code, and read the same files.
 
-Every rank describes itself by a record, a mapping from a name ("--lr") to a value as text ("0.0001"). The
+Every rank describes itself with a record, a mapping from names ("--lr") to values as text ("0.0001"). The
 ranks exchange digests of their records over the store, which exists before any process group: each rank
-writes one small key, and rank 0 reads all of them at once. Records are exchanged only if digests differ, one
-for each distinct digest.
+writes one small key, and rank 0 reads all of them at once. If digests differ, one record for each distinct
+digest is exchanged.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 RankRecord = Mapping[str, str]
 
 REFUSED = "refused"
-"""Name in the record of a rank that refuses its own command line: the record has no other."""
+"""The only name in the record of a rank that refuses its own command line."""
 
-_MAX_KINDS = 8  # distinct records that are compared
+_MAX_KINDS = 8  # number of distinct records that are compared
 _MAX_LINES = 20
-_MAX_RANGES = 8  # ranges of ranks in a message
+_MAX_RANGES = 8  # number of ranges of ranks in a message
 _ABSENT = "nothing"
 _SECONDS_TO_READ = 10.0
 
 
 def code_record() -> dict[str, str]:
-    """Return the versions of megalite and torch, and a digest of all of megalite's Python files."""
+    """Return the versions of megalite and torch, and a digest of all Python files of megalite."""
     folder = Path(megalite.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -53,22 +53,22 @@ def code_record() -> dict[str, str]:
 def check_agreement(store: Store, rank: int, world_size: int, record: RankRecord | None, topic: str) -> None:
     """Raise the same error on every rank if the ranks' records differ.
 
-    Every rank must call it, equally often for each topic.
+    Every rank must call it equally often for each topic.
 
     Args:
-        store: without keys of an earlier start.
-        record: None on a rank that has nothing to compare.
-        topic: name of what is compared.
+        store: store without keys of an earlier start.
+        record: record of this rank; None if it has nothing to compare.
+        topic: name for the compared records.
 
     Raises:
         UserError: one line for each name whose value differs, with the ranks and their values.
-        RuntimeError: a rank did not call it within the store's time-out.
+        RuntimeError: a rank did not call it within the store's timeout.
     """
-    # Ranks may run different versions of megalite: these keys must not change.
+    # Ranks may run different versions of megalite, so these keys must not change.
     number = store.add(f"megalite/agreement/{topic}/calls/{rank}", 1)
     prefix = f"megalite/agreement/{topic}/{number}"
     text = "" if record is None else json.dumps(record, sort_keys=True)
-    # An empty digest stands for a rank without a record.
+    # A rank without a record has an empty digest.
     store.set(f"{prefix}/digest/{rank}", text and hashlib.sha256(text.encode()).hexdigest())
     kinds: list[list[int]] = []
     if rank == 0:
@@ -94,7 +94,7 @@ def check_agreement(store: Store, rank: int, world_size: int, record: RankRecord
 
 
 def _wait_for_readers(store: Store, key: str, number: int) -> None:
-    """Wait until that many ranks have read the message: the store may end with this process."""
+    """Wait until this many ranks have read the message, because the store can end with this process."""
     deadline = time.monotonic() + _SECONDS_TO_READ
     with suppress(RuntimeError):
         while store.add(key, 0) < number and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ def _wait_for_readers(store: Store, key: str, number: int) -> None:
 
 
 def _kinds(digests: Sequence[bytes]) -> list[list[int]]:
-    """Group the ranks by digest, the largest group first; ranks without a record are in none."""
+    """Group the ranks by digest, the largest group first; ranks without a record are in no group."""
     groups = defaultdict[bytes, list[int]](list)
     for rank, digest in enumerate(digests):
         if digest:
@@ -114,8 +114,8 @@ def _differences(kinds: Sequence[Sequence[int]], records: Sequence[RankRecord], 
     """Return one line for each name whose value is not the same in all records.
 
     Args:
-        kinds: ranks with equal records, for every distinct record.
-        records: of the first `_MAX_KINDS` kinds.
+        kinds: groups of ranks with equal records.
+        records: records of the first `_MAX_KINDS` groups.
     """
     lines = []
     for ranks, record in zip(kinds, records, strict=False):
@@ -141,7 +141,7 @@ def _differences(kinds: Sequence[Sequence[int]], records: Sequence[RankRecord], 
 
 
 def _values(by_value: Mapping[str, Sequence[int]], world_size: int) -> str:
-    """Say which ranks have which value, the most common value last."""
+    """Describe which ranks have which value, the most common value last."""
     ordered = sorted(by_value.items(), key=lambda item: (len(item[1]), -min(item[1])))
     parts = [f"{_named(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in ordered]
     value, ranks = ordered[-1]
@@ -151,7 +151,7 @@ def _values(by_value: Mapping[str, Sequence[int]], world_size: int) -> str:
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """Name ranks, with ranges of consecutive ones: "ranks 0 to 3, 8"."""
+    """Format ranks, with ranges of consecutive ranks: "ranks 0 to 3, 8"."""
     numbers = sorted(ranks)
     starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
     ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]

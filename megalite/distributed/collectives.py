@@ -1,4 +1,4 @@
-"""The collectives of tensor parallelism, each a pair: one in forward, its conjugate in backward.
+"""Collectives of tensor parallelism: one collective in forward, and its conjugate in backward.
 
     function                              forward               backward
     copy_to_tensor_parallel               identity              all-reduce        (f in Shoeybi et al. 2019)
@@ -17,8 +17,8 @@ A full value is the same on every rank, and so is its gradient. A rank has a sli
 gradient. Partial values add up to the full one. Each function takes one kind and returns another; its
 backward converts the gradient in the other direction. docs/python_api.md has examples.
 
-The `start_` functions are plain collectives outside autograd. They run while the caller computes, until it
-calls `wait` on the result.
+The `start_` functions are collectives without autograd. They overlap with the caller's computation until the
+caller calls `wait` on the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from megalite.distributed.topology import Axis, Topology
 from megalite.errors import UserError
 
-# torch 2.13 renamed both; 2.11 knows the old names alone.
+# torch 2.13 renamed both; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -52,7 +52,7 @@ def copy_to_tensor_parallel(x: Tensor, tp: Axis) -> Tensor:
 
 
 def reduce_from_tensor_parallel(x: Tensor, tp: Axis, *, in_place: bool = False) -> Tensor:
-    """Sum the ranks' partial `x`, of any shape; backward passes the gradient on unchanged.
+    """Sum the ranks' partial `x`, of any shape; backward returns the gradient unchanged.
 
     Use it for a sum over channels, features or tokens of the vocabulary that are cut over the ranks.
     `RowParallelLinear` does it for its own result. g in Shoeybi et al. 2019, figure 3; Megatron-LM's
@@ -159,8 +159,8 @@ class Pending(NamedTuple):
     """A collective in flight.
 
     Attributes:
-        tensor: the result, not to be read before `wait`.
-        axis: whose observers are notified of the wait.
+        tensor: the result; do not read it before `wait`.
+        axis: axis whose observers are notified of the wait.
         what: name of the collective.
     """
 
@@ -201,12 +201,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis) -> Pending:
-    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` may be this rank's part of it."""
+    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` can be a part of `whole`."""
     return Pending(whole, all_gather_single(whole, mine, group=axis.group, async_op=True), axis, "all-gather")
 
 
 def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
-    """Start a reduce-scatter of the ranks' flat `whole` into `mine`, which may be this rank's part of it."""
+    """Start a reduce-scatter of the ranks' flat `whole` into `mine`, which can be a part of `whole`."""
     work = reduce_scatter_single(mine, whole, group=axis.group, async_op=True)
     return Pending(mine, work, axis, "reduce-scatter")
 
@@ -214,10 +214,10 @@ def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
 def all_reduce(
     x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, of: str = ""
 ) -> Tensor:
-    """Reduce `x` in place over the axis, outside autograd, and return it.
+    """Reduce `x` in place over the axis, without autograd, and return it.
 
     Args:
-        of: a name of `x` for the report of a hang.
+        of: name of `x` for the report of a hang.
     """
     if axis.size > 1:
         axis.wait_begins("all-reduce", of)
@@ -227,7 +227,7 @@ def all_reduce(
 
 
 def largest_of_all(x: Tensor, topology: Topology) -> Tensor:
-    """Take the elementwise maximum over all ranks, in place, axis by axis, and return it."""
+    """Reduce `x` in place to the elementwise maximum over all ranks, axis by axis, and return it."""
     for axis in (topology.tp, topology.dp, topology.pp):
         all_reduce(x, axis, dist.ReduceOp.MAX)
     return x

@@ -25,27 +25,27 @@ from megalite.errors import UserError
 from megalite.torch_private import COMPILER
 
 _PRELOADED = ("megalite.distributed.topology", "megalite.train.trainer", "megalite.cli.train", "pytest")
-"""Modules that ranks import, and that the fork server imports for them if this process uses them."""
+"""Modules that ranks import. The fork server imports those that this process uses."""
 _FIRST_STEP = (
     "torch.fx.experimental.symbolic_shapes",  # by torch's first backward
     "megalite.optim.fully_sharded",  # by ZeRO 3
     COMPILER,
 )
-"""Modules that a rank imports only when it trains: two seconds of CPU time."""
+"""Modules that a rank imports only when it trains, in two seconds of CPU time."""
 
 
 class RankError(RuntimeError):
-    """An exception on a rank; the message has its number and traceback."""
+    """Raised for an exception on a rank; the message has the rank and its traceback."""
 
 
 def forked_with_torch(*modules: str) -> ForkServerContext:
-    """Return the context of processes that are forked from a server, which imports what they need once.
+    """Return a context whose processes are forked from a server that has already imported their modules.
 
-    A process then starts in hundredths of a second instead of seconds. The first start of a process decides
-    what the server imports, for all later ones.
+    A process then starts in hundredths of a second instead of seconds. The first process that starts
+    determines what the server imports for all later ones.
 
     Args:
-        modules: more to import.
+        modules: additional modules to import.
     """
     context = multiprocessing.get_context("forkserver")
     imported = [name for name in _PRELOADED if name in sys.modules]
@@ -63,13 +63,14 @@ def run_ranks(
     """Call ``function(topology, *args)`` on each of `world_size` ranks and return their results by rank.
 
     Args:
-        function: importable by name, since it is pickled, as are its arguments and results.
-        parallel: the layout; its backend is replaced by gloo, unless it is nccl: then each rank has a GPU.
+        function: function that can be imported by name, because it, its arguments and results are pickled.
+        parallel: the layout. Its backend is replaced with gloo, unless it is nccl, which needs a GPU per
+            rank.
         timeout: seconds after which ranks without an answer are killed.
 
     Raises:
-        UserError: a rank raised it.
-        RankError: a rank raised anything else, or did not answer in time.
+        UserError: a rank raised a UserError.
+        RankError: a rank raised another exception, or did not answer in time.
     """
     context = forked_with_torch(function.__module__)
     if parallel.distributed_backend != "nccl":
@@ -100,7 +101,7 @@ def _rank_main(
     init_file: Path,
     args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # what the fork server imported is never garbage: collections need not visit and so copy it
+    gc.freeze()  # the server's imports are never garbage; visiting them would copy their pages
     torch.set_num_threads(parallel.num_threads or 1)
     try:
         with Topology.start(parallel, launch, init_file) as topology:
@@ -115,7 +116,7 @@ def _rank_main(
 
 
 def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float) -> list[Any]:
-    """Wait for every rank's answer. Raise the first failure at once: the other ranks may hang on it."""
+    """Wait for every rank's answer. Raise the first failure immediately: other ranks may hang on it."""
     results: dict[int, Any] = {}
     pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
     while pending:

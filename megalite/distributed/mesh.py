@@ -1,4 +1,4 @@
-"""The mesh of all ranks, with a process group for each line of ranks along an axis."""
+"""Build the mesh of all ranks, with a process group for each line of ranks along an axis."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megalite.torch_private import flatten_mesh
 
 AXES = ("pp", "dp", "tp")
-"""Mesh axes, outermost first. A further axis is an entry here and a size in topology's `_axis_sizes`."""
+"""Mesh axes, outermost first. For a new axis, add an entry here and a size in `_axis_sizes` (topology.py)."""
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
-"""Parts of dp where ZeRO shards within groups, outermost first: the ranks of a group are neighbours."""
+"""Parts of dp if ZeRO shards within groups, outermost first: the ranks of a group are neighbours."""
 
 
 def build_mesh(
@@ -22,9 +22,9 @@ def build_mesh(
     """Return the mesh, and this rank's line of ranks along each axis; every rank must call it.
 
     Args:
-        sizes: in the order of `AXES`.
-        shard_degree: dp ranks that ZeRO shards over. If it is less than dp, the mesh has the axes pp,
-            `REPLICATE`, `SHARD` and tp; dp, their product, is a line too.
+        sizes: sizes in the order of `AXES`.
+        shard_degree: number of dp ranks that ZeRO shards over. If it is less than dp, the mesh has the axes
+            pp, `REPLICATE`, `SHARD` and tp; the product of `REPLICATE` and `SHARD`, dp, also has a line.
     """
     pp, dp, tp = sizes
     if shard_degree == dp:
@@ -44,10 +44,10 @@ def build_mesh(
 
 
 def group_options(device_type: str, dp: int, *names: str) -> dict[int | str, Any] | None:
-    """Return NCCL's options of the groups between `dp` replicas, by axis; None for torch's defaults.
+    """Return NCCL options for the groups between `dp` replicas, by axis; None for torch's defaults.
 
-    Their collectives run on a stream of high priority: they overlap with GEMMs, whose waiting thread blocks
-    would otherwise all start before them.
+    Their collectives run on a high-priority stream. They overlap with GEMMs, whose waiting thread blocks
+    would otherwise all start first.
     """
     if device_type != "cuda" or dp == 1:
         return None
@@ -55,7 +55,7 @@ def group_options(device_type: str, dp: int, *names: str) -> dict[int | str, Any
 
 
 def another_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """Return a second process group of this rank's line of ranks along an axis; every rank must call it."""
+    """Return a second process group for this rank's line of ranks along an axis; every rank must call it."""
     assert mesh.mesh_dim_names is not None
     lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).flatten(0, -2).tolist()
     description = f"mesh_{name}_backward"

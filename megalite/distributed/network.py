@@ -1,4 +1,4 @@
-"""Network addresses of a rank: gloo's interface, and the address at which rank 0's store listens."""
+"""Choose network addresses of a rank: gloo's interface, and the address on which rank 0's store listens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megalite.log import THIS_RANK, log
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _THIS_MACHINE = ("localhost", _LOOPBACK, "::1")
-"""Names of rank 0's host that no other host can resolve to it: all ranks are on one host."""
+"""Values of MASTER_ADDR that other hosts cannot resolve to rank 0's host, so all ranks are on one host."""
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7): an interface's IPv4 address
 _ANY_PORT = 9  # no packet is sent to it
 
 
 def choose_interface(master: str, *, many_hosts: bool) -> None:
-    """Set GLOO_SOCKET_IFNAME where gloo would publish an address that other ranks cannot reach.
+    """Set GLOO_SOCKET_IFNAME if gloo would publish an address that other ranks cannot reach.
 
-    gloo publishes the address that this host's name resolves to, or 127.0.0.1 if that is not an address of
-    this host. Where hosts resolve their own name to a loopback address, a run on several hosts would wait for
-    ever. This function then chooses the interface towards rank 0, and on rank 0's own host the only one that
-    is not loopback. It changes nothing if the user has set the variable, or if the name resolves to an
-    address of the network. If all ranks are on this machine, they listen on its loopback interface, where no
-    other machine can connect.
+    gloo publishes the address to which this host's name resolves, or 127.0.0.1 if that is not an address of
+    this host. If hosts resolve their own names to a loopback address, a run on several hosts would hang.
+    This function then chooses the interface towards rank 0, and on rank 0's own host the only interface that
+    is not loopback. It changes nothing if the user has set the variable, or if the name resolves to a network
+    address. If all ranks are on this machine, they listen on its loopback interface, to which no other
+    machine can connect.
 
     Args:
-        master: MASTER_ADDR, rank 0's host.
+        master: MASTER_ADDR, the host of rank 0.
         many_hosts: whether there are ranks on other hosts.
     """
     if VARIABLE in os.environ:
@@ -60,14 +60,14 @@ def choose_interface(master: str, *, many_hosts: bool) -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether a host name means the machine on which it is used, such as localhost."""
+    """Return whether a host name, such as localhost, always refers to the machine that uses it."""
     return host in _THIS_MACHINE or host.startswith("127.")
 
 
 def loopback_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens only on a loopback address, for rank 0's store.
+    """Return a socket for rank 0's store that listens only on a loopback address.
 
-    torch's store would listen on all addresses of the machine, whatever MASTER_ADDR is.
+    torch's own socket would listen on all addresses of the machine, for any MASTER_ADDR.
 
     Raises:
         OSError: the port is taken.
@@ -100,7 +100,7 @@ def _address_of_gloo() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this host's own address on the route to another host; no packet is sent."""
+    """Return the address of this host on the route to another host, without sending a packet."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))
         return str(probe.getsockname()[0])
@@ -116,7 +116,7 @@ def _interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
+            with suppress(OSError):  # the interface has no IPv4 address
                 answer = ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 found[socket.inet_ntoa(answer[20:24])] = name
     return found

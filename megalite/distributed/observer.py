@@ -1,4 +1,4 @@
-"""Events that begin and end on this rank, and their observers: timers, a trace, the watchdog."""
+"""Notify observers (timers, a trace, the watchdog) of events that begin and end on this rank."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 CHECKPOINT = "checkpoint I/O"
-"""Event: a checkpoint is read or written, or a save in the background is waited for."""
+"""Event: the rank reads or writes a checkpoint, or waits for a background save."""
 PROFILER = "collecting a profile"
-"""Event: a profiler's trace is collected or written."""
+"""Event: the rank collects or writes a profiler trace."""
 DEVICE = "waiting for the device"
-"""Event: the host waits for kernels that it launched, collectives included."""
+"""Event: the host waits for kernels that it launched, including collectives."""
 HOST_UPDATE = "waiting for the update of offloaded optimizer state"
-"""Event: forward, or whoever reads the weights, waits for a thread that updates them."""
+"""Event: forward, or other code that reads the weights, waits for a thread that updates them."""
 STORE_BARRIER = "store barrier"
-"""Value of `Wait.what`: ranks wait for each other in the store, for as long as one of them works."""
+"""Value of `Wait.what`: ranks wait for each other through the store, for as long as one of them works."""
 
 
 class Observer(Protocol[T_contra]):
-    """Receives the beginning and end of each event, in the order in which events nest."""
+    """Is notified of the beginning and end of each event, in nesting order."""
 
     def begins(self, what: T_contra) -> None:
-        """Handle an event's beginning; the input of a pipeline's action may still be on its way."""
+        """Handle the beginning of an event. The input of a pipeline action may not have arrived yet."""
 
     def ends(self, what: T_contra) -> None:
-        """Handle an event's end, as far as the host knows."""
+        """Handle the end of an event on the host; device work may still run."""
 
 
 class Wait(NamedTuple):
@@ -37,7 +37,7 @@ class Wait(NamedTuple):
     Attributes:
         axis: name of the mesh axis that connects them.
         what: the collective, or the kind of message.
-        of: the data that it carries: text, or a pipeline's action that reads a message.
+        of: the data: a text, or the pipeline action that reads the message.
         peer: rank at the other end of a message; None in a collective.
     """
 
@@ -48,10 +48,10 @@ class Wait(NamedTuple):
 
 
 class EventStack:
-    """The events of this process that have begun and not ended; an observer of any event.
+    """Holds the events of this process that have begun and not ended; it can observe any event.
 
-    One thread posts at a time: the main thread, or autograd's while the main thread waits for it. Other
-    threads may read.
+    Only one thread posts at a time: the main thread, or autograd's thread while the main thread waits for it.
+    Other threads can read.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class EventStack:
 
     def ends(self, what: object) -> None:
         while self._open and self._open.pop() != what:
-            pass  # an exception ended it
+            pass  # an exception ended this event
 
     def during(self, what: object) -> AbstractContextManager[None]:
         """Post an event that begins and ends with the block."""
         return observed((self,), what)
 
     def now(self) -> tuple[object, ...]:
-        """Return the open events, outermost first; any thread may call it."""
+        """Return the open events, outermost first; any thread can call this."""
         return tuple(self._open)
 
 

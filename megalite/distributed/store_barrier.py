@@ -1,4 +1,4 @@
-"""Barriers over the store, which last for as long as a rank works: no collective's time-out applies."""
+"""Provide barriers over the store, which wait as long as a rank works, without a collective's timeout."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _BEATS = "megalite/beats"
 
 _BEAT_SECONDS = 2.0
 _SILENCE_SECONDS = 10.0
-"""After so long without a beat no rank is at work. Missing ranks are late or gone, which the time-out and the
-errors of the next collective report better."""
+"""Seconds without a heartbeat after which no rank counts as working. The timeout or error of the next
+collective then reports late or lost ranks better than this module could."""
 _MAX_POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 5.0
 
 
 @contextmanager
 def at_work(store: Store) -> Iterator[None]:
-    """Show the ranks that wait in `wait_for_all`, from a thread, that this rank is in the block."""
+    """Send heartbeats from a thread while this rank is in the block, for ranks in `wait_for_all`."""
     done = threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # without the store the others continue to their collective
+        with suppress(RuntimeError):  # without the store, the other ranks continue to their next collective
             while not done.wait(_BEAT_SECONDS):
                 store.add(_BEATS, 1)
 
@@ -46,12 +46,12 @@ def at_work(store: Store) -> Iterator[None]:
 
 
 def wait_for_all(store: Store, world_size: int) -> None:
-    """Return once every rank has called it, or no missing rank is at work any more. There is no time-out.
+    """Wait until every rank has called this, or until no missing rank is working. There is no timeout.
 
-    Every rank calls it equally often. No rank reaches the next barrier before all have reached this one, so
-    the number of arrivals determines the barrier.
+    Every rank must call it equally often. No rank reaches the next barrier before all have reached this one,
+    so the number of arrivals identifies the barrier.
     """
-    with suppress(RuntimeError):  # the store is gone with its rank: the next collective reports it better
+    with suppress(RuntimeError):  # rank 0's store is gone: the next collective reports this better
         arrived = store.add(_ARRIVED, 1)
         key = f"megalite/barrier/{-(-arrived // world_size)}"
         if arrived % world_size == 0:
@@ -61,10 +61,10 @@ def wait_for_all(store: Store, world_size: int) -> None:
 
 
 def wait_for_key(store: Store, key: str) -> bool:
-    """Wait until a rank sets the key; return False if no rank is at work that could set it.
+    """Wait until a rank sets the key; return False if no rank is working that could set it.
 
-    It polls: `store.wait` would warn at each of its time-outs, and keep the other threads of this rank from
-    the store.
+    It polls, because `store.wait` would warn at each timeout, and block the store for the other threads of
+    this rank.
     """
     pause, last_beat, beats = 0.001, time.monotonic(), -1
     while not store.check([key]):
@@ -79,10 +79,10 @@ def wait_for_key(store: Store, key: str) -> bool:
 
 
 def wait_for_listener(host: str, port: int, seconds: float) -> None:
-    """Return once a server listens at an address: torch alone would wait for twice its time-out.
+    """Wait until a server listens at an address. torch alone would wait for twice its timeout.
 
     Raises:
-        TimeoutError: none listened in so many seconds.
+        TimeoutError: no server listened within `seconds`.
     """
     for _ in _attempts(time.monotonic() + seconds, f"nothing listened there for {seconds:g} s"):
         with suppress(OSError):
@@ -91,14 +91,14 @@ def wait_for_listener(host: str, port: int, seconds: float) -> None:
 
 
 def name_of_start(store: Store, rank: int, world_size: int, seconds: float) -> str:
-    """Agree on a name that no earlier start of the ranks had: a prefix for all keys that they store.
+    """Agree on a name that no earlier start of the ranks had, as a prefix for all keys in the store.
 
-    torchrun keeps one store while it restarts its ranks, with every key of the ranks before: a rank would
-    read an address to connect to from one that is gone. So each rank stores a token that is new, and rank 0
-    answers it with the name, each time that the token changes.
+    When torchrun restarts its ranks, it keeps the store with all keys of the earlier ranks, so a rank could
+    read the address of a rank that is gone. Each rank therefore stores a new token, and rank 0 answers with
+    the name each time that the token changes.
 
     Raises:
-        TimeoutError: a rank did not arrive in so many seconds.
+        TimeoutError: a rank did not arrive within `seconds`.
     """
     token, deadline = uuid.uuid4().hex, time.monotonic() + seconds
     if rank == 0:
@@ -131,7 +131,7 @@ def _answer_all(store: Store, name: str, world_size: int, deadline: float) -> No
 
 
 def _attempts(deadline: float, what: str) -> Iterator[None]:
-    """Yield until the deadline, after longer and longer pauses; then raise TimeoutError."""
+    """Yield after increasing pauses until the deadline; then raise TimeoutError."""
     pause = 0.001
     while time.monotonic() < deadline:
         yield

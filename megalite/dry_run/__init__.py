@@ -1,1 +1,1 @@
-"""Dry run: run one rank's real training iteration on meta tensors, and count what it holds and sends."""
+"""Dry run: run one rank's real training iteration on meta tensors, and count its memory and messages."""

@@ -1,4 +1,4 @@
-"""Estimate a run's samples and epochs of each corpus, and the sizes of its indices, from .idx files."""
+"""Estimate the samples and epochs of each corpus in a run, and the index sizes, from .idx files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megalite.data.indexed_dataset import sequence_lengths
 from megalite.train.run_datasets import num_samples_of
 
 Lengths = Mapping[str, npt.NDArray[np.int32]]
-"""Lengths in tokens of the sequences of each corpus on this machine, by prefix."""
+"""Sequence lengths in tokens of each corpus on this machine, by prefix."""
 
 BLEND_BYTES = 2 + 8
-"""Bytes per sample of a blend's index: the corpus, and the number of the sample in it."""
+"""Bytes per sample in the index of a blend: the corpus, and the sample number within it."""
 
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """Use of one corpus by one split of a run.
+    """Holds the use of one corpus by one split of a run.
 
     Attributes:
-        split: train, valid or test, with the dataset's name if it has one.
+        split: train, valid or test, with the name of the dataset if it has one.
         coverage: tokens, samples and epochs.
         index_bytes: size of the document, sample and shuffle index.
     """
@@ -40,12 +40,12 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class Corpora:
-    """Use of all corpora by a run.
+    """Holds the use of all corpora by a run.
 
     Attributes:
-        parts: for each corpus on this machine.
+        parts: use of each corpus on this machine.
         blend_bytes: size of the indices of blends.
-        skipped: reasons for which corpora are missing here.
+        skipped: reasons for skipped corpora.
     """
 
     parts: tuple[CorpusPart, ...] = ()
@@ -54,7 +54,7 @@ class Corpora:
 
     @property
     def index_bytes(self) -> int:
-        """Size of all indices that the run builds."""
+        """Return the size of all indices that the run builds."""
         return sum(part.index_bytes for part in self.parts) + self.blend_bytes
 
 
@@ -62,13 +62,13 @@ def corpora_of(config: Config, dp: int) -> Corpora:
     """Estimate the use of corpora by a run on `dp` replicas; blends with a missing corpus are skipped.
 
     Raises:
-        UserError: an .idx is damaged, or the flags that name corpora are malformed.
+        UserError: an .idx file is damaged, or the flags that name corpora are malformed.
     """
     if config.data.mock_data:
         return Corpora(skipped=("--mock-data reads no corpus",))
     if config.model.architecture == "bert":
         return Corpora(
-            skipped=("the samples of a bert depend on its sentences: a run counts them at its start",)
+            skipped=("the samples of a bert depend on its sentences, which a run counts when it starts",)
         )
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
@@ -91,7 +91,7 @@ def corpora_of(config: Config, dp: int) -> Corpora:
 
 @dataclass(frozen=True)
 class _Draw:
-    """One dataset of a split, as `data.build_datasets` builds it."""
+    """Describes a dataset of a split, as `data.build_datasets` builds it."""
 
     split: str
     blend: Blend
@@ -101,7 +101,7 @@ class _Draw:
 
     @property
     def blend_bytes(self) -> int:
-        """Size of the index that maps samples to corpora; a single corpus has none."""
+        """Return the size of the index that maps samples to corpora; 0 for a single corpus."""
         is_blended = len(self.blend.sources) > 1 or self.blend.weights is not None
         return BLEND_BYTES * self.num_samples if is_blended else 0
 
@@ -137,7 +137,7 @@ class _Draw:
     def _built(
         self, kept: Sequence[int], shares: Sequence[float], tokens: Sequence[int]
     ) -> Sequence[int | None]:
-        """Return the number of samples that each corpus's index is built for; None for one epoch."""
+        """Return the number of samples for which each corpus' index is built; None for one epoch."""
         if self.blend.weights is None and len(self.blend.sources) == 1:
             return [self.num_samples]
         is_by_size = self.blend.weights is None and self.blend_by == "tokens"

@@ -1,4 +1,4 @@
-"""Count what one rank holds and what an iteration does, while the real code runs on any device."""
+"""Count the memory of one rank and the work of an iteration, while the real code runs on any device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megalite.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes that a rank holds from one iteration to the next, padding included.
+    """Holds the bytes that a rank keeps from one iteration to the next, including padding.
 
     Attributes:
         weights: the model's weights.
@@ -56,7 +56,7 @@ class Buffers:
 
     @staticmethod
     def _of_parameters(optimizer: BaseOptimizer) -> Buffers:
-        """Return the sizes with ZeRO stage 3, which has no buckets."""
+        """Return the sizes for ZeRO stage 3, which has no buckets."""
         sizes = optimizer.parameter_bytes().values()
         state = {
             name: each.tensor for name, each in optimizer.state().items() if isinstance(each, ParameterShard)
@@ -75,11 +75,12 @@ class Buffers:
 
 
 class CopiedBytes(NamedTuple):
-    """Bytes of offloaded activations that an iteration copies.
+    """Holds the bytes of offloaded activations that an iteration copies.
 
     Attributes:
-        down: from the device to the host.
-        up: from the host to the device; less than `down` where a backward needs what has not left yet.
+        down: bytes copied from the device to the host.
+        up: bytes copied from the host to the device. It is less than `down` if a backward needs tensors that
+            are still on the device.
     """
 
     down: int = 0
@@ -87,25 +88,25 @@ class CopiedBytes(NamedTuple):
 
     @staticmethod
     def of(buffers: HostBuffers | None) -> CopiedBytes:
-        """Return what has been copied so far."""
+        """Return the bytes copied so far."""
         return CopiedBytes() if buffers is None else CopiedBytes(buffers.copied_down, buffers.copied_up)
 
     def since(self, before: CopiedBytes) -> CopiedBytes:
-        """Return what has been copied since another count."""
+        """Return the bytes copied since another count."""
         return CopiedBytes(self.down - before.down, self.up - before.up)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one rank.
+    """Holds the counts of one rank.
 
     Attributes:
-        num_parameters: of this rank.
+        num_parameters: number of parameters of this rank.
         calls: number of each collective and message in an iteration.
-        actions: the rank's pipeline schedule of an iteration.
+        actions: pipeline schedule of the rank in an iteration.
         peak_bytes: largest total size of tensors during the iteration, without the buffers.
-        host_bytes: size of the buffers in host memory for offloaded activations.
-        copied: bytes of offloaded activations that are copied in an iteration.
+        host_bytes: size of the host buffers for offloaded activations.
+        copied: bytes of offloaded activations that an iteration copies.
         offload: bytes of offloaded optimizer state; None if none is offloaded.
     """
 
@@ -120,17 +121,17 @@ class Counts:
 
 
 PROGRESS_SECONDS = 5.0
-"""Seconds between two lines of progress."""
+"""Seconds between two progress messages."""
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """Counts when an action begins.
+    """Holds the counts at the start of an action.
 
     Attributes:
         held: bytes of tensors at this time.
         peak: largest number of bytes since the previous mark.
-        calls, copied: since the start of the iteration.
+        calls, copied: counts since the start of the iteration.
     """
 
     held: int
@@ -140,12 +141,12 @@ class _Mark:
 
 
 class _ActionObserver:
-    """Record a pipeline's actions, and the counts before some of them.
+    """Records the actions of a pipeline, and the counts before some of them.
 
     Args:
-        buffers: of offloaded activations; None if there are none.
+        buffers: buffers of offloaded activations; None if there are none.
         marked: indices of the actions to mark.
-        total: number of actions that will run, for the progress.
+        total: number of actions that will run, for progress messages.
     """
 
     def __init__(
@@ -185,10 +186,10 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
     """Build this rank's part of a run, train the first iteration, and count.
 
     Args:
-        run: its topology may be a fake one.
-        datasets: the data to train on.
+        run: context of the run; its topology can be a fake one.
+        datasets: data to train on.
         repetition: run its shorter iteration, and add the repeated parts. If the counts of the repeated part
-            differ from those of the part before it, the whole iteration runs instead.
+            differ from the counts of the part before it, the whole iteration runs instead.
     """
     marked: tuple[int, ...] = ()
     topology, whole = run.topology, run
@@ -228,7 +229,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
 
 
 def _with_microbatches(config: Config, number: int) -> Config:
-    """Return the config with `number` microbatches in the first iteration, over all replicas."""
+    """Return the config with `number` microbatches in the first iteration, summed over all replicas."""
     samples = number * config.training.micro_batch_size
     training = replace(
         config.training, global_batch_size=samples, rampup_batch_size=None, step_batch_size_schedule=None
@@ -237,7 +238,7 @@ def _with_microbatches(config: Config, number: int) -> Config:
 
 
 def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:
-    """Return how many actions the first iteration will run."""
+    """Return the number of actions that the first iteration will run."""
     if repetition is not None:
         return len(repetition.actions) - repetition.times * repetition.period
     return trainer.pipeline.num_actions(trainer.train_step.plan_iteration(trainer.progress).num_microbatches)
@@ -247,12 +248,12 @@ def _extended(marks: Sequence[_Mark], times: int) -> _Mark | None:
     """Return the counts at the end of an iteration in which the repeated part runs `times` more often.
 
     Args:
-        marks: four marks: at the start of the part before the repeated one, of the repeated part and of the
-            rest, and at the end.
+        marks: four marks: at the start of the part before the repeated one, at the start of the repeated
+            part, at the start of the rest, and at the end.
 
     Returns:
-        Its peak is that of the whole iteration. None if the repeated part differs from the part before it, so
-        that this is not the steady state.
+        A mark with the peak of the whole iteration, or None if the repeated part differs from the part before
+        it, because then it is not in the steady state.
     """
     before, start, end, last = marks
     calls, growth, copied = end.calls - start.calls, end.held - start.held, end.copied.since(start.copied)

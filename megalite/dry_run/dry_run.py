@@ -34,7 +34,7 @@ def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None 
     """Run the rank that the config names, and write the report to the log and to `dry_run_json`.
 
     Args:
-        model: builds the stages of a model of your own; by default that of the config's architecture.
+        model: builds the stages of a custom model; by default the model of the config's architecture.
 
     Raises:
         UserError: a file cannot be read or written.
@@ -54,8 +54,8 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
     """Run one iteration of one rank on meta tensors, and count.
 
     Args:
-        config: validated for `world_size` ranks.
-        model: builds the stages of a model of your own.
+        config: config, validated for `world_size` ranks.
+        model: builds the stages of a custom model.
     """
     start = time.monotonic()
     with Topology.fake(config.parallel, world_size, rank) as topology:
@@ -85,7 +85,7 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
 
 
 def _repetition(config: Config, topology: Topology) -> Repetition | None:
-    """Find microbatches of the first iteration that need not run."""
+    """Find microbatches of the first iteration that do not need to run."""
     dp = topology.dp.size
     number = config.batch_size(dp)(0) // (config.training.micro_batch_size * dp)
     found = repetition_of(config, topology.pp, number)
@@ -96,7 +96,7 @@ def _repetition(config: Config, topology: Topology) -> Repetition | None:
 
 
 def _without_files(config: Config) -> Config:
-    """Return a config with random tokens and a GPU's attention, which reads and writes no files."""
+    """Return a config with random tokens and the attention of a GPU that reads and writes no files."""
     nothing: dict[str, None] = dict.fromkeys(TOKENIZER_FIELDS)
     data = replace(config.data, mock_data=True, **nothing)  # type: ignore[arg-type]
     model = config.model

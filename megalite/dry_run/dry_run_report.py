@@ -1,4 +1,4 @@
-"""Report of a dry run, as text and as JSON."""
+"""Report a dry run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megalite.pipeline.schedules import Action, peak_in_flight
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run.
+    """Holds the result of a dry run.
 
     Attributes:
-        config: with a vocabulary size.
+        config: config with a vocabulary size.
         axes: rank and size of each mesh axis, by name.
-        model_parameters: of the whole model, padding of the vocabulary included.
-        learning_rates: of the first and the last iteration, by name.
+        model_parameters: number of parameters of the whole model, including vocabulary padding.
+        learning_rates: learning rates of the first and the last iteration, by name.
         seconds: duration of the dry run.
     """
 
@@ -119,7 +119,7 @@ def _schedule_lines(found: DryRun) -> Iterator[str]:
 
 
 def summarize_actions(actions: Sequence[Action]) -> str:
-    """List the kinds of actions in order, with counts of repeated kinds and pairs of kinds."""
+    """List the kinds of actions in order, with counts for repeated kinds and pairs of kinds."""
     runs = [(name, len(list(group))) for name, group in groupby(map(_kind, actions))]
     parts, i = [], 0
     while i < len(runs):

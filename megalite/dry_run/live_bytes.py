@@ -15,16 +15,16 @@ from megalite.torch_private import EagerMode, storage_number
 
 @dataclass
 class _Held:
-    """A storage, and its bytes."""
+    """A storage and its size in bytes."""
 
     storage: weakref.ref[torch.UntypedStorage]
     size: int
 
 
 class LiveBytes(EagerMode):
-    """Count the bytes of storages that operators in this block made and that are still referenced.
+    """Counts the bytes of storages that operators in this block created and that are still referenced.
 
-    Tensors saved by autograd are included, workspace that a kernel allocates while it runs is not.
+    This includes tensors saved by autograd, but not workspace that a kernel allocates while it runs.
 
     Attributes:
         now: current bytes.
@@ -49,7 +49,7 @@ class LiveBytes(EagerMode):
 
     @property
     def _resize(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
-        """Return a method of storages that resizes them and counts: FSDP frees gathered weights so."""
+        """Return a `resize_` method of storages that counts: FSDP frees gathered weights with it."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -91,7 +91,7 @@ class LiveBytes(EagerMode):
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an operator's result, which may be nested lists."""
+    """Yield the tensors in an operator's result, which can have nested lists."""
     if isinstance(out, torch.Tensor):
         yield out
     elif isinstance(out, list | tuple):

@@ -1,4 +1,4 @@
-"""Let a training iteration run on meta tensors: fake reads, a GPU's attention and cached results."""
+"""Run a training iteration on meta tensors: with fake reads, a GPU's attention and cached results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def meta_tensors() -> Iterator[None]:
 
 
 class _Like(NamedTuple):
-    """Description of a meta tensor."""
+    """Describes a meta tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,11 +45,11 @@ class _Like(NamedTuple):
 
 
 _ITSELF = _Like((), (), torch.float32)
-"""Marks the first argument as the result, of an in-place operator: on meta tensors it has nothing to do."""
+"""Marks an in-place operator, whose result is its first argument: it does nothing on meta tensors."""
 
 
 class _MetaOperators(EagerMode):
-    """Return `FIGURE` for reads, and compute each operator's result once for the same sizes.
+    """Returns `FIGURE` for reads, and caches the result of each operator for the same sizes.
 
     torch's meta implementations are Python code, which takes a hundred times as long as a look-up. Layers and
     microbatches repeat the same operators.
@@ -89,7 +89,7 @@ class _MetaOperators(EagerMode):
         return out
 
     def _learn(self, key: Hashable, args: Sequence[Any], out: Any) -> None:
-        """Remember a result unless it shares an input's memory, or has anything but meta tensors."""
+        """Cache a result, unless it shares the memory of an input or contains anything but meta tensors."""
         if args and out is args[0]:
             self._known[key] = _ITSELF
             return
@@ -114,11 +114,11 @@ class _MetaOperators(EagerMode):
 
 
 class _HasValuesError(Exception):
-    """Raised where the result may depend on an argument's values."""
+    """Raised if the result can depend on the values of an argument."""
 
 
 def _is_repeatable(func: Any) -> bool:
-    """Return whether an operator only makes new tensors, or only changes its first argument."""
+    """Return whether an operator only creates new tensors, or only changes its first argument."""
     schema = schema_of(func)
     if func.namespace not in ("aten", NAMESPACE):
         return False
@@ -151,9 +151,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the attention kernel that torch would choose on a GPU, with what it saves for backward.
+    """Run the attention kernel that torch would choose on a GPU, so that the same tensors are saved.
 
-    torch alone would use the unfused attention for meta tensors, which saves the scores.
+    For meta tensors, torch would choose the unfused attention, which saves the scores.
     """
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         flash = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)

@@ -1,9 +1,9 @@
-"""Find microbatches of an iteration that need not run, since a rank does the same for others.
+"""Find microbatches of an iteration that do not need to run, because the rank does the same for others.
 
 In its steady state a schedule repeats itself: one forward, one backward, and so on. A dry run of hundreds of
 microbatches would run the same code on tensors of the same sizes hundreds of times. `find_repetition` returns
 a shorter iteration, and which of its actions the whole iteration repeats. It compares the lists of actions
-and messages that the executor would run, so that it needs no knowledge of the schedule.
+and messages that the executor would run, so it needs no knowledge of the schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalite.pipeline.messages import Step, plan_rank
 from megalite.pipeline.schedules import SCHEDULES, Action, actions_by_rank
 
 MIN_SAVED = 8
-"""Smallest number of microbatches to save: fewer take less time to run than to search."""
+"""Smallest number of microbatches to save; running fewer takes less time than the search."""
 
 StepsOf = Callable[[int], Sequence[Step]]
 """A rank's actions and messages for a number of microbatches."""
@@ -27,14 +27,14 @@ StepsOf = Callable[[int], Sequence[Step]]
 
 @dataclass(frozen=True)
 class Repetition:
-    """A shorter iteration, and the part of it that the whole one repeats.
+    """Describes a shorter iteration, and the part of it that the whole iteration repeats.
 
     Attributes:
-        num_microbatches: of the shorter iteration.
+        num_microbatches: number of microbatches in the shorter iteration.
         first: index of the first action of the repeated part in the shorter iteration.
-        period: number of actions of the repeated part; the same number of actions before it are equal to it.
-        times: number of further repetitions in the whole iteration.
-        actions: of the whole iteration, in order.
+        period: number of actions in the repeated part; the same number of actions before it are equal to it.
+        times: number of additional repetitions in the whole iteration.
+        actions: actions of the whole iteration, in order.
     """
 
     num_microbatches: int
@@ -55,9 +55,9 @@ def repetition_of(config: Config, pp: Axis, num_microbatches: int) -> Repetition
 
 
 def find_repetition(steps_of: StepsOf, num_ranks: int, num_microbatches: int) -> Repetition | None:
-    """Find a shorter iteration from which the whole one follows.
+    """Find a shorter iteration that determines the whole one.
 
-    A schedule's period is one microbatch, or one per rank if it runs microbatches in groups.
+    The period of a schedule is one microbatch, or one per rank if it runs microbatches in groups.
     """
     whole: list[Step] = []
     for group in dict.fromkeys((1, num_ranks)):
@@ -76,7 +76,7 @@ def find_repetition(steps_of: StepsOf, num_ranks: int, num_microbatches: int) ->
 def _compare(
     whole: Sequence[Step], shorter: Sequence[Step], num_whole: int, num_shorter: int, group: int
 ) -> Repetition | None:
-    """Return the repetition if the whole list is the shorter one with one part repeated."""
+    """Return the repetition if the whole list equals the shorter list with one part repeated."""
     long, short = _patterns(whole, num_whole), _patterns(shorter, num_shorter)
     added, times = len(long) - len(short), (num_whole - num_shorter) // group
     if added <= 0 or added % times:
@@ -98,9 +98,9 @@ def _compare(
 
 
 def _patterns(steps: Sequence[Step], num_microbatches: int) -> list[Any]:
-    """Replace each step by a pattern that is equal if its tensors and messages are.
+    """Replace each step with a pattern; patterns are equal if tensors and messages are equal.
 
-    The first and the last microbatch may differ from the others: they start and end accumulations.
+    The first and the last microbatch can differ from the others, because they start and end accumulations.
     """
 
     def pattern(action: Action) -> Any:

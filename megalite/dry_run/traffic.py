@@ -15,11 +15,11 @@ from megalite.torch_private import EagerMode, schema_of, tree_leaves
 
 
 class _Operator(NamedTuple):
-    """One of c10d's operators.
+    """Describes an operator of c10d.
 
     Attributes:
-        kind: its usual name.
-        whole: index of the argument that is the message, or the tensor with all ranks' elements.
+        kind: usual name of the operator.
+        whole: index of the argument with the message, or with the elements of all ranks.
     """
 
     kind: str
@@ -33,7 +33,7 @@ _OPERATORS = {
     "send": _Operator("send", 0),
     "recv_": _Operator("receive", 0),
 }
-"""The operators that training uses; any other is a `KeyError`, so that none is missed."""
+"""The operators that training uses. Any other raises a `KeyError`, so none is missed."""
 
 
 class CollectiveCall(NamedTuple):
@@ -42,8 +42,8 @@ class CollectiveCall(NamedTuple):
     Attributes:
         axis: name of the axis, "world" for all ranks.
         kind: all-reduce, all-gather, reduce-scatter, send or receive.
-        dtype: of the elements, such as "bfloat16".
-        num_bytes: size of the message, or of the tensor with all ranks' elements.
+        dtype: dtype of the elements, such as "bfloat16".
+        num_bytes: size of the message, or of the tensor with the elements of all ranks.
     """
 
     axis: str
@@ -53,7 +53,7 @@ class CollectiveCall(NamedTuple):
 
 
 class Traffic(EagerMode):
-    """Count all calls of torch.distributed on each axis.
+    """Counts all calls of torch.distributed on each axis.
 
     Attributes:
         calls: number of each call.
@@ -61,7 +61,7 @@ class Traffic(EagerMode):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
-        # A part that is the whole of an axis may have its group, and counts as the axis.
+        # A part that spans a whole axis can share its group; it counts as the axis.
         axes = [part for name in AXES for part in reversed(getattr(topology, name).parts)]
         groups = [(axis.name, group) for axis in axes for group in (axis.group, axis.backward_group)]
         self._axes = {group.group_name: name for name, group in groups if group is not None}

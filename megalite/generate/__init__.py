@@ -1,1 +1,1 @@
-"""Use of a trained model: text from prompts, and the loss of text."""
+"""Use a trained model: generate text from prompts, and compute the loss of text."""

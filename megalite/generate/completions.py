@@ -1,4 +1,4 @@
-"""Complete many prompts in batches that are distributed over data-parallel replicas."""
+"""Complete many prompts in batches, distributed over data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megalite.generate.generator import Generator, Prompt, TextStream, text_of
 
 @dataclass(frozen=True)
 class Completion:
-    """The text after one prompt.
+    """Holds the generated text of one prompt.
 
     Attributes:
         prompt_number: index of the prompt.
         sample: index among the samples of the prompt.
         ids: the new tokens, without the end-of-document token.
-        finish_reason: "stop" if the model ended the text, "length" if the maximum of tokens was reached.
+        finish_reason: "stop" if the model ended the text, "length" if it reached the maximum number of
+            tokens.
     """
 
     prompt_number: int
@@ -33,7 +34,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionWriter:
-    """Complete prompts with one model; every rank makes the same calls.
+    """Completes prompts with one model. Every rank must make the same calls.
 
     Args:
         batch_size: prompts per batch of a replica.
@@ -45,7 +46,7 @@ class CompletionWriter:
     batch_size: int = 8
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
-        """Yield the text after a prompt piece by piece, as it is generated."""
+        """Yield the text after a prompt in pieces, as it is generated."""
         text = TextStream(self.tokenizer, prompt.ids)
         for step in self.generator([prompt]):
             if step[0] != self.generator.eod:
@@ -53,7 +54,7 @@ class CompletionWriter:
         yield text.finish()
 
     def complete(self, prompts: Sequence[Prompt], num_samples: int) -> Iterator[Completion]:
-        """Yield completions in the order of the prompts; on the first rank only.
+        """Yield completions in the order of the prompts, on the first rank only.
 
         Raises:
             UserError: a logit is NaN or infinite. Every rank raises it.
@@ -65,7 +66,7 @@ class CompletionWriter:
             yield from self._gathered(mine[0] if mine else [], num_samples)
 
     def _gathered(self, prompts: Sequence[Prompt], num_samples: int) -> list[Completion]:
-        """Complete this replica's batch, and return those of all replicas on the first rank."""
+        """Complete this replica's batch, and return the completions of all replicas on the first rank."""
         try:
             mine: list[Completion] | str = self._batch(prompts, num_samples) if prompts else []
         except UserError as error:

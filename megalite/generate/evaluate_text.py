@@ -1,4 +1,4 @@
-"""Evaluate a trained model on texts, on a corpus, and on the run's own validation and test split."""
+"""Evaluate a trained model on texts, on a corpus, or on the validation or test split of its run."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megalite.train.trainer import build_pipeline
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Result of one evaluation.
+    """Holds the result of one evaluation.
 
     Attributes:
-        name: of the text, corpus or dataset.
+        name: name of the text, corpus or dataset.
         loss: mean over the tokens.
         num_tokens: number of tokens in the mean; None if unknown.
-        bits_per_byte: of a text; None if its size in bytes is unknown.
-        sop_loss: BERT's loss of the order of segments; None for other models.
+        bits_per_byte: loss per byte of text; None if the size in bytes is unknown.
+        sop_loss: BERT's sentence-order loss; None for other models.
     """
 
     name: str
@@ -46,15 +46,15 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), capped as in the training log."""
+        """Return exp(loss), capped as in the training log."""
         return math.exp(min(self.loss, 20.0))
 
     @staticmethod
     def of(name: str, measured: TextLoss) -> EvaluationResult:
-        """Make a result of a measured loss.
+        """Return the result for a measured loss.
 
         Raises:
-            UserError: there was no token to predict.
+            UserError: there is no token to predict.
         """
         if measured.num_tokens == 0:
             raise UserError(f"{name} has no token to predict: pass more text")
@@ -63,10 +63,10 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """Windows in which the model reads a stream of tokens.
+    """Describes the windows in which the model reads a stream of tokens.
 
     Attributes:
-        seq_length: tokens of a window.
+        seq_length: tokens in a window.
         stride: tokens from the start of one window to the next.
         batch_size: windows per batch of a replica.
     """
@@ -79,7 +79,7 @@ class WindowOptions:
         """Check the options against the model.
 
         Raises:
-            UserError: the stride would skip tokens, or the model has fewer positions.
+            UserError: the stride skips tokens, or the model has too few positions.
         """
         if self.stride > self.seq_length:
             raise UserError(
@@ -100,12 +100,12 @@ def evaluate_texts(
     options: WindowOptions,
     topology: Topology,
 ) -> Iterator[EvaluationResult]:
-    """Yield the loss of each text, and of several texts also the loss of all together.
+    """Yield the loss of each text; for several texts, also yield their total loss.
 
-    A text is a document: it starts after an end-of-document token, so that its first token is predicted too.
+    A text is a document: an end-of-document token precedes it, so its first token is also predicted.
 
     Args:
-        texts: by name.
+        texts: texts by name.
     """
     meter = _meter(trained, options, topology)
     eod = end_of_document(tokenizer)
@@ -128,10 +128,10 @@ def evaluate_texts(
 def evaluate_corpus(
     trained: TrainedModel, prefix: str, options: WindowOptions, topology: Topology
 ) -> EvaluationResult:
-    """Return the loss of an indexed dataset, whose sequences are joined to one stream as in training.
+    """Return the loss of an indexed dataset, with its sequences joined to one stream as in training.
 
     Raises:
-        UserError: the dataset cannot be read, or has a token outside of the model's vocabulary.
+        UserError: the dataset cannot be read, or has a token that is not in the model's vocabulary.
     """
     with topology.agreed():
         corpus = IndexedDataset(prefix)
@@ -178,8 +178,8 @@ def evaluate_split(
     """Yield the loss of each dataset of a split, as training logs it after the checkpoint's iteration.
 
     Args:
-        parallel: the layout of this process.
-        micro_batch_size: None for the run's; it does not change the result.
+        parallel: layout of this process.
+        micro_batch_size: None for the micro-batch size of the run; it does not change the result.
     """
     config = _run_config(trained, parallel, micro_batch_size)
     check_config(config, topology.world_size)
@@ -198,7 +198,7 @@ def evaluate_split(
 
 
 def _run_config(trained: TrainedModel, parallel: ParallelConfig, micro_batch_size: int | None) -> Config:
-    """Return the run's config in the layout of this process, with the global batch size of the checkpoint."""
+    """Return the run's config for this process' layout, with the global batch size of the checkpoint."""
     training = trained.config.training
     saved = trained.manifest.description["run"].get("global_batch_size")
     return dataclasses.replace(

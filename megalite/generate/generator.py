@@ -1,4 +1,4 @@
-"""Generate tokens after prompts, and decode them to text as they come."""
+"""Generate tokens after prompts, and decode them to text as they are generated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megalite.model.kv_cache import CachedCore
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
-"""Tokens before a new one that are decoded with it, for spaces and characters of several tokens."""
+"""Number of earlier tokens that are decoded with a new one, for spaces and characters of several tokens."""
 
 
 class TextStream:
-    """Decode tokens one after another, with the tokens before them as context.
+    """Decodes tokens one by one, with the tokens before them as context.
 
-    A character whose bytes are spread over several tokens is returned with the last of them.
+    A character that consists of several tokens is returned with the last of them.
 
     Args:
         prompt: tokens before the first new one; their text is not returned.
@@ -34,7 +34,7 @@ class TextStream:
         self._new: list[int] = []
 
     def add(self, token: int) -> str:
-        """Return the text that this token completes; it may be empty."""
+        """Return the text that this token completes; it can be empty."""
         self._new.append(token)
         text = self._pending()
         if text.endswith(_BROKEN) and len(self._new) < _CONTEXT:
@@ -62,11 +62,11 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The start of a sequence.
+    """Holds the start of a sequence.
 
     Attributes:
-        number: index among all prompts; it keys the noise, so that the text does not depend on the batch.
-        ids: its tokens, at least one.
+        number: index among all prompts. It is a key of the noise, so the text does not depend on the batch.
+        ids: tokens, at least one.
         max_new_tokens: largest number of tokens to generate.
     """
 
@@ -76,11 +76,11 @@ class Prompt:
 
 
 class Generator:
-    """Generate tokens after prompts until they end or have their maximum of new tokens.
+    """Generates tokens after prompts until each sequence ends or has its maximum number of new tokens.
 
     Args:
         stage: a whole model, built with `CachedCore`.
-        eod: the token that ends a sequence; None for none.
+        eod: token that ends a sequence; None if there is none.
 
     Attributes:
         num_tokens: number of tokens generated so far.
@@ -96,9 +96,9 @@ class Generator:
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Iterator[dict[int, int]]:
-        """Yield each step's new token of each sequence; ``i * num_samples + j`` is sample j of prompt i.
+        """Yield the new token of each sequence at each step; ``i * num_samples + j`` is sample j of prompt i.
 
-        The last token of a sequence may be `eod`. Every rank of tp yields the same.
+        The last token of a sequence can be `eod`. All ranks of tp yield the same tokens.
         """
         device = self.cache.context.device
         longest = max(len(prompt.ids) for prompt in prompts)
@@ -111,7 +111,7 @@ class Generator:
         limits = [prompt.max_new_tokens for prompt in prompts for _ in range(num_samples)]
         numbers = [prompt.number << 24 | sample for prompt in prompts for sample in range(num_samples)]
         sequences = torch.tensor(numbers, device=device)
-        if num_samples > 1:  # the prompt runs once for all of them
+        if num_samples > 1:  # the prompt runs only once
             copies = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
             self.cache.select(copies)
             logits = logits[copies]
@@ -134,7 +134,7 @@ class Generator:
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return this rank's logits ``[b, padded/t]`` after the last of the new tokens ``[b, s]``."""
-        numbers = tokens.new_zeros(len(tokens))  # keys of dropout, which is off
+        numbers = tokens.new_zeros(len(tokens))  # sample numbers for dropout, which is off
         positions = self.cache.positions(*tokens.shape)
         microbatch = Microbatch(tokens, tokens, numbers, position_ids=positions)  # labels are not read
         hidden = self.stage.hidden_states(microbatch, None)

@@ -22,9 +22,9 @@ def read_prompts(prompt: str | None, prompt_file: str | None) -> list[str]:
     """Read the texts to continue.
 
     Args:
-        prompt: the only text; "-" for all of standard input.
-        prompt_file: a file with one text per line (empty lines are skipped), or a .jsonl file with an object
-            with "prompt" per line; "-" for standard input.
+        prompt: the only text; "-" reads it from standard input.
+        prompt_file: a file with one text per line (empty lines are skipped), or a .jsonl file with one
+            {"prompt": ...} per line; "-" for standard input.
 
     Raises:
         UserError: the file cannot be read, or has no prompt.
@@ -75,7 +75,7 @@ def _encodable(text: str, where: str) -> str:
     """Return the text if it is UTF-8.
 
     Raises:
-        UserError: it has lone surrogates, by which Python represents bytes that are not UTF-8.
+        UserError: it has lone surrogates, with which Python represents bytes that are not UTF-8.
     """
     try:
         text.encode()
@@ -87,7 +87,7 @@ def _encodable(text: str, where: str) -> str:
 def prompts_of(
     texts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, max_new_tokens: int | None
 ) -> list[Prompt]:
-    """Tokenize prompts; an empty one becomes an end-of-document token.
+    """Tokenize prompts; an empty prompt becomes an end-of-document token.
 
     Args:
         max_new_tokens: the user's limit; None for `DEFAULT_NEW_TOKENS`, or fewer if the model has fewer
@@ -100,13 +100,13 @@ def prompts_of(
     prompts = []
     for number, text in enumerate(texts):
         ids = tokenizer.encode(text) or [tokenizer.eod]
-        # The last new token is never an input, so that it needs no position.
+        # The last new token is never an input, so it needs no position.
         free = model.num_positions - len(ids) + 1 if has_table else None
         prompts.append(Prompt(number, ids, _num_new(number, len(ids), max_new_tokens, free)))
     longest = max(len(prompt.ids) + prompt.max_new_tokens for prompt in prompts)
     if not has_table and longest > model.seq_length + 1:
         log.warning(
-            "texts of up to %d tokens are longer than the %d tokens that the model was trained on",
+            "texts can have up to %d tokens, but the model was trained with a sequence length of %d",
             longest,
             model.seq_length,
         )
@@ -118,7 +118,8 @@ def _num_new(number: int, length: int, requested: int | None, free: int | None) 
         return requested or DEFAULT_NEW_TOKENS
     if free < 1:
         raise UserError(
-            f"prompt {number} has {length} tokens, but the model {length + free - 1} positions: shorten it"
+            f"prompt {number} has {length} tokens, but the model has {length + free - 1} positions: "
+            "shorten it"
         )
     if requested is not None and requested > free:
         raise UserError(

@@ -1,9 +1,9 @@
 """Sample the next token from a model's logits: the same token on every rank and in any layout.
 
-The token of the largest logit / temperature + Gumbel noise is a sample of the softmax (Gumbel 1954; Maddison
-et al. 2014). The noise depends only on seed, sequence, position and token. If another layout rounds logits
-differently, a token changes with a probability of about the rounding error. With one random number and a
-cumulative sum over the vocabulary, that probability would be larger by a factor of the vocabulary's size.
+The token with the largest logit / temperature + Gumbel noise is a sample of the softmax (Gumbel 1954;
+Maddison et al. 2014). The noise depends only on seed, sequence, position and token. If another layout rounds
+logits differently, a token changes with a probability of about the rounding error. With one random number and
+a cumulative sum over the vocabulary, this probability would be larger by a factor of the vocabulary size.
 
 Shapes: b sequences, v vocabulary without padding, k candidates, t = tp.size.
 """
@@ -25,13 +25,13 @@ from megalite.kernels.philox import random_words
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling.
+    """Holds the options of sampling.
 
     Attributes:
         temperature: divisor of the logits; 0 chooses the likeliest token.
         top_k: sample from the `top_k` likeliest tokens; 0 for all.
         top_p: of these, sample from the fewest whose probabilities add up to `top_p`; 1 for all.
-        seed: of the noise.
+        seed: seed of the noise.
     """
 
     temperature: float = 1.0
@@ -59,10 +59,10 @@ class Sampling:
 
 
 class Sampler:
-    """Choose the next token of each sequence.
+    """Chooses the next token of each sequence.
 
     Args:
-        vocab_size: tokens of the vocabulary without padding, which is never chosen.
+        vocab_size: size of the vocabulary without padding, which is never chosen.
         tp: the axis over which the vocabulary is sharded.
     """
 
@@ -80,11 +80,11 @@ class Sampler:
 
         Args:
             logits: ``[b, padded/t]``, this rank's columns.
-            sequences: int64 ``[b]``, number of each sequence: equal numbers have equal noise.
-            position: index of the token in the sequence's new text.
+            sequences: int64 ``[b]``, number of each sequence; equal numbers have equal noise.
+            position: index of the token in the new text of the sequence.
 
         Returns:
-            int64 ``[b]``: the choice of the first rank of tp.
+            int64 ``[b]``, the choice of the first rank of tp.
 
         Raises:
             UserError: a logit is NaN or infinite.

@@ -20,11 +20,11 @@ from megalite.model.transformer_stage import TransformerStage
 
 
 class Window(NamedTuple):
-    """Tokens that the model reads as one sequence.
+    """Holds the tokens that the model reads as one sequence.
 
     Attributes:
-        text: int64 ``[s + 1]``: inputs are all but the last, labels all but the first; the end of a stream is
-            padded with zeros.
+        text: int64 ``[s + 1]``. The inputs are all tokens except the last, the labels all except the first.
+            The end of a stream is padded with zeros.
         counted: labels whose loss counts; labels before them are context, and count in an earlier window.
     """
 
@@ -33,9 +33,9 @@ class Window(NamedTuple):
 
 
 def windows(pieces: Iterable[npt.NDArray[Any]], seq_length: int, stride: int) -> Iterator[Window]:
-    """Yield windows over a stream of tokens, of which only a part is in memory.
+    """Yield windows over a stream of tokens, with only a part of the stream in memory.
 
-    Every token but the first, which has nothing before it, is counted once.
+    Every token except the first is counted once.
 
     Args:
         pieces: the stream, in pieces of any length.
@@ -45,7 +45,7 @@ def windows(pieces: Iterable[npt.NDArray[Any]], seq_length: int, stride: int) ->
     """
     assert 0 < stride <= seq_length
     buffer = np.empty(0, np.int64)
-    num_counted = 0  # labels at the start of the buffer that are counted already
+    num_counted = 0  # labels at the start of the buffer that are already counted
     for piece in pieces:
         buffer = np.concatenate((buffer, piece))
         first = 0
@@ -63,7 +63,7 @@ def windows(pieces: Iterable[npt.NDArray[Any]], seq_length: int, stride: int) ->
 
 @dataclass(frozen=True)
 class TextLoss:
-    """Loss of a text.
+    """Holds the loss of a text.
 
     Attributes:
         total: sum of the tokens' losses, in nats.
@@ -77,22 +77,22 @@ class TextLoss:
 
     @property
     def mean(self) -> float:
-        """Loss per token."""
+        """Return the loss per token."""
         return self.total / self.num_tokens
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss in a unit that does not depend on the tokenizer, to compare models."""
+        """Return the loss in bits per byte, which compares models with different tokenizers."""
         return self.total / math.log(2.0) / self.num_bytes if self.num_bytes else None
 
 
 @dataclass(frozen=True)
 class LossMeter:
-    """Compute the loss of windows with one model; every rank passes the same windows.
+    """Computes the loss of windows with one model. Every rank must pass the same windows.
 
     Args:
         stage: a whole model.
-        ends: treatment of the ends of documents, as in training; None to ignore them.
+        ends: treatment of document ends, as in training; None to ignore them.
         batch_size: windows per batch of a replica.
     """
 
@@ -103,7 +103,7 @@ class LossMeter:
 
     @torch.inference_mode()
     def __call__(self, windows: Iterable[Window]) -> TextLoss:
-        """Sum the loss over the counted tokens; batches are distributed over data-parallel replicas."""
+        """Return the loss of the counted tokens; batches are distributed over data-parallel replicas."""
         dp, device = self.topology.dp, self.topology.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
         for number, batch in enumerate(_batches(windows, self.batch_size)):
@@ -113,7 +113,7 @@ class LossMeter:
         return TextLoss(total, int(num_tokens))
 
     def _sums(self, batch: list[Window]) -> torch.Tensor:
-        """Return the loss and the number of a batch's counted tokens, ``[2]``."""
+        """Return the summed loss and the number of the counted tokens of a batch, ``[2]``."""
         text = torch.from_numpy(np.stack([window.text for window in batch]))
         sample_numbers = torch.zeros(len(batch), dtype=torch.int64)
         microbatch = Microbatch.of(text, sample_numbers).to(self.topology.device)

@@ -38,12 +38,12 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Flags of the tools that load a model.
+    """Holds the flags of the tools that load a model.
 
     Attributes:
-        iteration: of the checkpoint; None for the latest.
-        dtype: of the weights after loading; None for the run's.
-        tokenizer: files to use instead of those that the run names.
+        iteration: iteration of the checkpoint; None for the latest.
+        dtype: dtype of the weights after loading; None for the dtype of the run.
+        tokenizer: tokenizer files to use instead of the files that the run names.
     """
 
     load: Path
@@ -57,13 +57,13 @@ class ModelFlags:
         """Add the flags to a parser."""
         model = parser.add_argument_group("the model")
         model.add_argument(
-            "--load", required=True, type=local_path, help="folder with a run's checkpoints (its --save)"
+            "--load", required=True, type=local_path, help="folder with the checkpoints of a run (its --save)"
         )
         model.add_argument(
-            "--load-iteration", type=positive_int, help="iteration of the checkpoint (default the latest)"
+            "--load-iteration", type=positive_int, help="iteration of the checkpoint (default: the latest)"
         )
         model.add_argument(
-            "--dtype", choices=sorted(DTYPES), help="data type of the weights (default the run's)"
+            "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as in the run)"
         )
         model.add_argument(
             "--tp", type=positive_int, default=1, help="tensor-parallel size, under torchrun (default 1)"
@@ -72,9 +72,9 @@ class ModelFlags:
             "--distributed-backend",
             choices=("auto", "gloo", "nccl"),
             default="auto",
-            help="gloo runs on the CPU (default auto: the GPU if there is one)",
+            help="gloo runs on the CPU (default: auto, which uses the GPU if there is one)",
         )
-        files = parser.add_argument_group("the tokenizer, if it is not at the path that the run names")
+        files = parser.add_argument_group("tokenizer, if it is not at the path that the run names")
         types = f"one of {', '.join(TOKENIZER_TYPES)}"
         files.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=types)
         for name in _TOKENIZER[1:]:
@@ -97,10 +97,10 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint, and the config of the run that saved it.
+    """Holds a checkpoint, and the config of the run that saved it.
 
     Attributes:
-        config: with the model in the requested precision, and padded for the layout of this process.
+        config: config of the run, with the requested precision and padding for the layout of this process.
     """
 
     manifest: Manifest
@@ -116,10 +116,10 @@ class TrainedModel:
         return self.config.model.vocab_size
 
     def check_is_gpt(self, what: str) -> None:
-        """Refuse a model that does not predict the next token.
+        """Raise an error if the model does not predict the next token.
 
         Args:
-            what: the caller's work, as the beginning of a sentence.
+            what: subject and verb of the error message, such as "--text evaluates".
 
         Raises:
             UserError: the model is a bert.
@@ -133,10 +133,10 @@ class TrainedModel:
 
 @contextmanager
 def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[Topology]:
-    """Start the ranks of a tool; its log goes to standard error, since standard output is for its result.
+    """Start the ranks of a tool. Its log goes to standard error, because standard output is for its result.
 
     Args:
-        all_flags: all of the tool's flags by name, which must be equal on every rank.
+        all_flags: all flags of the tool by name; they must be equal on every rank.
 
     Raises:
         UserError: --tp does not divide the number of ranks, or ranks have different flags.
@@ -154,17 +154,17 @@ def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[
 
 
 def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
-    """Find the checkpoint and read its config; every rank calls it.
+    """Find the checkpoint and read its config. Every rank must call it.
 
     Raises:
         UserError: no checkpoint is complete, or its model does not fit the layout. Every rank raises it.
     """
     manifest = choose_checkpoint(flags.load, topology, flags.iteration)
     if manifest is None:
-        raise UserError(f"--load {flags.load} has no checkpoint: pass the folder of a run's --save")
+        raise UserError(f"--load {flags.load} has no checkpoint: pass the --save folder of a run")
     with topology.agreed():
         config = _config_of(manifest)
-        # Padding of the vocabulary and the attention backend need not be those of the run.
+        # Vocabulary padding and attention backend can differ from the run.
         model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto")
         if flags.dtype is not None:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
@@ -183,7 +183,7 @@ def _config_of(manifest: Manifest) -> Config:
 
 
 def _check_layout(model: ModelConfig, flags: ModelFlags, topology: Topology) -> None:
-    """Check that --tp divides the model, without the options that only training needs."""
+    """Check that --tp divides the model, without checking options that only training needs."""
     config = Config(
         model=model,
         parallel=flags.parallel,
@@ -198,10 +198,10 @@ def load_model(
     topology: Topology,
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
 ) -> TransformerStage:
-    """Build the whole model, sharded over tp, and load its weights, in no more memory than theirs.
+    """Build the whole model, sharded over tp, and load its weights without additional memory.
 
     Raises:
-        UserError: the weights are of another model, or cannot be read. Every rank raises it.
+        UserError: the weights belong to another model, or cannot be read. Every rank raises it.
     """
     model = trained.config.model
     context = LayerContext(
@@ -226,7 +226,7 @@ def load_model(
 
 @torch.no_grad()
 def _allocate(stage: TransformerStage, topology: Topology) -> None:
-    """Replace parameters that have only a shape by zeros."""
+    """Replace parameters on the meta device with zeros."""
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False):
             context = LayerContext(topology, parameter.dtype)
@@ -235,10 +235,11 @@ def _allocate(stage: TransformerStage, topology: Topology) -> None:
 
 
 def tokenizer_of(trained: TrainedModel, flags: ModelFlags, topology: Topology) -> Tokenizer:
-    """Build the tokenizer of the flags, or else the one that the run names; every rank calls it.
+    """Build the tokenizer that the flags name, or otherwise the run. Every rank must call it.
 
     Raises:
-        UserError: there is none, it cannot be read, or has more tokens than the model. Every rank raises it.
+        UserError: there is no tokenizer, it cannot be read, or it has more tokens than the model. Every rank
+            raises it.
     """
     with topology.agreed():
         data = flags.tokenizer or trained.config.data
@@ -247,20 +248,18 @@ def tokenizer_of(trained: TrainedModel, flags: ModelFlags, topology: Topology) -
                 f"the run that saved {trained.manifest.folder} names no tokenizer: "
                 "pass --tokenizer-type and its files"
             )
-        # A NullTokenizer has an end-of-document token on top of the size that is passed.
+        # A NullTokenizer adds an end-of-document token to the size that is passed.
         is_null = data.resolved_tokenizer_type == "NullTokenizer"
         tokenizer = configured_tokenizer(data, trained.vocab_size - is_null)
         if tokenizer.vocab_size > trained.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has {trained.vocab_size}: "
-                "pass the one that it was trained with"
+                "pass the tokenizer that the model was trained with"
             )
         saved = trained.manifest.description.get("tokenizer")
         differs = saved is not None and not isinstance(tokenizer, NullTokenizer)
         if differs and topology.rank == 0 and saved != tokenizer_digest(tokenizer):
-            log.warning(
-                "the tokenizer is not the one that the model was trained with: its ids mean other text"
-            )
+            log.warning("the model was trained with another tokenizer, whose ids mean different text")
     return tokenizer
 
 

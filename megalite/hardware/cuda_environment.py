@@ -1,4 +1,4 @@
-"""Environment variables that a rank sets before CUDA starts in its process."""
+"""Set environment variables in a rank's process before CUDA starts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-_OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before the other
+_OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # for torch, it takes precedence over the new name
 
 
 class EnvironmentVariable(NamedTuple):
     """An environment variable to set.
 
     Attributes:
-        reason: for the log.
-        names: the user may have set the variable under any of them.
+        reason: why it is set, for the log.
+        names: names under which the user may have set the variable.
     """
 
     name: str
@@ -29,10 +29,10 @@ class EnvironmentVariable(NamedTuple):
 def settings_for(tp: int, zero_stage: int) -> list[EnvironmentVariable]:
     """Return the variables that a run needs.
 
-    With one connection the GPU starts kernels in the order in which the host launches them. Tensor
-    parallelism needs that: in backward a collective is launched just before the GEMM that hides it, and would
-    otherwise wait until the GEMM leaves SMs free. ZeRO stage 3 needs the opposite: its all-gathers of weights
-    overtake the GEMMs launched before them.
+    With one connection the GPU starts kernels in launch order. Tensor parallelism needs this: in backward a
+    collective is launched just before the GEMM that hides it, and could otherwise wait until the GEMM leaves
+    SMs free. ZeRO stage 3 needs the opposite: its all-gathers of weights overtake the GEMMs launched before
+    them.
 
     Args:
         tp: tensor-parallel size.
@@ -42,7 +42,7 @@ def settings_for(tp: int, zero_stage: int) -> list[EnvironmentVariable]:
         EnvironmentVariable(
             ALLOCATOR,
             "expandable_segments:True",
-            "memory that is freed serves tensors of any size",
+            "freed memory can be reused for tensors of any size",
             (ALLOCATOR, _OLD_ALLOCATOR),
         )
     ]
@@ -55,7 +55,7 @@ def settings_for(tp: int, zero_stage: int) -> list[EnvironmentVariable]:
 def prepare_environment(settings: list[EnvironmentVariable]) -> None:
     """Set the variables that the user has not set, if torch is built with CUDA.
 
-    Must run before torch first uses a GPU.
+    Call it before torch first uses a GPU.
     """
     if torch.version.cuda is None:
         return
@@ -65,7 +65,7 @@ def prepare_environment(settings: list[EnvironmentVariable]) -> None:
 
 
 def describe(settings: list[EnvironmentVariable]) -> str:
-    """Return the variables as set now, for the log: each with its reason, or that the user set it."""
+    """Return the current values for the log, each with its reason or a note that the user set it."""
     descriptions = []
     for setting in settings:
         name = next((name for name in reversed(setting.names) if name in os.environ), None)

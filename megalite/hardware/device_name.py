@@ -11,7 +11,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU as its driver has it, or that of the CPU as Linux has it."""
+    """Return the name of a GPU from its driver, or the name of the CPU from Linux."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

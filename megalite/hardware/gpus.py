@@ -1,6 +1,6 @@
 """GPU data sheets: rates for the planner, peaks for MFU.
 
-This module imports only `megalite.errors`, so that every level can read it; `peak_tflops` alone needs torch.
+This module imports only `megalite.errors`, so that every level can import it; only `peak_tflops` needs torch.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU and the links of its usual server; rates per second.
+    """Holds the rates per second of a type of GPU and of the links of its usual server.
 
-    The first eight figures are the vendor's, the others are what a good program reaches.
+    The first eight figures are from the vendor. The others are the shares that a good program reaches.
 
     Attributes:
-        tflops: dense 16-bit TFLOP/s of the data sheet.
+        tflops: dense 16-bit TFLOP/s in the data sheet.
         memory_gib: memory that the driver reports.
         memory_gbps: memory bandwidth in GB/s.
         num_sms: streaming multiprocessors, over which the tiles of a GEMM are distributed.
         node_gbps: GB/s to the other GPUs of a node, one way.
-        network_gbps: GB/s to other nodes, one way: its share of the node's adapters.
-        gpus_per_node: of the usual server.
-        host_link_bandwidth: bytes a second between the GPU's memory and the host's, one way; for offloading.
-            Half of what NVIDIA's data sheets give for both ways: 32 GB/s of PCIe x16 of generation 3 (V100),
-            64 of 4 (A100), 128 of 5 (H100, H200), and 900 of NVLink-C2C (GH200; 450 per direction, Grace
-            Hopper Superchip Architecture white paper). A B200 has PCIe 6, but its usual server's processors
-            have 5 (DGX B200 user guide). It is the rate of one GPU alone: GPUs behind one PCIe switch, as
-            pairs of an A100 server's usually are, share its link to the host.
+        network_gbps: GB/s to other nodes, one way: the GPU's share of the node's adapters.
+        gpus_per_node: GPUs in the usual server.
+        host_link_bandwidth: bytes per second between GPU and host memory, one way; for offloading. It is half
+            of the rate for both ways in NVIDIA's data sheets: 32 GB/s for PCIe x16 of generation 3 (V100), 64
+            for 4 (A100), 128 for 5 (H100, H200), and 900 for NVLink-C2C (GH200; 450 per direction, Grace
+            Hopper Superchip Architecture white paper). A B200 has PCIe 6, but the processors of its usual
+            server have 5 (DGX B200 user guide). This is the rate of a single GPU. GPUs behind one PCIe
+            switch, such as pairs in a usual A100 server, share its link to the host.
         product_share: share of `tflops` that a large GEMM reaches once a run has warmed the GPU up.
         attention_share: share of `tflops` that fused attention reaches.
         memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
         link_share: share of a link that a collective of long messages reaches: 235 of 300 GB/s between 8
-            A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). Also
-            assumed of `host_link_bandwidth` for pinned memory.
-        has_triton: it runs Triton's kernels, which need compute capability 8.0.
+            A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). It is
+            also assumed for `host_link_bandwidth` with pinned memory.
+        has_triton: whether it can run Triton kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.
     """
@@ -66,7 +66,7 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a process can use: the driver keeps a part."""
+        """Return the bytes that a process can use, without the driver's part."""
         return (self.memory_gib - 0.6) * _GIB
 
 
@@ -87,7 +87,7 @@ GPUS: Mapping[str, Gpu] = {
     "gh200-96": replace(_H100, memory_gib=96, memory_gbps=4000, gpus_per_node=1, host_link_bandwidth=450e9),
     "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, 64e9, product_share=0.70, attention_share=0.33),
 }
-"""By the name that ``--gpu`` accepts."""
+"""GPUs by the name that ``--gpu`` accepts."""
 ALIASES: Mapping[str, str] = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}
 
 
@@ -95,20 +95,20 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU of that name, in any case.
 
     Raises:
-        UserError: it is not in the table; the message lists the known names and says how to add one.
+        UserError: it is not in the table; the message lists the known names and how to add one.
     """
     key = name.lower()
     key = ALIASES.get(key, key)
     if key not in GPUS:
         raise UserError(
-            f"--gpu {name} is not known: choose one of {', '.join(GPUS)}; or start from the nearest "
-            "of them and change its figures, as in --gpu a100-80 --gpu-set tflops=400 memory_gib=96; a row "
-            "of GPUS in megalite/hardware/gpus.py makes it known"
+            f"--gpu {name} is not known: choose one of {', '.join(GPUS)}; or choose the most similar one "
+            "and change its figures, as in --gpu a100-80 --gpu-set tflops=400 memory_gib=96; to add it, "
+            "write a row of GPUS in megalite/hardware/gpus.py"
         )
     return GPUS[key]
 
 
-_HOPPER_PEAK = float(int(_H100.tflops))  # MFU by the product pages' 989, as other frameworks compute it
+_HOPPER_PEAK = float(int(_H100.tflops))  # 989, from the product pages, as in other frameworks' MFU
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("B200", GPUS["b200"].tflops),
@@ -132,14 +132,14 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("L4", 121.0),
     ("MI300X", 1307.0),
 )
-"""Words of a device's name and its dense bf16 TFLOP/s by the data sheet; the first match counts.
+"""Words in a device's name and its dense bf16 TFLOP/s in the data sheet; the first match counts.
 
 V100 is missing: it has no bf16.
 """
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Return the peak that MFU is a share of; None for a CPU, a MIG slice or an unknown GPU."""
+    """Return the peak TFLOP/s for MFU; None for a CPU, a MIG slice or an unknown GPU."""
     if device.type != "cuda":
         return None
     import torch  # the planner reads this module without torch

@@ -1,4 +1,4 @@
-"""Copies of device memory in pinned host memory, made by streams of their own, in buffers that are reused."""
+"""Copy device memory to reusable buffers in pinned host memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite.hardware.host_memory import allocate_bytes, pin
 
 
 class HostMemoryError(Exception):
-    """Host memory cannot be allocated or pinned."""
+    """Raised if host memory cannot be allocated or pinned."""
 
 
 @dataclass(eq=False)
@@ -21,8 +21,8 @@ class HostBuffer:
     """Hold a copy of device memory.
 
     Attributes:
-        memory: uint8 ``[num_bytes]``; empty for a copy of the meta device's.
-        read: end of the latest copy out of it, after which it may be written again.
+        memory: uint8 ``[num_bytes]``; empty for copies from the meta device.
+        read: end of the latest copy out of the buffer, after which it can be overwritten.
     """
 
     num_bytes: int
@@ -31,17 +31,17 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """Copy memory between a device and the host, and keep the host's buffers for the next copies.
+    """Copies memory between a device and the host, and keeps the host buffers for later copies.
 
-    On a GPU the two directions have a stream each, so that copies overlap with computation and with each
-    other, and the host's memory is pinned. On a CPU the same calls copy at once; on the meta device they only
-    count.
+    On a GPU the host memory is pinned, and each direction has its own stream, so copies overlap with
+    computation and with each other. On a CPU the calls copy immediately; on the meta device they only count
+    bytes.
 
     Args:
-        device: whose memory is copied.
+        device: the device whose memory is copied.
 
     Attributes:
-        num_bytes: of all buffers so far, used or not.
+        num_bytes: size of all buffers so far, used or not.
         copied_down: bytes copied from the device to the host so far.
         copied_up: bytes copied from the host to the device so far.
     """
@@ -54,12 +54,12 @@ class HostBuffers:
         self._unused: dict[int, list[HostBuffer]] = defaultdict(list)  # by size
 
     def copy_to_host(self, source: Tensor) -> HostBuffer:
-        """Start to copy uint8 ``[n]`` from the device, after the work that the device has queued so far.
+        """Start to copy uint8 ``[n]`` from the device, after all work that is queued on the device.
 
-        The caller keeps `source` until `wait` for a later `mark_copied`.
+        The caller must keep `source` until it has called `wait` for a later `mark_copied`.
 
         Raises:
-            HostMemoryError: the host's memory cannot be allocated or pinned.
+            HostMemoryError: host memory cannot be allocated or pinned.
         """
         buffer = self._take(source.numel())
         self.copied_down += buffer.num_bytes
@@ -74,14 +74,14 @@ class HostBuffers:
         return buffer
 
     def mark_copied(self) -> torch.cuda.Event | None:
-        """Return the event of the end of all copies to the host so far; None if they have ended."""
+        """Return an event for the end of all copies to the host so far; None if they have ended."""
         return None if self._down is None else self._down.record_event()
 
     def copy_to_device(self, buffer: HostBuffer) -> Tensor:
-        """Start to copy a buffer into new memory of the device, uint8 ``[n]``, and give the buffer back.
+        """Start to copy a buffer into new device memory, uint8 ``[n]``, and give the buffer back.
 
-        The copy starts after the work that the device has queued so far, which may still use that memory for
-        something else. The caller waits for `mark_arrived` before it uses the result.
+        The copy starts after all work that is queued on the device, which may still use this memory for
+        something else. The caller must wait for `mark_arrived` before it uses the result.
         """
         target = torch.empty(buffer.num_bytes, dtype=torch.uint8, device=self._device)
         self.copied_up += buffer.num_bytes
@@ -97,21 +97,21 @@ class HostBuffers:
         return target
 
     def mark_arrived(self) -> torch.cuda.Event | None:
-        """Return the event of the end of all copies to the device so far; None if they have ended."""
+        """Return an event for the end of all copies to the device so far; None if they have ended."""
         return None if self._up is None else self._up.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let later work of the device wait for an event; the host does not wait."""
+        """Let later work on the device wait for an event; the host does not wait."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def keep_for_copies(self, source: Tensor) -> None:
-        """Let a tensor's memory be used for something else only after the copies to the host so far."""
+        """Keep a tensor's memory from being reused before all copies to the host so far have ended."""
         if self._down is not None:
             source.record_stream(self._down)
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Let other copies use a buffer, once the copies from it so far have ended."""
+        """Let other copies use a buffer after all copies from it so far have ended."""
         self._unused[buffer.num_bytes].append(buffer)
 
     def _take(self, num_bytes: int) -> HostBuffer:

@@ -1,4 +1,4 @@
-"""Host memory: large blocks of it, and how much of it is free on this machine."""
+"""Allocate large blocks of host memory, and find the free memory of this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def allocate_bytes(num_bytes: int) -> Tensor:
-    """Return zeroed memory of its own, which returns to the system when nothing uses it any more.
+    """Allocate zeroed memory outside of the allocator; it returns to the system when nothing references it.
 
-    It begins at a page. Huge pages, if the system has them, make its first use four times faster.
+    It is page-aligned. Huge pages, if available, make its first use four times faster.
 
     Returns:
         uint8 ``[num_bytes]``.
@@ -22,37 +22,39 @@ def allocate_bytes(num_bytes: int) -> Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Shared memory would have no huge pages. After a fork, pages that a device writes to must not be copied.
+    # A shared mapping has no huge pages. After a fork, pages that a device writes to must not be copied.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
-            with suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # the kernel may not support huge pages
                 memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def pin(memory: Tensor) -> None:
-    """Pin memory of `allocate_bytes` as long as this tensor exists, so that a GPU can access it directly.
+    """Pin memory from `allocate_bytes` while this tensor exists, so that a GPU can access it directly.
 
-    torch's own pinned memory comes in sizes of powers of two: up to half of it would be unused.
+    torch's own allocator rounds pinned memory up to powers of two, so up to half of it would be unused.
 
     Raises:
-        RuntimeError: the system does not let the process pin it.
+        RuntimeError: the system does not allow the process to pin it.
     """
     if memory.numel() == 0:
         return
     cuda, address = torch.cuda.cudart(), memory.data_ptr()
     torch.cuda.check_error(int(cuda.cudaHostRegister(address, memory.numel(), 0)))
-    # Other memory may be mapped at that address later. At exit the process unpins everything.
+    # Unpin it then, because other memory may be mapped at this address later. At exit the process unpins
+    # everything.
     weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that processes can still allocate without swapping; None if Linux does not say.
+    """Return the bytes that can still be allocated without swapping; None if Linux does not report them.
 
-    That is the machine's available memory, or what is left of the limit of this process' control group.
+    This is the machine's available memory, or the rest of the limit of this process' control group if it is
+    less.
 
     Args:
-        root: of the file systems proc and sys.
+        root: folder of the file systems proc and sys.
     """
     free = _available_of_machine(root / "proc/meminfo")
     for group in _groups(root, "", root / "sys/fs/cgroup"):
@@ -71,10 +73,10 @@ def _available_of_machine(file: Path) -> list[int]:
 
 
 def _groups(root: Path, controller: str, mounted: Path) -> list[Path]:
-    """Return the folders of this process' control group and of those that it is in, each with a limit.
+    """Return the folders of this process' control group and of its parents, each of which can have a limit.
 
     Args:
-        controller: of the hierarchy, as in proc/self/cgroup; empty in version 2.
+        controller: controller of the hierarchy, as in proc/self/cgroup; empty in version 2.
         mounted: folder of the outermost group.
     """
     try:
@@ -88,7 +90,7 @@ def _groups(root: Path, controller: str, mounted: Path) -> list[Path]:
 
 
 def _left_of_group(folder: Path, limit: str, usage: str) -> list[int]:
-    """Return what is left of a control group's limit; the page cache that it can drop counts as free."""
+    """Return the unused part of a control group's limit; page cache that can be dropped counts as unused."""
     try:
         most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()

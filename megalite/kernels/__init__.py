@@ -1,4 +1,4 @@
-"""Define our own operators, one file each: schema, fake implementation, autograd, plain PyTorch reference."""
+"""Define the operators, one per file: schema, fake implementation, autograd, plain PyTorch reference."""
 
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
@@ -65,7 +65,7 @@ _LIBRARY_OPS = (
 
 
 def describe(device_type: str = "cpu") -> str:
-    """Return one line for the log that names what each operator runs on."""
+    """Return one line for the log that names the implementation of each operator."""
     names: dict[str, list[str]] = {}
     ops = list(_OPS)
     if device_type == "cuda":

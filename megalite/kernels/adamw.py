@@ -33,21 +33,22 @@ def adamw_(
     weight_decay: float,
     epsilon: float,
 ) -> None:
-    """Update weights and moments from gradients that are divided first, unless the device forbids it.
+    """Divide the gradients and update weights and moments, unless `is_good` is False.
 
     The compiled kernel reads each gradient, weight and moment once and writes weights, moments and rounded
-    weights once: 30 bytes per element. PyTorch's fused kernel, which is used without it, also writes the
+    weights once: 30 bytes per element. Without it, PyTorch's fused kernel runs. That kernel also writes the
     divided gradients, and a second kernel rounds the weights.
 
     Args:
         main: main weights, fp32 or fp64, contiguous.
         exp_avg: first moments, like `main`.
         exp_avg_sq: second moments, like `main`.
-        rounded: get the main weights in their own dtype, bf16 or fp16; empty if the model uses `main`.
+        rounded: model weights in bf16 or fp16, overwritten with the rounded main weights; empty if the model
+            uses `main`.
         gradients: like `main`; their values may be overwritten.
-        number: of this update, from 1, an fp32 scalar on the device.
-        divisor: of the gradients, an fp64 scalar on the device; None for 1.
-        is_good: a bool scalar on the device; if it is False, nothing changes.
+        number: number of this update, counted from 1, an fp32 scalar on the device.
+        divisor: divides the gradients, an fp64 scalar on the device; None for 1.
+        is_good: bool scalar on the device; if it is False, nothing changes.
     """
     torch.ops.megalite.adamw_(
         main,
@@ -80,10 +81,10 @@ def reference(
     weight_decay: float,
     epsilon: float,
 ) -> None:
-    """Implement it in plain PyTorch.
+    """Implement the operator in plain PyTorch.
 
-    The class `torch.optim.AdamW` would import torch's compiler when it is made, a second or more of each
-    rank's start, and count the steps of each tensor.
+    It does not use the class `torch.optim.AdamW`, whose constructor imports torch's compiler (a second or
+    more at the start of each rank) and which counts the steps of each tensor.
     """
     if divisor is not None and main[0].dtype == torch.float64:
         foreach_mul_(gradients, torch.where(is_good, divisor.reciprocal(), 1.0))

@@ -1,7 +1,7 @@
-"""End a block of the transformer and begin the next one: norm(residual + dropout(x + bias)), and the sum.
+"""Compute norm(residual + dropout(x + bias)) and the sum, at the end of a block and the start of the next.
 
-One kernel in each direction on a GPU. The forward saves the norm a read of the sum, and the backward sums the
-bias' gradient while it has the sum's. On a CPU `bias_dropout_add` and a norm run instead: see norm.py.
+A GPU runs one kernel in each direction. The forward kernel does not read the sum again for the norm, and the
+backward kernel also sums the bias' gradient. On a CPU `bias_dropout_add` and a norm run instead: see norm.py.
 """
 
 from typing import Any
@@ -33,11 +33,11 @@ def bias_dropout_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of a sum, and the sum, which is rounded before the norm reads it.
 
-    The values are those of `bias_dropout_add` and `layer_norm`, or `rms_norm` if `norm_bias` is None. The
+    The values equal `bias_dropout_add` followed by `layer_norm`, or by `rms_norm` if `norm_bias` is None. The
     backward keeps only the sum, and adds the gradients of both outputs.
 
     Args:
-        weight, norm_bias: ``[h]``, of the norm.
+        weight, norm_bias: parameters of the norm, ``[h]``.
     """
     x, bias, residual, p, key, sample_numbers, base = total
     check_sum(x, p, sample_numbers, base)
@@ -59,7 +59,7 @@ def reference(
     norm_bias: Tensor | None,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    """Implement it with the two operators."""
+    """Implement the forward with the two operators."""
     ops = torch.ops.megalite
     total = ops.bias_dropout_add(x, bias, residual, sample_numbers, p, key, base)
     if norm_bias is None:
@@ -79,9 +79,9 @@ def backward_reference(
     key: int,
     base: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement the gradients of residual, `x` and parameters with the two operators.
+    """Compute the gradients of residual, `x` and parameters with the two operators.
 
-    If p is 0, the gradient of `x` is that of the residual, and an empty tensor is returned for it. The
+    If p is 0, `x` and the residual have the same gradient, and an empty tensor is returned for `x`. The
     gradients of the parameters are one tensor: weight and bias of the norm, and the bias of `x`.
     """
     ops = torch.ops.megalite

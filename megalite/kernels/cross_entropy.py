@@ -1,7 +1,8 @@
 """Compute cross-entropy over a part of the vocabulary in the memory of the logits.
 
-The forward reads them once and finds three numbers a token; the backward reads them again and replaces them
-by their gradient. What ranks exchange in between is in `megalite.tensor_parallel.vocab_cross_entropy`.
+The forward reads the logits once and computes three numbers per token. The backward reads them again and
+replaces them with their gradient. The communication in between is in
+`megalite.tensor_parallel.vocab_cross_entropy`.
 """
 
 import torch
@@ -11,8 +12,8 @@ from megalite.kernels.library import NAMESPACE, register
 
 _STATISTICS = f"{NAMESPACE}::cross_entropy_statistics"
 _GRADIENT = f"{NAMESPACE}::cross_entropy_gradient_"
-# Logits the reference computes at a time, which bounds its temporaries: on a CPU they stay in its caches, and
-# on a GPU they are enough to be bound by memory and not by launches.
+# Number of logits that the reference computes at a time, which bounds its temporaries. On a CPU they stay in
+# the caches; on a GPU they are large enough for the time to depend on memory and not on launches.
 _PIECE, _PIECE_OF_GPU = 1 << 20, 1 << 24
 
 torch.library.define(_STATISTICS, "(Tensor logits, Tensor targets, int start, int num_real) -> Tensor")
@@ -23,12 +24,12 @@ torch.library.define(
 
 
 def cross_entropy_statistics(logits: Tensor, targets: Tensor, start: int, num_real: int) -> Tensor:
-    """Return what a part of the vocabulary adds to each token's cross-entropy. It has no gradient of its own.
+    """Return the statistics of a part of the vocabulary for each token's cross-entropy, without autograd.
 
     Args:
-        logits: contiguous, ``[rows, columns]``, of the tokens of the vocabulary from `start` on.
+        logits: contiguous, ``[rows, columns]``, for the tokens of the vocabulary from `start` on.
         targets: int64 ``[rows]``, token ids.
-        start: the first column's token.
+        start: token id of the first column.
         num_real: columns from here on are padding and are ignored.
 
     Returns:
@@ -42,12 +43,12 @@ def cross_entropy_statistics(logits: Tensor, targets: Tensor, start: int, num_re
 def cross_entropy_gradient_(
     logits: Tensor, targets: Tensor, statistics: Tensor, grad: Tensor, start: int, num_real: int
 ) -> Tensor:
-    """Replace the logits by grad * (softmax - onehot(target)), and padding by 0.
+    """Replace the logits with grad * (softmax - onehot(target)), and padding with 0.
 
     Args:
-        logits: as in `cross_entropy_statistics`, like `targets`, `start` and `num_real`.
+        logits, targets, start, num_real: as in `cross_entropy_statistics`.
         statistics: ``[2, rows]`` over the whole vocabulary: the largest logit and the sum of exponentials.
-        grad: ``[rows]``, of the tokens' losses, in the statistics' dtype.
+        grad: gradients of the tokens' losses, ``[rows]``, in the dtype of `statistics`.
 
     Returns:
         `logits`.
@@ -102,7 +103,8 @@ def _replace_by_gradient(
 ) -> None:
     largest, total = statistics
     columns = torch.arange(logits.shape[1], device=logits.device)
-    # A compiler computes each element from its column: to add at the targets' it would need a copy.
+    # In this form a compiler computes each element from its column. To add at the target's column, it would
+    # need a copy.
     is_target = columns == (targets - start)[:, None]
     result = logits.to(statistics.dtype).sub(largest[:, None]).exp_().mul_((grad / total)[:, None])
     result -= grad[:, None].where(is_target, 0.0)

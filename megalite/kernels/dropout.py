@@ -1,7 +1,7 @@
 """Compute dropout by counter: the mask depends only on the sample and the element.
 
-Neither layout, microbatch size, recomputation nor resumption changes a mask, and none is stored: the
-backward computes it again.
+The layout, the microbatch size, recomputation and resuming do not change a mask. Masks are not stored: the
+backward computes them again.
 """
 
 import math
@@ -14,8 +14,8 @@ from megalite.kernels.library import NAMESPACE, register
 from megalite.kernels.philox import random_words, signed64
 
 _OP = f"{NAMESPACE}::dropout"
-_PIECE = 1 << 20  # elements the reference computes at a time: bounds its int64 temporaries
-_MAX_ROWS, _COLUMNS = 32, 128  # of a block of the Triton kernel
+_PIECE = 1 << 20  # elements that the reference computes at a time, to bound its int64 temporaries
+_MAX_ROWS, _COLUMNS = 32, 128  # size of a block of the Triton kernel
 
 torch.library.define(
     _OP, "(Tensor x, Tensor sample_numbers, float p, int key, int base, int stride) -> Tensor"
@@ -38,7 +38,7 @@ def dropout(
         x: [outer, b, *rest], fp64, fp32, bf16 or fp16.
         p: probability of a zero, 0 <= p < 1; at 0 `x` itself is returned.
         key: 64 bits, from `site_key(seed, site's name)`.
-        sample_numbers: int64, [b], each sample's number in the run.
+        sample_numbers: int64, [b], the number of each sample in the run.
         base: index of the first element within the sample's full tensor.
         stride: distance between `outer` neighbours in the sample's full tensor; the size of `rest` by
             default.
@@ -63,7 +63,7 @@ def dropout(
 
 
 def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, stride: int) -> Tensor:
-    """Implement it in plain PyTorch, with the same bits as the compiled one."""
+    """Implement the operator in plain PyTorch, with the same bits as the compiled one."""
     outer, num_samples = x.shape[:2]
     rest = math.prod(x.shape[2:])
     flat = x.reshape(outer, num_samples, rest)
@@ -82,7 +82,7 @@ def reference(x: Tensor, sample_numbers: Tensor, p: float, key: int, base: int, 
 
 
 def keep_threshold(p: float) -> int:
-    """Return the smallest 32-bit word of an element that is kept."""
+    """Return the smallest random 32-bit word with which an element is kept."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
@@ -103,13 +103,13 @@ def launch_kernel(
     *,
     has_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the Triton kernel of residual + dropout(x + bias), which without bias can also sum dropout(x).
+    """Run the Triton kernel of residual + dropout(x + bias). Without bias it can also sum dropout(x).
 
     Args:
-        has_sums: sum over the first two dims.
+        has_sums: also sum over the first two dims.
 
     Returns:
-        The result, as `x`, and the sums in at least fp32, with one dim, or None.
+        The result, of the shape and dtype of `x`, and the sums in at least fp32, with one dim, or None.
     """
     from megalite.kernels import triton_dropout as kernels  # imports Triton, which a CPU does not need
 
@@ -128,7 +128,7 @@ def launch_kernel(
                 ALIGNED=base % 4 == 0 and stride % 4 == 0,
                 M=m,
                 N=_COLUMNS,
-                enable_fp_fusion=False,  # a product and a sum are rounded apart, as on a CPU
+                enable_fp_fusion=False,  # round a product and a sum separately, as on a CPU
             )
     return out, None if sums is None else sums.sum(0)
 

@@ -23,7 +23,7 @@ torch.library.define(
 
 
 class ResidualSum(NamedTuple):
-    """Hold the operands of `bias_dropout_add`, for a norm whose kernel computes the sum too."""
+    """Hold the operands of `bias_dropout_add`, for a norm whose kernel also computes the sum."""
 
     x: Tensor
     bias: Tensor | None
@@ -50,8 +50,8 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + dropout(x + bias), with the mask of `dropout` for the same key, samples and base.
 
-    Computed in fp32 (fp64 in fp64) and rounded once. Neither a mask nor `x` is stored: the backward computes
-    the mask again, and sums the bias' gradient in the same kernel.
+    It is computed in fp32 (fp64 for fp64) and rounded once. Neither the mask nor `x` is stored: the backward
+    computes the mask again, and sums the bias' gradient in the same kernel.
 
     Args:
         x: ``[n, b, h]``, fp64, fp32, bf16 or fp16.
@@ -59,7 +59,7 @@ def bias_dropout_add(
         residual: as `x`.
         p: probability of a zero, 0 <= p < 1.
         key: 64 bits, from `site_key(seed, site's name)`.
-        sample_numbers: int64 ``[b]``, each sample's number in the run.
+        sample_numbers: int64 ``[b]``, the number of each sample in the run.
         base: index of the first element within the sample's full tensor.
 
     Raises:
@@ -75,7 +75,7 @@ def bias_dropout_add(
 
 
 def check_sum(x: Tensor, p: float, sample_numbers: Tensor, base: int) -> None:
-    """Raise ValueError for arguments of `bias_dropout_add` that it cannot use."""
+    """Raise ValueError for invalid arguments of `bias_dropout_add`."""
     if not 0.0 <= p < 1.0 or base < 0:
         raise ValueError(f"bias_dropout_add needs 0 <= p < 1 and base >= 0: got {p} and {base}")
     if x.dim() != 3 or sample_numbers.shape != x.shape[1:2] or sample_numbers.dtype != torch.int64:
@@ -94,10 +94,10 @@ def reference(
     key: int,
     base: int,
 ) -> Tensor:
-    """Implement it in plain PyTorch, with the same bits as the compiled one."""
+    """Implement the operator in plain PyTorch, with the same bits as the compiled one."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(dtype) if bias is None else x.to(dtype) + bias
-    # Every evaluation has nothing to drop: no random words are made for it.
+    # Evaluation has p = 0 and needs no random words.
     dropped = dropout_reference(wide, sample_numbers, p, key, base, x.shape[-1]) if p else wide
     return (residual + dropped).to(x.dtype)
 
@@ -105,7 +105,7 @@ def reference(
 def backward_reference(
     grad: Tensor, sample_numbers: Tensor, p: float, key: int, base: int
 ) -> tuple[Tensor, Tensor]:
-    """Implement the gradients of `x` (same bits as compiled) and of the bias in plain PyTorch."""
+    """Compute the gradients of `x` (same bits as compiled) and of the bias in plain PyTorch."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     dropped = dropout_reference(wide, sample_numbers, p, key, base, grad.shape[-1])
     return dropped.to(grad.dtype), dropped.flatten(0, 1).sum(0).to(grad.dtype)

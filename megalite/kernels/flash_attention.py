@@ -1,8 +1,8 @@
-"""Compute attention with ALiBi, documents and dropout in one kernel, without the scores in memory.
+"""Compute attention with ALiBi, documents and dropout in one kernel, without storing the scores.
 
-On CUDA the kernels are Triton's (`triton_attention`). Dropout's masks are those of `CausalSoftmax`, to the
-bit. The operators take dropout's key in a tensor on the host, so that one graph of torch.compile serves all
-layers.
+On CUDA the kernels are written in Triton (`triton_attention`). The dropout masks are bitwise the same as in
+`CausalSoftmax`. The operators take the dropout key in a tensor on the host, so that all layers share one
+graph of torch.compile.
 
 Shapes: b samples, n query heads, g key/value heads, s sequence, d head size.
 """
@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256
 
 
 def has_triton() -> bool:
-    """Return whether Triton is installed; torch's builds for CUDA bring it."""
+    """Return whether Triton is installed. CUDA builds of torch include it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -49,8 +49,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
         q: ``[b, n, s, d]``, bf16, fp16 or fp32.
         k: ``[b, g, s, d]``; n/g query heads share a key/value head.
         v: ``[b, g, s, d]``.
-        softmax: bias and dropout; its `starts` do not decrease within a sample. If it has `ends`, it has
-            `starts` too, and each query sees its whole document: where one starts, the one before it ends.
+        softmax: bias and dropout; its `starts` do not decrease within a sample. If it has `ends`, it also has
+            `starts`, and each query attends to its whole document: a document ends where the next one starts.
     """
     _, scale, slopes, starts, ends, drop = softmax
     assert ends is None or starts is not None
@@ -70,7 +70,7 @@ def like_sequence(x: Tensor) -> Tensor:
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output, and in at least fp32 a number per query, for queries ``[b, n, s, d]``."""
+    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, s, d]``."""
     return like_sequence(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -102,7 +102,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement the gradients of q, k and v in plain PyTorch."""
+    """Compute the gradients of q, k and v in plain PyTorch."""
     shared = q.shape[1] // k.shape[1]
     keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
     queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
@@ -118,13 +118,13 @@ def reference_backward(
 
 
 class BlockSizes(NamedTuple):
-    """Size a program of a kernel.
+    """Hold the block sizes of one program of a kernel.
 
     Attributes:
-        queries: of a block, M.
-        keys: of a block, N.
-        warps: of 32 threads.
-        stages: blocks that are loaded while an earlier one is computed with, plus one.
+        queries: queries in a block, M.
+        keys: keys in a block, N.
+        warps: number of warps of 32 threads.
+        stages: pipeline stages: one more than the number of blocks that are loaded ahead.
     """
 
     queries: int
@@ -134,7 +134,7 @@ class BlockSizes(NamedTuple):
 
 
 class KernelSizes(NamedTuple):
-    """Size the kernels of forward, of the gradients of keys and values, and of the gradient of queries."""
+    """Hold the block sizes of the kernels for forward, key and value gradients, and query gradients."""
 
     forward: BlockSizes
     key_gradients: BlockSizes
@@ -149,18 +149,18 @@ SIZES: dict[tuple[int, int], KernelSizes] = {
     (4, 128): KernelSizes(BlockSizes(32, 16, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2)),
     (4, 256): KernelSizes(BlockSizes(16, 32, 8, 1), BlockSizes(16, 16, 8, 1), BlockSizes(16, 16, 8, 1)),
 }
-"""By the bytes of an element and the head size, rounded up to a power of two.
+"""Sizes by bytes per element and head size, rounded up to a power of two.
 
-Chosen by what they compile to (benchmarks/triton_kernels.py): large blocks whose programs keep their sums in
-registers. No GPU has measured them.
+They are the largest blocks whose programs keep their sums in registers, according to the compiled code
+(benchmarks/triton_kernels.py). They have not been measured on a GPU.
 """
 SMALL_SIZES: dict[tuple[int, int], KernelSizes] = {
     (2, 128): KernelSizes(BlockSizes(128, 32, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 32, 4, 3)),
     (2, 256): KernelSizes(BlockSizes(64, 32, 4, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 4, 2)),
 }
-"""The same for GPUs with less shared memory than `LARGE_MEMORY`, where they differ."""
+"""Different sizes for GPUs with less shared memory than `LARGE_MEMORY`."""
 LARGE_MEMORY = 160 << 10
-"""Bytes of shared memory of a program that A100, H100 and B200 have; other GPUs have at least 99 KiB."""
+"""Bytes of shared memory per program on A100, H100 and B200; other GPUs have at least 99 KiB."""
 _DELTA_ROWS = 64
 
 
@@ -175,21 +175,21 @@ def kernel_sizes(q: Tensor) -> KernelSizes:
 
 
 def padded(head_dim: int) -> int:
-    """Return the head size of a compiled kernel: GEMMs of a GPU need powers of two of at least 16."""
+    """Return the head size of a compiled kernel: a power of two of at least 16, as Triton's GEMMs need."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _numbers(
     q: Tensor, k: Tensor, key: Tensor | None, scale: float, p: float, base: int
 ) -> tuple[int | float, ...]:
-    """Return what all kernels get from n to factor."""
+    """Return the arguments of all kernels from n to factor."""
     n, s = q.shape[1:3]
     site = 0 if key is None else int(key), base, keep_threshold(p), 1.0 / (1.0 - p)
     return n, n // k.shape[1], s, scale, *site
 
 
 def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
-    """Return what a kernel is compiled for."""
+    """Return the compile-time constants of a kernel."""
     s, d = q.shape[2:]
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
@@ -205,7 +205,7 @@ def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """Return a tensor whose heads' rows are contiguous, which the kernels need."""
+    """Return the tensor with contiguous rows (the last dim), which the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -226,7 +226,7 @@ def launch(
     p: float,
     base: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward's kernel."""
+    """Run the forward kernel."""
     from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
 
     q, k, v = map(_with_rows, (q, k, v))
@@ -272,8 +272,8 @@ def launch_backward(
         return grad_q, grad_k, grad_v
     of_keys, of_queries = kernel_sizes(q)[1:]
     numbers = _numbers(q, k, key, scale, p, base)
-    # In each layer: about 10 us, and the layer's backward takes 1 ms. To compute it once per microbatch, both
-    # operators would need another argument.
+    # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
+    # both operators would need another argument.
     query_ends = ends if ends is not None else _query_ends(starts)
     with torch.cuda.device_of(q):
         kernels.delta_kernel[-(-s // _DELTA_ROWS), n, b](
@@ -295,7 +295,10 @@ def launch_backward(
 
 
 def _query_ends(starts: Tensor | None) -> Tensor | None:
-    """Return the position after the last query that sees each key in causal attention, int64 ``[b, s]``."""
+    """Return, for each key, the position after the last query that attends to it, int64 ``[b, s]``.
+
+    This is for causal attention.
+    """
     if starts is None:
         return None
     positions = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)

@@ -1,4 +1,4 @@
-"""Add a bias and apply GELU in one kernel, in the tanh form; for the erf form PyTorch's own is as fast."""
+"""Add a bias and apply the tanh form of GELU in one kernel. For the erf form, PyTorch is as fast."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ torch.library.define(_BACKWARD, "(Tensor grad, Tensor x, Tensor? bias) -> (Tenso
 def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return y / 2 (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))) of y = x + bias (Hendrycks and Gimpel 2016).
 
-    Computed in fp32 (fp64 in fp64) and rounded once. The backward sums the bias' gradient in the same kernel.
+    It is computed in fp32 (fp64 for fp64) and rounded once. The backward sums the bias' gradient in the same
+    kernel.
 
     Args:
         x: ``[..., n]``, fp64, fp32, bf16 or fp16.
@@ -29,12 +30,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reference(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Implement it in plain PyTorch."""
+    """Implement the operator in plain PyTorch."""
     return F.gelu(_sum(x, bias), approximate="tanh").to(x.dtype)
 
 
 def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Implement the gradients of `x` and of the bias in plain PyTorch."""
+    """Compute the gradients of `x` and of the bias in plain PyTorch."""
     wide = _sum(x, bias)
     result = torch.ops.aten.gelu_backward(grad.to(wide.dtype), wide, approximate="tanh")
     sums = result.new_zeros(x.shape[-1:]) if bias is None else result.flatten(0, -2).sum(0)

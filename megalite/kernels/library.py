@@ -1,9 +1,9 @@
-"""Load the compiled libraries of kernels, and choose what runs the operators if one is missing.
+"""Load the compiled kernel libraries, and choose implementations for operators that they do not contain.
 
-Without a library for CUDA, which needs nvcc, a GPU runs what torch.compile makes of the references. Operators
-with a random key have kernels in Triton instead: torch.compile would compile again for each key. Both are
-compiled when they first run, by Triton, which comes with torch's builds for CUDA and needs a C compiler.
-Where that does not work, the references run eagerly.
+Without the CUDA library, which nvcc builds, a GPU runs the references through torch.compile. Operators with a
+random key have Triton kernels instead, because torch.compile would recompile for each key. Both are compiled
+on first use, by Triton, which CUDA builds of torch include and which needs a C compiler. If this fails, the
+references run eagerly.
 """
 
 import functools
@@ -30,7 +30,7 @@ _CAPABILITIES = ("default", "avx2", "avx512")
 
 
 def _load(library: str, needed: str) -> str:
-    """Register the kernels of a library with torch; return why it could not be loaded, or an empty string."""
+    """Register the kernels of a library with torch; return the reason if it does not load, otherwise ""."""
     try:
         importlib.import_module(library)
     except ModuleNotFoundError:
@@ -57,7 +57,7 @@ CUDA_LOAD_ERROR = "torch has no CUDA" if torch.version.cuda is None else _load(_
 
 
 _AT_RUN_TIME: dict[str, str] = {}
-"""Compiler of an operator's CUDA kernels at run time, "torch.compile" or "Triton", by the operator's name."""
+"""The run-time compiler of each operator's CUDA kernels, "torch.compile" or "Triton", by operator name."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -69,11 +69,11 @@ def register(
     compiled: Callable[_P, _R] | None = None,
     triton: Callable[..., _R] | None = None,
 ) -> None:
-    """Register what runs an operator on the devices for which no library has a compiled kernel.
+    """Register the implementation of an operator on devices for which no library has a compiled kernel.
 
     Args:
-        reference: in plain PyTorch; it runs on all devices but CUDA.
-        compiled, triton: as in `at_run_time`, for CUDA.
+        reference: the plain PyTorch implementation, for all devices except CUDA.
+        compiled, triton: see `at_run_time`; for CUDA.
     """
     torch.library.impl(op, "default", reference)
     name = op.removeprefix(f"{NAMESPACE}::")
@@ -91,13 +91,13 @@ def at_run_time(
 ) -> Callable[_P, _R]:
     """Return a function whose kernels are compiled when it first runs on a GPU.
 
-    On other devices, in a graph of torch.compile, and where nothing can be compiled, it is the reference.
+    It calls the reference on other devices, in a graph of torch.compile, and if compilation does not work.
 
     Args:
-        compiled: the function that torch.compile compiles, if not the reference: an eager reference may
-            bound its temporaries, of which a compiled one has none.
-        triton: launches kernels in Triton; then torch.compile is not used.
-        device_type: of the tensors for which kernels are compiled.
+        compiled: the function for torch.compile, if it is not the reference. An eager reference may work in
+            pieces to bound its temporaries; a compiled function has no temporaries.
+        triton: a function that launches Triton kernels; torch.compile is then not used.
+        device_type: type of the device for which kernels are compiled.
     """
     compile_once = functools.cache(lambda: _compiled(compiled or reference))
 
@@ -108,7 +108,8 @@ def at_run_time(
             return reference(*arguments, **options)
         if triton is not None:
             return triton(*arguments, **options)
-        # The operator has a backward of its own. One graph serves tensors with and without a gradient.
+        # The operator has its own backward. Without autograd, the same graph serves tensors with and without
+        # a gradient.
         detached = (each.detach() if isinstance(each, Tensor) else each for each in arguments)
         with torch.no_grad():
             result: _R = compile_once()(*detached, **options)
@@ -118,16 +119,17 @@ def at_run_time(
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile compile a function; the first call takes seconds.
+    """Compile a function with torch.compile; the first call takes seconds.
 
-    By default it measures which of several orders of a sum is the fastest, and ranks might differ in it.
+    Autotuning is off: it chooses the fastest summation order by measurement, and ranks could choose
+    differently.
     """
     return torch.compile(function, options={"deterministic": True})
 
 
 @functools.cache
 def compile_problem(device_type: str) -> str:
-    """Return why torch.compile does not work on a device, or an empty string; a small graph is tried once."""
+    """Compile a small graph once, and return the reason if torch.compile does not work on a device, or ""."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "no GPU is visible"
     try:
@@ -142,11 +144,11 @@ def _tried(x: Tensor) -> Tensor:
 
 
 def passes_trial(difference: Callable[[], str], otherwise: str) -> bool:
-    """Return whether an operator is right; log a warning if it is not.
+    """Return whether an operator agrees with its reference; log a warning if it does not.
 
     Args:
-        difference: tries the operator, and returns what differs from its reference, or an empty string.
-        otherwise: says what runs if the trial fails, for the warning.
+        difference: runs the operator, and returns a description of the difference, or an empty string.
+        otherwise: names the implementation that runs instead, for the warning.
     """
     try:
         problem = difference()
@@ -173,9 +175,9 @@ def is_eager(op: str, device_type: str) -> bool:
 
 
 def implementation(op: str, device_type: str) -> str:
-    """Return what runs `op` on `device_type`, and why it is not a compiled library.
+    """Return the implementation of `op` on `device_type`, and the reason if it is not a compiled library.
 
-    It is `compiled` and for which processor, `torch.compile`, `Triton` or `eager`.
+    It is `compiled` with the processor's instruction set, `torch.compile`, `Triton` or `eager`.
     """
     is_cpu = device_type == "cpu"
     if is_compiled(op, device_type):

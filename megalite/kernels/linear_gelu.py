@@ -1,8 +1,8 @@
-"""Apply GELU, in the tanh form, in the GEMM before it, and its derivative in the backward GEMM after it.
+"""Apply the tanh form of GELU in the GEMM before it, and its derivative in the backward GEMM after it.
 
-On a GPU cuBLASLt computes both before a GEMM writes its result, without the kernels of `bias_gelu`. torch has
-loaded the library; our CUDA library finds it at run time. Autograd does not see these operators: the linear
-layers on both sides of GELU call them.
+On a GPU, cuBLASLt computes both before a GEMM writes its result, without the kernels of `bias_gelu`. torch
+has already loaded cuBLASLt, and our CUDA library looks it up at run time. Autograd does not see these
+operators: the linear layers before and after GELU call them.
 
 Shapes: n tokens, i and o in and out features of the linear layer before GELU, h out features of the one
 after it.
@@ -21,10 +21,10 @@ from megalite.kernels.library import NAMESPACE, is_compiled, passes_trial
 _NAME = "linear_gelu"
 _OP, _BACKWARD = f"{NAMESPACE}::{_NAME}", f"{NAMESPACE}::gelu_linear_backward"
 _ALIGNED = 8
-"""The rows of GELU's input must start at a multiple of so many elements."""
+"""The rows of GELU's input must start at a multiple of this many elements."""
 _TOLERANCE = 2.0**-6
-"""Largest error of the trial, relative to the largest magnitude: two roundings to bf16 and another order of
-sums."""
+"""Largest error of the test at start-up, relative to the largest magnitude: two roundings to bf16 and a
+different summation order."""
 
 torch.library.define(_OP, "(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)")
 torch.library.define(
@@ -33,7 +33,7 @@ torch.library.define(
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return GELU of ``x weight^T + bias``, and the sum itself; both are rounded once.
+    """Return GELU(x weight^T + bias) and its input, both rounded once.
 
     Args:
         x: ``[..., i]``, bf16 or fp16.
@@ -47,12 +47,12 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 def gelu_linear_backward(
     grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of `before`, and the sum of it over the tokens, a bias' gradient, if it has one.
+    """Return the gradient of `before`, and with a bias its sum over the tokens, the gradient of the bias.
 
     Args:
-        grad: ``[..., h]``, of the output of the linear layer after GELU.
-        weight: ``[h, o]``, of that layer.
-        before: ``[..., o]``, what GELU was applied to.
+        grad: ``[..., h]``, gradient of the output of the linear layer after GELU.
+        weight: ``[h, o]``, weight of this layer.
+        before: ``[..., o]``, input of GELU.
     """
     before_grad, sums = torch.ops.megalite.gelu_linear_backward(grad, weight, before, has_bias)
     return before_grad, sums if has_bias else None
@@ -65,7 +65,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 def backward_reference(grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
-    """Implement the gradients in plain PyTorch; the sums are an empty tensor without a bias."""
+    """Implement the backward in plain PyTorch; without a bias the sums are an empty tensor."""
     before_grad, sums = gelu_backward_reference(grad @ weight, before, before.new_zeros(before.shape[-1]))
     return before_grad, sums if has_bias else sums.new_empty(0)
 
@@ -86,9 +86,9 @@ def _fake_backward(grad: Tensor, weight: Tensor, before: Tensor, has_bias: bool)
 
 
 def has_linear_gelu(weight: Tensor, has_bias: bool) -> bool:
-    """Return whether a GPU has both operators for this weight ``[o, i]`` and that of the layer after GELU.
+    """Return whether a GPU has both operators, for this weight ``[o, i]`` of the layer before GELU.
 
-    They are tried once, on small tensors, and must agree with the references; otherwise it logs a warning.
+    They run once, on small tensors, and must agree with the references; otherwise a warning is logged.
     """
     o, i = weight.shape
     is_16_bit = weight.dtype in (torch.bfloat16, torch.float16)
@@ -99,18 +99,18 @@ def has_linear_gelu(weight: Tensor, has_bias: bool) -> bool:
 
 @functools.cache
 def _agrees(unaligned: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> bool:
-    """Try the operators with rows of `unaligned` elements more than a multiple of 8."""
+    """Test the operators with rows whose length is `unaligned` more than a multiple of 8."""
     return passes_trial(
         lambda: _difference(64 + unaligned, has_bias, dtype, device),
-        "GELU runs in kernels of its own, not in the GEMMs of cuBLASLt",
+        "GELU runs in separate kernels, not in the GEMMs of cuBLASLt",
     )
 
 
 def _difference(i: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> str:
-    """Return which result of the operators differs from its reference's, or an empty string."""
+    """Return which result of the operators differs from its reference, or an empty string."""
 
     def numbers(*shape: int) -> Tensor:
-        """Return numbers of both signs; the generators of random numbers keep their state."""
+        """Return numbers of both signs, without a random number generator, whose state would change."""
         return torch.arange(math.prod(shape), device=device).mul(1.618).sin().view(shape).to(dtype)
 
     n, o = 24, 128
@@ -124,5 +124,5 @@ def _difference(i: int, has_bias: bool, dtype: torch.dtype, device: torch.device
     ):
         error = (result - expected).abs()
         if result.numel() and not bool(error.max() <= _TOLERANCE * expected.abs().max()):
-            return f"{name} in {dtype} is not PyTorch's"
+            return f"{name} in {dtype} differs from PyTorch's"
     return ""

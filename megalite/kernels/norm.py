@@ -1,10 +1,12 @@
 """Compute LayerNorm and RMSNorm over the last dim, with one kernel in each direction.
 
-On a CPU LayerNorm is PyTorch's own: ours took 0.7 to 1.1 times as long in fp32 and bf16, and twice as long in
-fp16. The forward's residual is added by `bias_dropout_add`: one kernel for both would save a CPU at most 4 to
-8% of the two together (1024 tokens of 768 and of 4096 features, fp32 and bf16, one thread of a busy Zen 4).
-`bias_dropout_add_norm` is that kernel on a GPU. The backward's is added here, which saves autograd a kernel
-over three tensors.
+On a CPU we use PyTorch's LayerNorm: ours took 0.7 to 1.1 times as long in fp32 and bf16, and twice as long in
+fp16.
+
+In the forward, `bias_dropout_add` adds the residual. One kernel for both would save at most 4 to 8% of the
+time of the two on a CPU (1024 tokens of 768 and of 4096 features, fp32 and bf16, one thread of a busy Zen 4);
+`bias_dropout_add_norm` is this kernel on a GPU. The backward of the norm adds the residual's gradient, which
+saves an addition over three tensors by autograd.
 """
 
 from collections.abc import Callable
@@ -33,9 +35,9 @@ for _op in (_RMS, _LAYER):
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019).
 
-    Computed in fp32 (fp64 in fp64) and rounded once. The backward keeps only `x`: it computes a row's
-    statistics again while it reads the row, and sums the weight's gradient in the same kernel, in an order
-    that depends only on the shape (on a GPU also on whether rows begin at multiples of 16 bytes).
+    It is computed in fp32 (fp64 for fp64) and rounded once. The backward keeps only `x`. It computes the
+    statistics of a row again while it reads the row, and sums the weight's gradient in the same kernel, in an
+    order that depends only on the shape (on a GPU also on whether rows begin at multiples of 16 bytes).
 
     Args:
         x: ``[..., h]``, fp64, fp32, bf16 or fp16.
@@ -57,10 +59,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 
 def rms_norm_with_residual(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm`, and `x` again for the residual connection around the block that follows the norm.
+    """Return `rms_norm(x)`, and `x` itself for the residual connection around the block after the norm.
 
-    If the residual is taken from here and not from `x`, the norm's backward adds the gradients of both in its
-    own kernel, in fp32, and rounds once.
+    If the residual connection uses the returned `x`, the norm's backward adds both gradients in its own
+    kernel, in fp32, and rounds once.
     """
     normal, residual = _WithResidual.apply(x, weight, None, epsilon)
     return normal, residual
@@ -69,18 +71,18 @@ def rms_norm_with_residual(x: Tensor, weight: Tensor, epsilon: float) -> tuple[T
 def layer_norm_with_residual(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return `layer_norm`, and `x` again, as `rms_norm_with_residual`."""
+    """Return `layer_norm(x)` and `x`, like `rms_norm_with_residual`."""
     normal, residual = _WithResidual.apply(x, weight, bias, epsilon)
     return normal, residual
 
 
 class NormFunctions(NamedTuple):
-    """Hold the forms of one norm for one kind of device.
+    """Hold the functions of one norm for one type of device.
 
     Attributes:
         alone: maps x and the norm's parameters to norm(x).
-        with_residual: maps the same to norm(x) and x.
-        of_sum: maps a `ResidualSum` and the parameters to the norm of the sum, and the sum.
+        with_residual: maps x and the norm's parameters to norm(x) and x.
+        of_sum: maps a `ResidualSum` and the norm's parameters to the norm of the sum, and the sum.
     """
 
     alone: Callable[..., Tensor]
@@ -89,7 +91,7 @@ class NormFunctions(NamedTuple):
 
 
 def rms_norm_on(device_type: str) -> NormFunctions:
-    """Return `rms_norm`, or where it would run eagerly PyTorch's own, which is faster than the reference."""
+    """Return `rms_norm`, or PyTorch's if ours would run eagerly: PyTorch's is faster than the reference."""
     if is_eager("rms_norm", device_type):
         return _and_input(_torch_rms_norm)
     adds = is_compiled("bias_dropout_add_norm", device_type)
@@ -98,7 +100,7 @@ def rms_norm_on(device_type: str) -> NormFunctions:
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
-    """Return `layer_norm` on a GPU; on a CPU, where PyTorch's own is as fast, there is no kernel of ours."""
+    """Return `layer_norm` on a GPU; on a CPU return PyTorch's, which is as fast as ours would be."""
     if is_eager("layer_norm", device_type):
         return _and_input(_torch_layer_norm)
     adds = is_compiled("bias_dropout_add_norm", device_type)
@@ -107,7 +109,7 @@ def layer_norm_on(device_type: str) -> NormFunctions:
 
 
 def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
-    """Return a norm for whose input autograd adds the gradients."""
+    """Return the functions of a norm for which autograd, not the backward, adds the residual's gradient."""
 
     def with_residual(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return norm(x, *rest), x
@@ -116,7 +118,7 @@ def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:
 
 
 def after_sum(with_residual: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a norm of a sum that another operator computes."""
+    """Return the norm of a sum, where a separate operator computes the sum."""
     return lambda total, *rest: with_residual(total.compute(), *rest)
 
 
@@ -145,7 +147,7 @@ def layer_reference(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> 
 def rms_backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Implement the gradients of `x`, with the residual's, and of the weight in plain PyTorch."""
+    """Compute the gradients of `x`, plus the residual's gradient, and of the weight in plain PyTorch."""
     inverse = (_wide(x).square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = _wide(x) * inverse, _wide(grad)
     weighted = upper * _wide(weight)
@@ -156,7 +158,7 @@ def rms_backward_reference(
 def layer_backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, residual_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Implement the same for LayerNorm; the gradients of weight and bias are one tensor, ``[2 h]``."""
+    """Compute the same for LayerNorm; the gradients of weight and bias are one tensor, ``[2 h]``."""
     centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
     inverse = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = centred * inverse, _wide(grad)
@@ -221,9 +223,9 @@ torch.library.register_autograd(_LAYER, _layer_backward, setup_context=_setup_co
 
 
 class _WithResidual(torch.autograd.Function):
-    """Return a norm and its input as outputs of one autograd node, whose backward then has both gradients.
+    """Return a norm and its input from one autograd node, so that its backward receives both gradients.
 
-    It is not an operator: an operator must not return its input.
+    This is not an operator, because an operator must not return its input.
     """
 
     @staticmethod
@@ -232,8 +234,9 @@ class _WithResidual(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.centres, ctx.epsilon = bias is not None, epsilon
-        # A graph of torch.compile fuses PyTorch's own norm with the sum before it. Its backward is our kernel
-        # too: the compiler would read the rows twice, since it also sums over them for the weight's gradient.
+        # A graph of torch.compile fuses PyTorch's norm with the sum before it. The backward is still our
+        # kernel: the compiler's would read the rows twice, because it also sums over them for the weight's
+        # gradient.
         is_traced = torch.compiler.is_compiling()
         rms, layer = (_torch_rms_norm, _torch_layer_norm) if is_traced else (rms_norm, layer_norm)
         return (rms(x, weight, epsilon) if bias is None else layer(x, weight, bias, epsilon)), x

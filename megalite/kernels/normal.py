@@ -1,7 +1,7 @@
 """Generate normal numbers by counter: initial weights that do not depend on the layout.
 
-The bits are the same on every machine and device, so that a rank fills its shard alone: without a full tensor
-or a broadcast.
+The bits are the same on every machine and device, so a rank fills its shard without a full tensor or a
+broadcast.
 """
 
 import torch
@@ -11,7 +11,7 @@ from megalite.kernels.library import NAMESPACE
 from megalite.kernels.philox import random_words, signed64, standard_normal
 
 _OP = f"{NAMESPACE}::fill_normal_"
-_PIECE = 1 << 20  # elements the reference computes at a time: bounds its int64 and fp64 temporaries
+_PIECE = 1 << 20  # elements that the reference computes at a time, to bound its int64 and fp64 temporaries
 
 torch.library.define(
     _OP, "(Tensor(a!) out, float std, float mean, int key, int base, int run_length, int run_stride) -> ()"
@@ -31,8 +31,8 @@ def fill_normal_(
     """Fill a local shard with the normal numbers that its elements have in the full tensor.
 
     Element e of `out` is element `base + (e // run_length) * run_stride + e % run_length` of the full
-    tensor: a shard of dimension d is runs of consecutive elements, evenly spaced. Computed in fp64 and
-    rounded to fp32, then to the dtype of `out`, so that a bf16 weight is the fp32 weight rounded.
+    tensor: a slice along a dim consists of evenly spaced runs of consecutive elements. Numbers are computed
+    in fp64 and rounded to fp32, then to the dtype of `out`, so a bf16 weight is the rounded fp32 weight.
 
     Args:
         out: contiguous, fp64, fp32, bf16 or fp16.
@@ -40,8 +40,8 @@ def fill_normal_(
         std: standard deviation.
         mean: mean.
         base: index of the first element in the full tensor.
-        run_length: consecutive elements in a run; all of `out` by default.
-        run_stride: distance from one run's first element to the next one's; `run_length` by default.
+        run_length: number of consecutive elements in a run; by default all of `out`.
+        run_stride: distance between the first elements of consecutive runs; by default `run_length`.
 
     Returns:
         `out`.
@@ -65,7 +65,7 @@ def fill_normal_(
 def reference(
     out: Tensor, std: float, mean: float, key: int, base: int, run_length: int, run_stride: int
 ) -> None:
-    """Implement it in plain PyTorch, with the same bits as the compiled one."""
+    """Implement the operator in plain PyTorch, with the same bits as the compiled one."""
     flat = out.view(-1)
     sample = torch.zeros((), dtype=torch.int64, device=out.device)
     for begin in range(0, flat.numel(), _PIECE):

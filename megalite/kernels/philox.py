@@ -1,11 +1,11 @@
-"""Implement Philox4x32-10, the counter-based generator of every random number, in plain PyTorch.
+"""Implement Philox4x32-10, the counter-based generator of all random numbers, in plain PyTorch.
 
-A random number is a pure function of (key, sample, element): the key names the site (a parameter, a dropout),
-the sample is its number in the run, the element its index in the *full* tensor. It does not matter which rank
-computes it, and in which order. `csrc/philox.h` is the same arithmetic in C++, operation by operation, and
-both give the same bits: IEEE 754 fixes fp64 add, multiply and divide to the last bit, and nothing else is
-used. Logarithm and square root are our own: torch's use MKL on some processors, where even the square root is
-not correctly rounded.
+A random number is a pure function of (key, sample, element): the key identifies the site (a parameter or a
+dropout), the sample is its number in the run, and the element is its index in the *full* tensor. It does not
+matter which rank computes the number, or in which order. `csrc/philox.h` has the same arithmetic in C++,
+operation by operation. Both give the same bits, because they use only fp64 add, multiply and divide, which
+IEEE 754 defines to the last bit. Logarithm and square root are implemented here: torch's use MKL on some
+processors, where even the square root is not correctly rounded.
 
 Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox);
 Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988
@@ -23,7 +23,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# AS 241, lowest power first. Its third region (p < exp(-25)) is out of reach: p is at least 2^-33.
+# AS 241, lowest power first. Its third region (p < exp(-25)) is never reached: p is at least 2^-33.
 _CENTRAL_NUM = (
     3.3871328727963666080e0,
     1.3314166789178437745e2,
@@ -65,23 +65,23 @@ _TAIL_DEN = (
     1.05075007164441684324e-9,
 )
 _LN2 = 0.69314718055994530942
-_INVERSE_SQRT_GUESS = 0x5FE6EB50C7B537A9  # minus half the bits of x: 1 / sqrt(x), 3.4% off at most
+_INVERSE_SQRT_GUESS = 0x5FE6EB50C7B537A9  # this minus half the bits of x: 1 / sqrt(x), error at most 3.4%
 _SQRT_HALF = 0.70710678118654752440
-# log((1 + s) / (1 - s)) = s * (2 + 2/3 s^2 + 2/5 s^4 + ...); where |s| < 0.172, 12 terms leave under 1e-18.
+# log((1 + s) / (1 - s)) = s * (2 + 2/3 s^2 + 2/5 s^4 + ...); for |s| < 0.172, 12 terms leave < 1e-18.
 _LOG_SERIES = tuple(2.0 / (2 * k + 1) for k in range(12))
 
 
 def site_key(seed: int, name: str) -> int:
-    """Derive the 64-bit key of the site called `name`: a parameter's full name, or a dropout's.
+    """Derive the 64-bit key of the site called `name`: the full name of a parameter or of a dropout.
 
-    It is a hash and not a counter, so that a new site leaves every other site's numbers unchanged.
+    The key is a hash and not a counter, so a new site does not change the numbers of other sites.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def signed64(value: int) -> int:
-    """Convert a 64-bit word to the signed integer with the same bits: an operator's schema has no other kind.
+    """Convert a 64-bit word to the signed integer with the same bits, the only kind in operator schemas.
 
     Raises:
         ValueError: `value` is not in [0, 2^64).
@@ -122,7 +122,7 @@ def random_words(first: Tensor, length: int, sample: Tensor, key: int) -> Tensor
         int64 in [0, 2^32), [..., length].
     """
     first, sample = torch.broadcast_tensors(first, sample)
-    num_blocks = (length + 6) // 4  # the first element is word 3 of its block at worst
+    num_blocks = (length + 6) // 4  # enough if the first element is the last word of its block
     block = (first >> 2).unsqueeze(-1) + torch.arange(num_blocks, device=first.device)
     sample = sample.unsqueeze(-1).expand_as(block)
     counter = [word for value in (block, sample) for word in (value & _MASK32, (value >> 32) & _MASK32)]
@@ -132,11 +132,10 @@ def random_words(first: Tensor, length: int, sample: Tensor, key: int) -> Tensor
 
 
 def standard_normal(words: Tensor) -> Tensor:
-    """Convert 32-bit words to fp64 standard normal numbers by the inverse distribution function (AS 241).
+    """Convert 32-bit words to fp64 standard normal numbers with the inverse distribution function (AS 241).
 
-    The uniform number (word + 1/2) / 2^32 is exact in fp64; |normal| is at most 6.34. Scalars are only added
-    and multiplied: CUDA replaces a division by a scalar with a product with its reciprocal, which rounds
-    differently.
+    The uniform number (word + 1/2) / 2^32 is exact in fp64; |normal| is at most 6.34. The code does not
+    divide by scalars, because CUDA multiplies by the reciprocal instead, which rounds differently.
     """
     p = (words.double() + 0.5) * 2.0**-32
     q = p - 0.5

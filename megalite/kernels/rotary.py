@@ -1,4 +1,4 @@
-"""Apply rotary position embedding in one kernel (Su et al. 2021), pairing the two halves of each head."""
+"""Apply rotary position embedding (Su et al. 2021) in one kernel, pairing the two halves of each head."""
 
 from typing import Any
 
@@ -15,18 +15,19 @@ torch.library.define(_OP, "(Tensor x, Tensor cosine, Tensor sine, bool inverse) 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate each pair (i, i + d/2) of a head's elements by its token's angle.
 
-    Computed in the tables' dtype and rounded once. The backward rotates the gradient back and keeps nothing
-    of `x`.
+    It is computed in the dtype of the tables and rounded once. The backward rotates the gradient back and
+    does not save `x`.
 
     Args:
         x: ``[s, b, n, d]``, fp64, fp32, bf16 or fp16; heads need not be contiguous, and are read in place.
-        cosine: ``[s, b or 1, 1, d]`` in fp32, in fp64 for fp64; its two halves are equal.
-        sine: likewise.
+        cosine: ``[s, b or 1, 1, d]`` in fp32 (fp64 for fp64); its two halves are equal.
+        sine: like `cosine`.
 
     Returns:
         ``[s, b, n, d]``, contiguous.
     """
-    # A graph for a GPU fuses it with the split of queries, keys and values. On a CPU our kernel is faster.
+    # On a GPU, a graph fuses the rotation with the split of queries, keys and values. On a CPU our kernel is
+    # faster.
     if torch.compiler.is_compiling() and not x.is_cpu:
         return reference(x, cosine, sine, False)
     result: Tensor = torch.ops.megalite.rotate(x, cosine, sine, False)
@@ -34,7 +35,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def reference(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
-    """Implement it in plain PyTorch."""
+    """Implement the operator in plain PyTorch."""
     first, second = x.chunk(2, dim=-1)
     crossed = torch.cat((second, -first) if inverse else (-second, first), dim=-1)
     return (x * cosine + crossed * sine).to(x.dtype).contiguous()

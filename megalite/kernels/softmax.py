@@ -1,13 +1,13 @@
 """Compute the softmax of attention scores with scale, ALiBi, documents and dropout in one kernel.
 
-It is causal, unless it is told for each query where the keys end that it sees.
+It is causal, unless `ends` gives the last key of each query.
 
-A block has the scores of some consecutive queries with the keys that they may see. Both operators work
-in place, so that a block of scores is the only memory that they need; keys that a query does not see are
-neither computed with nor read. The backward gets the scores again, and needs one number a query from the
-forward: neither weights nor dropout masks are kept.
+A block has the scores of some consecutive queries with the keys that they can attend to. Both operators work
+in place, so a block of scores is the only memory that they need. Keys that a query does not attend to are not
+read. The backward takes the scores again, and one number per query from the forward; weights and dropout
+masks are not saved.
 
-Shapes: b samples, n heads, rows queries of the block, keys of the block, s the whole sequence.
+Shapes: b samples, n heads, rows (queries of the block), keys (of the block), s the whole sequence.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import NAMESPACE, register
 from megalite.kernels.philox import signed64
 
-_MAX_KEYS = 1024  # of a row that a program of the Triton kernels has at once
+_MAX_KEYS = 1024  # keys of a row that a program of the Triton kernels holds at once
 _OP = f"{NAMESPACE}::causal_softmax_"
 _BACKWARD = f"{NAMESPACE}::causal_softmax_backward_"
 _REST = (
@@ -40,10 +40,9 @@ class Drop(NamedTuple):
     Attributes:
         p: probability of a zero; 0 drops nothing.
         key: 64 bits, from `site_key(seed, site's name)`.
-        sample_numbers: int64 ``[b]``, each sample's number in the run.
-        base: index of the first head's first weight.
-        key_tensor: the key in a graph of torch.compile, which is reused with other keys; then `key` is not
-            read.
+        sample_numbers: int64 ``[b]``, the number of each sample in the run.
+        base: index of the first weight of the first head.
+        key_tensor: replaces `key` in a graph of torch.compile, which is reused with other keys.
     """
 
     p: float
@@ -54,17 +53,16 @@ class Drop(NamedTuple):
 
 
 class CausalSoftmax(NamedTuple):
-    """Compute softmax(scale * scores + slope * (key - query)) over the keys that a query sees, then dropout.
+    """Compute softmax(scale * scores + slope * (key - query)) over the visible keys of a query, then dropout.
 
     Attributes:
-        seq_length: s, of the whole sequence.
-        scale: of the scores.
-        slopes: of ALiBi, fp64 ``[n]``; None for no bias.
-        starts: int64 ``[b, s]``, the first key that each query sees, at most its own; None if all see from
-            the first on.
-        ends: int64 ``[b, s]``, the position after the last key that each query sees, beyond its own; None
-            if its own is the last.
-        drop: of the weights; None for none.
+        seq_length: length of the whole sequence, s.
+        scale: factor of the scores.
+        slopes: slopes of ALiBi, fp64 ``[n]``; None without bias.
+        starts: int64 ``[b, s]``, position of the first visible key of each query; None if this is 0 for all.
+        ends: int64 ``[b, s]``, position after the last visible key of each query; None for causal attention,
+            where a query's own key is the last.
+        drop: dropout of the weights; None without dropout.
     """
 
     seq_length: int
@@ -75,12 +73,12 @@ class CausalSoftmax(NamedTuple):
     drop: Drop | None = None
 
     def weights_(self, scores: Tensor, first: int) -> Tensor:
-        """Turn scores into weights, zeros where a query sees nothing.
+        """Replace scores with weights, and with zeros for keys that are not visible.
 
         Args:
-            scores: ``[b, n, rows, keys]``, contiguous, fp64, fp32, bf16 or fp16, computed with in at least
-                fp32.
-            first: the position of the first query in the sequence.
+            scores: ``[b, n, rows, keys]``, contiguous, fp64, fp32, bf16 or fp16; the computation is in at
+                least fp32.
+            first: position of the first query in the sequence.
 
         Returns:
             Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in at least fp32.
@@ -89,17 +87,17 @@ class CausalSoftmax(NamedTuple):
         return result
 
     def backward_(self, scores: Tensor, grad: Tensor, log_sums: Tensor, first: int) -> None:
-        """Turn scores into weights again, and the gradient of the weights into that of the unscaled scores.
+        """Replace scores with weights, and the weights' gradient with the gradient of the unscaled scores.
 
         Args:
             scores: as passed to `weights_`.
-            grad: of the weights, of the same shape.
-            log_sums: what `weights_` returned.
+            grad: gradient of the weights, of the same shape.
+            log_sums: the result of `weights_`.
         """
         torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self.arguments(first))
 
     def part(self, samples: slice, heads: slice) -> "CausalSoftmax":
-        """Return the same for some of the samples and heads."""
+        """Return the softmax for some of the samples and heads."""
         drop = self.drop
         if drop is not None:
             drop = drop._replace(
@@ -122,7 +120,7 @@ class CausalSoftmax(NamedTuple):
         return *seen, samples.contiguous(), self.scale, p, signed64(key), base, *where
 
     def num_keys(self, last: int) -> int:
-        """Return how many keys, from the first on, the queries before position `last` may see."""
+        """Return the number of leading keys that the queries before position `last` can attend to."""
         return last if self.ends is None else self.seq_length
 
 
@@ -134,7 +132,7 @@ def _biased(
     scale: float,
     first: int,
 ) -> Tensor:
-    """Return scaled scores in at least fp32, -inf where a query sees nothing."""
+    """Return scaled scores in at least fp32, with -inf for keys that are not visible."""
     rows, keys = scores.shape[2:]
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     queries = torch.arange(first, first + rows, device=scores.device)[:, None]
@@ -149,7 +147,10 @@ def _biased(
 
 
 def _keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: int) -> Tensor | float:
-    """Return dropout's factor of each weight, 0 or 1 / (1 - p); one head at a time, as dropout counts."""
+    """Return dropout's factor of each weight, 0 or 1 / (1 - p).
+
+    Work on one head at a time, because dropout's index counts all weights of a head before the next head.
+    """
     if p == 0.0 or samples is None:
         return 1.0
     base, first, seq_length = place
@@ -211,14 +212,14 @@ def reference_backward(
 
 
 def launch(scores: Tensor, *arguments: Any) -> Tensor:
-    """Run the Triton kernel of the forward; `arguments` from `slopes` on, as in `reference`."""
+    """Run the Triton kernel of the forward; `arguments` are the arguments of `reference` from `slopes` on."""
     log_sums = _fake(scores)
     _launch("forward_kernel", (scores, log_sums), *arguments)
     return log_sums
 
 
 def launch_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *arguments: Any) -> None:
-    """Run the Triton kernel of the backward; `arguments` from `slopes` on, as in `reference_backward`."""
+    """Run the backward's Triton kernel; `arguments` are as in `reference_backward` from `slopes` on."""
     _launch("backward_kernel", (scores, grad, log_sums), *arguments)
 
 

@@ -1,4 +1,4 @@
-"""Add a bias and apply SwiGLU in one kernel: SiLU of the first half of the features gates the second.
+"""Add a bias and apply SwiGLU in one kernel: SiLU of the first half of the features gates the second half.
 
 Source: Shazeer 2020.
 """
@@ -19,10 +19,10 @@ torch.library.define(_BACKWARD, "(Tensor grad, Tensor x, Tensor? bias) -> (Tenso
 
 
 def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return silu(g) * u of (g, u) = the two halves of x + bias.
+    """Return silu(g) * u, where g and u are the two halves of x + bias.
 
-    Computed in fp32 (fp64 in fp64) and rounded once. The backward keeps only `x`, writes the gradients of
-    both halves to one tensor, and sums the bias' gradient in the same kernel.
+    It is computed in fp32 (fp64 for fp64) and rounded once. The backward keeps only `x`, writes the gradients
+    of both halves to one tensor, and sums the bias' gradient in the same kernel.
 
     Args:
         x: ``[..., 2 n]``, fp64, fp32, bf16 or fp16.
@@ -36,13 +36,13 @@ def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reference(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Implement it in plain PyTorch."""
+    """Implement the operator in plain PyTorch."""
     gate, up = _halves(x, bias)
     return (F.silu(gate) * up).to(x.dtype)
 
 
 def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Implement the gradients of `x` and of the bias, the latter as ``[2 n]``, in plain PyTorch."""
+    """Compute the gradients of `x` and of the bias (as ``[2 n]``) in plain PyTorch."""
     gate, up = _halves(x, bias)
     wide = grad.to(gate.dtype)
     of_gate = torch.ops.aten.silu_backward(wide * up, gate)

@@ -1,7 +1,7 @@
-"""Call operators from compiled layers: with the key in a tensor, so that one graph serves all layers.
+"""Call operators from compiled layers, with the key in a tensor, so that one graph serves all layers.
 
-An integer is a constant of the graph that torch.compile makes, and each layer's dropout has a key of its own.
-In a tensor on the host a key is an input of the graph, for which the GPU need not wait.
+An integer would be a constant of the compiled graph, but the dropout of each layer has a different key. In a
+tensor on the host, the key is an input of the graph, and reading it does not synchronize with the GPU.
 """
 
 from typing import Any
@@ -45,10 +45,10 @@ def traced_bias_dropout_add(
     *,
     base: int = 0,
 ) -> Tensor:
-    """Return what `bias_dropout_add` computes, with the same bits.
+    """Compute the same as `bias_dropout_add`, with the same bits.
 
-    Without dropout it is made of PyTorch's own operators, which the compiler fuses with their neighbours. It
-    computes them in fp32 and rounds once. A cast written here would be one more pass in backward.
+    Without dropout it uses PyTorch operators, which the compiler fuses with their neighbours, computes in
+    fp32 and rounds once. An explicit cast here would add a pass in backward.
 
     Args:
         key: from `key_tensor`.

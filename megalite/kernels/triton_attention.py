@@ -1,11 +1,11 @@
-"""Kernels of attention in Triton, which keep no score in memory (Dao et al. 2022, Dao 2023).
+"""Compute attention in Triton without storing scores (Dao et al. 2022, Dao 2023).
 
-Query i attends to the keys from start_i, the first token of its document, to i, or in bidirectional attention
-to the last token of its document: then `ends` is set, and `starts` with it. D_ij is 0 or 1 / (1 - p), by
-dropout's counter. For one head:
+Query i attends to the keys from start_i, the first token of its document, to i. In bidirectional attention it
+attends to the last token of its document: `starts` and `ends` are then set. D_ij is 0 or 1 / (1 - p), from
+the dropout counter. For one head:
 
     x_ij    = scale q_i·k_j + slope (j - i)
-    L_i     = log sum_j exp(x_ij)                  forward's log-sum-exp, kept for backward
+    L_i     = log sum_j exp(x_ij)                  saved for backward
     P_ij    = exp(x_ij - L_i)
     o_i     = sum_j P_ij D_ij v_j
 
@@ -15,15 +15,15 @@ dropout's counter. For one head:
     dk_j    = scale sum_i dx_ij q_i
     dq_i    = scale sum_j dx_ij k_j
 
-Backward computes P and D again. In one kernel a program has a block of keys and loops over queries, for dk
-and dv. In another it has a block of queries and loops over keys, for dq. No sum is atomic, so the results are
-the same in every run.
+Backward computes P and D again. In the kernel for dk and dv, a program has a block of keys and loops over
+queries. In the kernel for dq, it has a block of queries and loops over keys. Sums are not atomic, so the
+results are the same in every run.
 
 Legend: b samples, n query heads, g key/value heads, r = n/g, s sequence, d head size. Constants of a compiled
 kernel: M queries and N keys in a block; D, d rounded up to a power of two; ALIGNED, whether the index of each
 query's first weight is divisible by 4; PRECISION of GEMMs in fp32. `factor` is 1 / (1 - p). Elements outside
-of a tensor are loaded as zeros. Exponentials and logarithms have base 2, as the GPU's own; L in memory has
-base e.
+of a tensor are loaded as zeros. Exponentials and logarithms have base 2, like the GPU's instructions; L in
+memory has base e.
 """
 
 # mypy: ignore-errors
@@ -39,13 +39,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _head(x, strides, sample, head):
-    """Return the address of a head of ``[b, n, s, d]``; strides of b, n and s."""
+    """Return the address of a head of ``[b, n, s, d]``; `strides` has the strides of b, n and s."""
     return x + tl.cast(sample, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
 
 
 @triton.jit
 def _row_addresses(x, stride, first, ROWS: tl.constexpr, D: tl.constexpr):
-    x += tl.cast(first, tl.int64) * stride  # only the block's own offsets fit into 32 bits
+    x += tl.cast(first, tl.int64) * stride  # only offsets within the block fit into 32 bits
     return x + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, D)[None, :]
 
 
@@ -73,7 +73,7 @@ def _store_rows(x, stride, first, s, values, d: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _scores(products, queries, keys, scale, slopes, head):
-    """Return x in base 2 from ``q·k``; `queries` and `keys` are positions that broadcast to its shape."""
+    """Return x in base 2 from ``q·k``; `queries` and `keys` are positions that broadcast to this shape."""
     x = products * (scale * LOG2_E)
     if slopes is not None:
         slope = tl.load(slopes + head).to(tl.float32)
@@ -95,7 +95,7 @@ def _first_keys(starts, sample, first, s, M: tl.constexpr):
 
 @triton.jit
 def _end_keys(ends, sample, first, s, M: tl.constexpr):
-    """Return the position after the last key that each query of a block sees, ``[M]``."""
+    """Return the position after the last visible key of each query of a block, ``[M]``."""
     queries = first + tl.arange(0, M)
     if ends is None:
         end_keys = queries + 1
@@ -107,7 +107,7 @@ def _end_keys(ends, sample, first, s, M: tl.constexpr):
 
 @triton.jit
 def _key_ranges(starts, ends, sample, first, s, M: tl.constexpr, N: tl.constexpr):
-    """Return where the keys of a block of queries begin, where some are hidden from some queries, and end."""
+    """Return the range of keys that a block of queries attends to, and from where on it needs a mask."""
     if starts is None:
         begin, full_end = 0, (first + 1) // N * N
     else:
@@ -121,7 +121,7 @@ def _key_ranges(starts, ends, sample, first, s, M: tl.constexpr, N: tl.constexpr
 
 @triton.jit
 def _query_ranges(starts, ends, query_ends, sample, first_key, s, M: tl.constexpr, N: tl.constexpr):
-    """Return where the queries of a block of keys begin, where they see all of its keys, and end."""
+    """Return the range of queries that attend to a block of keys, and from where on they need no mask."""
     if query_ends is None:
         full_begin, end = tl.minimum(tl.cdiv(first_key + N - 1, M) * M, s), s
     else:
@@ -139,12 +139,12 @@ def _kept(
     first, first_key, s, key, base, samples, sample, head, threshold,
     M: tl.constexpr, N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return which weights of a block dropout keeps, ``[M, N]``: those of `megalite.kernels.dropout`.
+    """Return which weights of a block dropout keeps, ``[M, N]``, as in `megalite.kernels.dropout`.
 
     Weight (i, j) of a head has the index e = base + (head s + i) s + j. Its random number is word e % 4 of
     the Philox block with the counter (e // 4, the sample's number).
     """
-    rows = base + (tl.cast(head, tl.int64) * s + first + tl.arange(0, M)) * s  # [M], each query's weight 0
+    rows = base + (tl.cast(head, tl.int64) * s + first + tl.arange(0, M)) * s  # [M], index of weight (i, 0)
     return kept_elements(rows, first_key, tl.load(samples + sample), key, threshold, M, N, ALIGNED)
 
 
@@ -156,7 +156,7 @@ def forward_kernel(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Compute o ``[b, n, s, d]`` and L ``[b, n, s]`` of a block of queries; grid (s/M, n, b)."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys start first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start the blocks with the most keys first
     head, sample = tl.program_id(1), tl.program_id(2)
     first = block * M
     queries = (first + tl.arange(0, M))[:, None]
@@ -176,7 +176,7 @@ def forward_kernel(
                 x = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), x, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(x, 1))
             shift = new_largest
-            if starts is not None:  # a query whose document starts after these keys has seen nothing yet
+            if starts is not None:  # a query has no key yet if its document starts after these keys
                 shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             p, correction = tl.exp2(x - shift[:, None]), tl.exp2(largest - shift)
             total, largest = total * correction + tl.sum(p, 1), new_largest
@@ -213,9 +213,9 @@ def key_gradients_kernel(
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv ``[b, g, s, d]`` of a block of keys, of all r query heads; grid (s/N, g, b).
+    """Compute dk and dv ``[b, g, s, d]`` of a block of keys, over all r query heads; grid (s/N, g, b).
 
-    Scores are transposed, ``[N, M]``, so that P and dx, as first factors of GEMMs, may stay in registers.
+    Scores are transposed, ``[N, M]``, so that P and dx are first factors of GEMMs and can stay in registers.
     """
     first_key, group, sample = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
     keys = (first_key + tl.arange(0, N))[:, None]
@@ -266,7 +266,7 @@ def query_gradients_kernel(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Compute dq ``[b, n, s, d]`` of a block of queries; grid (s/M, n, b)."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # those with the most keys start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # start the blocks with the most keys first
     head, sample = tl.program_id(1), tl.program_id(2)
     rows = first + tl.arange(0, M)
     k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)

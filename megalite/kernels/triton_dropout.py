@@ -1,12 +1,12 @@
-"""The mask of dropout in Triton, and a kernel of residual + dropout(x + bias) and of its gradients.
+"""Compute the mask of dropout in Triton, and residual + dropout(x + bias) and its gradients in one kernel.
 
-The mask is that of `megalite.kernels.dropout`, to the bit: the element e of a sample gets word e % 4 of the
+The mask is bitwise the same as in `megalite.kernels.dropout`: element e of a sample uses word e % 4 of the
 Philox block with the counter (e // 4, the sample's number).
 
-Keys and indices are arguments of a kernel and not compiled in. Constants of a compiled kernel: M rows and N
-columns of a block; ALIGNED, whether the index of each row's first element is divisible by 4; WIDE, the type
-to compute with. `factor` is 1 / (1 - p); an element is kept if its word is at least `threshold`. Elements
-outside of a tensor are loaded as zeros.
+Keys and indices are kernel arguments and not compile-time constants. Constants of a compiled kernel: M rows
+and N columns of a block; ALIGNED, whether the index of each row's first element is divisible by 4; WIDE, the
+type to compute with. `factor` is 1 / (1 - p); an element is kept if its word is at least `threshold`.
+Elements outside of a tensor are loaded as zeros.
 """
 
 # mypy: ignore-errors
@@ -27,8 +27,8 @@ def kept_elements(
 ):
     """Return which elements of a block dropout keeps, ``[M, N]``.
 
-    Element (i, j) has the index ``rows[i] + first_column + j`` within its sample; `numbers` of the samples
-    are one for all rows, or ``[M, 1]``.
+    Element (i, j) has the index ``rows[i] + first_column + j`` within its sample. `numbers` is one sample
+    number for all rows, or ``[M, 1]``.
     """
     number_low, number_high = numbers.to(tl.uint32), (numbers >> 32).to(tl.uint32)
     if ALIGNED:  # four neighbouring elements have the four words of a block
@@ -54,9 +54,9 @@ def dropout_kernel(
 ):  # fmt: skip
     """Compute residual + dropout(x + bias) of a block of ``[outer b, width]``; grid (rows/M * width/N).
 
-    Element (o, ..., r) of a sample has the index ``base + o * stride + r``. `bias` and `residual` may be
-    None; without `samples` nothing is dropped. `sums`, of the dropped values over the rows of each block,
-    ``[rows/M, width]``, may be None too; they need a bias of None.
+    Element (o, ..., r) of a sample has the index ``base + o * stride + r``. `bias` and `residual` can be
+    None; without `samples` nothing is dropped. `sums` receives the sums of dropout(x) over the rows of each
+    block, ``[rows/M, width]``; it can be None, and requires that `bias` is None.
     """
     num_column_blocks = tl.cdiv(width, N)
     row_block = tl.program_id(0) // num_column_blocks

@@ -1,8 +1,8 @@
-"""Kernels of the softmax of attention in Triton, in place, for a block of queries: a program has one row.
+"""Compute the softmax of attention in Triton, in place, for a block of queries; one row per program.
 
-Query i of head h sees the keys from the first of its document to i, or with `ends` to the last. Arguments and
-constants are those of `triton_dropout`. Scores of keys that a query does not see have no effect, also if they
-are not numbers.
+Query i of head h attends to the keys from the first of its document to i, or with `ends` to the last.
+Arguments and constants are the same as in `triton_dropout`. Scores of other keys have no effect, even if they
+are NaN.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from megalite.kernels.triton_dropout import kept_elements
 
 @triton.jit
 def _row(n, num_rows, num_keys, first, starts, ends, s):
-    """Return the program's row ``[b, n, rows]``, where its keys are in memory, its query and keys' range."""
+    """Return the program's row in ``[b, n, rows]``, the offset of its keys, its query and its key range."""
     row, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = first + row
     begin, end = 0, query + 1
@@ -29,7 +29,7 @@ def _row(n, num_rows, num_keys, first, starts, ends, s):
 
 @triton.jit
 def _scores(row, keys, num_keys, query, begin, end, slopes, scale, WIDE: tl.constexpr):
-    """Return a row's scaled scores with ALiBi, and which keys the query sees; -inf for the others."""
+    """Return a row's scaled scores with ALiBi (-inf for hidden keys), and which keys are visible."""
     seen = (keys >= begin) & (keys < end)
     x = tl.load(row + keys, mask=keys < num_keys, other=0.0).to(WIDE) * tl.full([], scale, WIDE)
     if slopes is not None:
@@ -56,7 +56,7 @@ def forward_kernel(
     scale: tl.float64, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor: tl.float64,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Turn a row of scores ``[b, n, rows, keys]`` into weights; grid (rows, n, b)."""
+    """Replace a row of scores ``[b, n, rows, keys]`` with weights; grid (rows, n, b)."""
     row, place, query, begin, end = _row(n, num_rows, num_keys, first, starts, ends, s)
     largest, total = tl.full([], float("-inf"), WIDE), tl.full([], 0.0, WIDE)
     for first_key in range(begin // N * N, end, N):
@@ -82,14 +82,14 @@ def backward_kernel(
     scale: tl.float64, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor: tl.float64,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Turn a row of scores into weights, and the weights' gradient into that of unscaled scores.
+    """Replace a row of scores with weights, and the weights' gradient with the gradient of unscaled scores.
 
     Grid (rows, n, b). With weights P, dropout's factors D and the gradient g of P D, the scores' gradient is
     scale P (g D - sum(P g D)).
     """
     row, place, query, begin, end = _row(n, num_rows, num_keys, first, starts, ends, s)
     log_sum, mean = tl.load(log_sums + row), tl.full([], 0.0, WIDE)
-    for stores in tl.static_range(2):  # all weights are read for the sum before the first is overwritten
+    for stores in tl.static_range(2):  # read all weights for the sum before overwriting the first one
         for first_key in range(0 if stores else begin // N * N, num_keys if stores else end, N):
             keys = first_key + tl.arange(0, N)
             x, seen = _scores(scores + place, keys, num_keys, query, begin, end, slopes, scale, WIDE)

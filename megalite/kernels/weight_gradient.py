@@ -1,6 +1,6 @@
-"""Compute a weight's gradient by a GEMM that writes a sum of gradients, or adds to it, in place.
+"""Compute the gradient of a weight with a GEMM that writes or adds to the sum of gradients in place.
 
-On a GPU cuBLASLt sums the gradient's columns in the same GEMM, for a bias: our CUDA library calls it.
+On a GPU, cuBLASLt can also sum the gradient of the bias in the same GEMM. Our CUDA library calls it.
 """
 
 import functools
@@ -22,14 +22,14 @@ torch.library.define(
 def add_weight_gradient_(total: Tensor, grad: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
     """Add ``grad^T x`` to `total`, without a temporary tensor if the device has such a GEMM.
 
-    Then the product of 16-bit factors is not rounded to 16 bits before it is added to an fp32 sum.
+    Such a GEMM does not round the product of 16-bit factors to 16 bits before it adds it to an fp32 sum.
 
     Args:
-        total: ``[..., i]``, all dims but the last together o; of the factors' dtype or a wider one. In a
-            graph of torch.compile it must be an input as it is: a view of one is made again at the offset of
-            the first layer's.
+        total: ``[..., i]``, where all dims except the last have o elements together; in the dtype of the
+            factors or a wider one. In a graph of torch.compile it must itself be an input: the graph would
+            recreate a view of an input with the offset of the first layer.
         grad: ``[n, o]``.
-        x: ``[n, i]``, of the gradient's dtype.
+        x: ``[n, i]``, in the dtype of `grad`.
         overwrite: write to `total` without reading it.
     """
     torch.ops.megalite.add_weight_gradient_(total, grad, x, overwrite)
@@ -40,7 +40,7 @@ def add_weight_and_bias_gradient_(
 ) -> Tensor:
     """Call `add_weight_gradient_`, and return the sum of `grad` over its rows, ``[o]`` in its dtype.
 
-    One GEMM computes both where `has_bias_gradient_gemm`.
+    One GEMM computes both if `has_bias_gradient_gemm` is true.
     """
     if has_bias_gradient_gemm(total, grad, x):
         sums: Tensor = torch.ops.megalite.add_weight_and_bias_gradient_(total, grad, x, overwrite)
@@ -50,9 +50,9 @@ def add_weight_and_bias_gradient_(
 
 
 def has_bias_gradient_gemm(total: Tensor, grad: Tensor, x: Tensor) -> bool:
-    """Return whether a GPU has the GEMM for tensors as in `add_weight_gradient_`.
+    """Return whether a GPU has the GEMM for these tensors; the arguments are as in `add_weight_gradient_`.
 
-    It is tried once, on small tensors, and must agree with the reference; otherwise it logs a warning.
+    The GEMM runs once, on small tensors, and must agree with the reference; otherwise a warning is logged.
     """
     is_aligned = grad.shape[-1] % 8 == 0 and x.shape[-1] % 8 == 0
     is_16_bit = grad.dtype in (torch.bfloat16, torch.float16)
@@ -65,12 +65,12 @@ def has_bias_gradient_gemm(total: Tensor, grad: Tensor, x: Tensor) -> bool:
 def _agrees(dtype: torch.dtype, device: torch.device) -> bool:
     return passes_trial(
         lambda: _difference(dtype, device),
-        "The gradient of a bias is summed by a kernel of its own, not in a GEMM of cuBLASLt",
+        "The gradient of a bias is summed in a separate kernel, not in a GEMM of cuBLASLt",
     )
 
 
 def _difference(dtype: torch.dtype, device: torch.device) -> str:
-    """Return which result differs from the exact one, or an empty string; all of them are small integers."""
+    """Return which result differs from the exact result, or an empty string. Results are small integers."""
     grad = torch.arange(24 * 64, device=device).view(24, 64) % 7 - 3
     x = torch.arange(24 * 32, device=device).view(24, 32) % 5 - 2
     for overwrite in (True, False):
@@ -78,18 +78,18 @@ def _difference(dtype: torch.dtype, device: torch.device) -> str:
         expected = (0.0 if overwrite else 1.0) + grad.float().t() @ x.float()
         sums = torch.ops.megalite.add_weight_and_bias_gradient_(total, grad.to(dtype), x.to(dtype), overwrite)
         if not torch.equal(total, expected):
-            return f"the gradient of the weight in {dtype} is not PyTorch's"
+            return f"the gradient of the weight in {dtype} differs from PyTorch's"
         if not torch.equal(sums, grad.float().sum(0)):
-            return f"the gradient of the bias in {dtype} is not PyTorch's"
+            return f"the gradient of the bias in {dtype} differs from PyTorch's"
     return ""
 
 
 @functools.cache
 def has_widening_gemm(dtype: torch.dtype, total_dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the device multiplies in `dtype` into a sum in `total_dtype`; it is tried once.
+    """Return whether the device has a GEMM from `dtype` into a sum in `total_dtype`, by running it once.
 
-    It must write 257, which needs more bits than bf16 has, over NaN, and then add it. A meta tensor, where
-    nothing can be tried, counts as one on a GPU.
+    It must overwrite NaN with 257, which needs more bits than bf16 has, and then add 257. The meta device
+    cannot run it, and is treated like a GPU.
     """
     if device.type == "meta":
         return True
@@ -104,7 +104,7 @@ def has_widening_gemm(dtype: torch.dtype, total_dtype: torch.dtype, device: torc
 
 
 def reference(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """Compute `add_weight_gradient_` in plain PyTorch."""
+    """Implement `add_weight_gradient_` in plain PyTorch."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x, beta=0 if overwrite else 1)
     elif overwrite:
@@ -114,7 +114,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
 
 
 def _implementation(total: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """Run PyTorch's own GEMM if it writes to the wider type (as cuBLAS does), else the reference."""
+    """Run PyTorch's GEMM if it writes to the wider type (as with cuBLAS), otherwise the reference."""
     total = total.flatten(0, -2)
     is_wider = total.dtype != grad.dtype
     if is_wider and has_widening_gemm(grad.dtype, total.dtype, grad.device):

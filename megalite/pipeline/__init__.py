@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, a simulator that checks them, messages and an executor."""
+"""Pipeline parallelism: schedules as data, a simulator that checks them, their messages, and an executor."""

@@ -25,16 +25,16 @@ FILLS = {
 def timeline_of(
     schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chunks: int | None
 ) -> Timeline:
-    """Return the timeline to draw: a forward takes one unit, a backward two, each part of a split one one."""
+    """Return the timeline to draw: a forward takes one unit, a backward two, or one for each part."""
     return simulate_schedule(
         schedule, num_ranks, num_microbatches, num_chunks, lambda rank, action: action.kind.units
     )
 
 
 def draw(schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> str:
-    """Draw a schedule, with its bubble and its peak of microbatches in flight in the title.
+    """Draw a schedule under a title with its bubble and its peak of microbatches in flight.
 
-    The letter behind a microbatch's number is the chunk; dots are idle time.
+    The letter after a microbatch's number is the chunk; dots are idle time.
     """
     timeline = timeline_of(schedule, num_ranks, num_microbatches, num_chunks)
     num_chunks = SCHEDULES[schedule].stage_map(num_ranks, num_chunks).num_chunks

@@ -29,25 +29,25 @@ M_contra = TypeVar("M_contra", contravariant=True)
 
 
 class StageFunction(Protocol[M_contra]):
-    """Forward of one pipeline stage on one microbatch."""
+    """The forward of one pipeline stage on one microbatch."""
 
     def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor:
-        """Return hidden states for the next stage, or the loss on the last: a scalar, or a vector of several.
+        """Return hidden states for the next stage. The last stage returns the loss, or a vector of losses.
 
         Args:
-            hidden: from the previous stage; None on the first.
+            hidden: hidden states of the previous stage; None on the first stage.
         """
 
 
 class InFlight(NamedTuple):
-    """Hold what a backward needs of its forward, besides autograd's graph.
+    """Hold what a backward needs from its forward, in addition to the autograd graph.
 
-    Neither input nor output is kept: once the output has been sent, the memory of both is free unless the
-    graph itself saved it.
+    Input and output are not kept: once the output has been sent, their memory is free unless the graph itself
+    saved it.
 
     Attributes:
-        input_gradient: backward puts the input's gradient there.
-        end: root of the backward: the output's edge, or the loss on the last stage.
+        input_gradient: receives the gradient of the input in backward.
+        end: root of the backward: the autograd edge of the output, or the loss on the last stage.
     """
 
     input_gradient: list[Tensor]
@@ -55,7 +55,7 @@ class InFlight(NamedTuple):
 
 
 class _StageInput(torch.autograd.Function):
-    """Return a stage's input as a part of the graph, which does not keep it; backward returns its gradient.
+    """Make a stage's input a part of the graph without keeping it in memory, and capture its gradient.
 
     A leaf tensor with a ``.grad`` would stay in memory until backward.
     """
@@ -72,13 +72,13 @@ class _StageInput(torch.autograd.Function):
 
 
 class ScheduleRun(Generic[M]):
-    """One training step or evaluation on this rank: runs its actions and keeps what is in flight.
+    """Run the actions of one training step or evaluation on this rank, and hold the microbatches in flight.
 
-    Where the next stage is on this rank too (the tip of a V), an output becomes its input without a message
+    If this rank also holds the next stage (at the tip of a V), an output becomes its input without a message
     or a copy.
 
     Attributes:
-        losses: detached, by microbatch; filled on the rank of the last stage.
+        losses: detached losses by microbatch; filled on the rank of the last stage.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class ScheduleRun(Generic[M]):
             ActionKind.BACKWARD_WEIGHT: self._backward_weight,
         }
         self._microbatches: dict[int, M] = {}
-        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by microbatch and chunk, as the next
+        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by microbatch and chunk, like the next one
         self._stored: dict[tuple[int, int], list[WeightGradient]] = {}
         self._local_inputs: dict[Action, Tensor] = {}  # by the action of this rank that reads it
 
     def __call__(self, action: Action) -> Tensor | None:
-        """Run an action; return its output if another rank reads it."""
+        """Run an action, and return its output if another rank reads it."""
         output = self._compute[action.kind](action)
         if output is None:
             return None
@@ -126,7 +126,7 @@ class ScheduleRun(Generic[M]):
         return output
 
     def _input(self, action: Action) -> Tensor | None:
-        """Return the output of the previous stage on the action's way; None for the first stage."""
+        """Return the input of an action, from the stage before it in its direction; None if there is none."""
         source = source_of(self._rank, action, self._stages)
         if source is None:
             return None
@@ -136,12 +136,12 @@ class ScheduleRun(Generic[M]):
 
     def _forward(self, action: Action) -> Tensor | None:
         number, chunk = action.microbatch, action.chunk
-        microbatch = self._microbatch(action)  # loaded while the hidden states arrive
+        microbatch = self._microbatch(action)  # load it while the hidden states arrive
         hidden = self._input(action)
         training = torch.is_grad_enabled()
         gradient: list[Tensor] = []
         if hidden is not None and training:
-            # The anchor makes the result a part of the graph; it has no gradient.
+            # The anchor requires a gradient, which makes the result a part of the graph.
             anchor = torch.empty(0, device=hidden.device, requires_grad=True)
             hidden = _StageInput.apply(hidden, anchor, gradient)
         output = self._chunks[chunk](microbatch, hidden)
@@ -157,7 +157,7 @@ class ScheduleRun(Generic[M]):
         return output.detach()
 
     def _microbatch(self, action: Action) -> M:
-        """Return the microbatch: loaded for the first of this rank's chunks, kept until the last."""
+        """Return the microbatch; it is loaded for this rank's first chunk and kept until the last."""
         if action.chunk == 0:
             self._microbatches[action.microbatch] = self._load(action.microbatch)
         if action.chunk == self._stages.num_chunks - 1:
@@ -193,7 +193,7 @@ class Pipeline(Generic[M]):
     rank runs the same code without messages.
 
     Attributes:
-        stages: map of the global stages.
+        stages: maps ranks and chunks to global stages.
         observers: notified of each action, in training steps and evaluations.
     """
 
@@ -208,17 +208,18 @@ class Pipeline(Generic[M]):
         store: WeightGradientStore | None = None,
         run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
     ) -> None:
-        """Build the pipeline without any communication.
+        """Build the pipeline without communication.
 
         Args:
-            chunks: this rank's stages, as many as the schedule has; the same number on every rank.
+            chunks: this rank's stages, one for each chunk of the schedule; the same number on every rank.
             pp: the pipeline axis.
             schedule: a key of SCHEDULES.
             hidden_shape: shape of one microbatch's hidden states between two stages.
-            dtype: of the hidden states.
-            device: of the hidden states.
-            store: collects the weight gradients of the chunks' layers, for a schedule with split backward.
-            run_weight_gradients: computes and accumulates them.
+            dtype: dtype of the hidden states.
+            device: device of the hidden states.
+            store: collects the weight-gradient GEMMs of the chunks' layers, for a schedule with split
+                backward.
+            run_weight_gradients: computes and accumulates the weight gradients.
         """
         self._chunks = chunks
         self._pp = pp
@@ -239,20 +240,20 @@ class Pipeline(Generic[M]):
         num_tokens: float | Tensor = 1.0,
         loss_scale: float = 1.0,
     ) -> list[Tensor]:
-        """Run the forward and backward of all microbatches; gradients add up in the parameters' ``.grad``.
+        """Run the forward and backward of all microbatches, and accumulate the parameters' gradients.
 
-        Every microbatch's loss is divided by the tokens of the whole global batch, so that sums over
-        microbatches and data-parallel ranks are means, whatever their number.
+        The loss of each microbatch is divided by the number of tokens of the whole global batch. Sums over
+        microbatches and data-parallel ranks are therefore means.
 
         Args:
-            num_microbatches: any number, also fewer than stages.
+            num_microbatches: any number, even fewer than stages.
             load: returns a microbatch by its number in the step; called once for each, before its forward.
-            num_tokens: divides the last stage's output, the sum of a microbatch's token losses; a tensor
-                divides each of several losses by its own number.
+            num_tokens: divides the last stage's output, the sum of the token losses of a microbatch. A tensor
+                has one divisor for each of several losses.
             loss_scale: multiplies the gradients, to keep them in fp16's range.
 
         Returns:
-            Detached losses by microbatch, not scaled, on the rank of the last stage; an empty list elsewhere.
+            Detached, unscaled losses by microbatch on the rank of the last stage; an empty list elsewhere.
         """
         return self._run(self._schedule.train, num_microbatches, load, num_tokens, loss_scale)
 
@@ -260,9 +261,9 @@ class Pipeline(Generic[M]):
     def evaluate(
         self, num_microbatches: int, load: Callable[[int], M], *, num_tokens: float | Tensor = 1.0
     ) -> list[Tensor]:
-        """Run the forward of all microbatches, in memory that does not grow with their number.
+        """Run the forward of all microbatches; memory does not grow with their number.
 
-        Arguments and result are those of `train_step`.
+        Arguments and result are as in `train_step`.
         """
         return self._run(self._schedule.evaluate, num_microbatches, load, num_tokens)
 

@@ -1,7 +1,7 @@
-"""Point-to-point messages of a schedule, derived from the actions of all ranks.
+"""Derive the point-to-point messages of a schedule from the actions of all ranks.
 
-`compute_times` finds when each rank could run its actions if messages took no time; `plan_rank` puts batches
-of messages between the actions of a rank in the order of those times.
+`compute_times` computes when each rank could run its actions if messages took no time. `plan_rank` inserts
+batches of messages between the actions of a rank in the order of these times.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 from megalite.pipeline.schedules import Action, ActionKind, StageMap
 
 Duration = Callable[[int, Action], float]
-"""Time that an action takes on a rank, in any unit."""
+"""Duration of an action on a rank, in any unit."""
 
 
 class ScheduleError(RuntimeError):
-    """A schedule that no executor could run: a bug in the schedule, not a user's mistake."""
+    """Raised for a schedule that cannot run: a bug in the schedule, not a user's mistake."""
 
 
 class ActionSpan(NamedTuple):
@@ -33,12 +33,12 @@ Times = dict[tuple[int, Action], ActionSpan]
 
 
 def source_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
-    """Return the rank and action that produce the input of `action`; None for the first stage on its way."""
+    """Return the rank and action that produce the input of `action`; None if its input is not a message."""
     return _neighbour(rank, action, stages, -action.kind.downstream)
 
 
 def reader_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
-    """Return the rank and action that read the output of `action`; None for the last stage on its way."""
+    """Return the rank and action that read the output of `action`; None if no action reads it."""
     return _neighbour(rank, action, stages, action.kind.downstream)
 
 
@@ -51,10 +51,10 @@ def _neighbour(rank: int, action: Action, stages: StageMap, step: int) -> tuple[
 
 
 def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Times:
-    """Run each rank's actions in their order, each as soon as its input exists.
+    """Return the times at which each rank runs its actions in order, each as soon as its input exists.
 
     Args:
-        actions: by rank.
+        actions: actions by rank.
 
     Raises:
         ScheduleError: an input is never produced.
@@ -94,8 +94,8 @@ class StageMessage:
     """A tensor that one rank's action produces and another rank's action reads; equal on both ranks.
 
     Attributes:
-        sender: coordinate along the pipeline axis, like `receiver`.
-        reader: the receiver's action. A forward reads hidden states, a backward their gradient.
+        sender, receiver: coordinates along the pipeline axis.
+        reader: action of the receiver. A forward reads hidden states, a backward their gradient.
     """
 
     sender: int
@@ -113,13 +113,13 @@ class StageMessage:
 
 @dataclass(frozen=True)
 class Batch:
-    """Messages of one direction that a rank starts together; at least one.
+    """One or more messages of one direction that a rank starts together.
 
-    Hidden states and their gradients have a process group each: neither waits for the other's messages.
+    Hidden states and their gradients use separate process groups, so they do not wait for each other.
 
     Attributes:
-        send: the output of the action before the batch.
-        receives: in the order in which their senders send them.
+        send: output of the action before the batch.
+        receives: messages to receive, in the order in which they are sent.
     """
 
     send: StageMessage | None
@@ -127,7 +127,7 @@ class Batch:
 
     @property
     def direction(self) -> Direction:
-        """Return the direction of its messages."""
+        """Return the direction of the messages."""
         return (self.send or self.receives[0]).direction
 
 
@@ -135,17 +135,17 @@ Step = Action | Batch
 """Next step of a rank: compute, or exchange messages."""
 
 MAX_OPEN_BATCHES = 2
-"""Batches of a direction that a rank may have in flight: it waits for the oldest before it starts the next.
+"""Number of batches of a direction that a rank can have in flight. It waits for the oldest to start another.
 
-Two absorb jitter, and they bound the tensors that are kept until they have been sent.
+Two are enough to absorb jitter, and bound the number of tensors that are kept until they have been sent.
 """
 
 
 def plan_steps(actions: Sequence[Sequence[Action]], stages: StageMap) -> list[list[Step]]:
-    """Return every rank's actions with batches of messages between them.
+    """Return the actions of every rank with batches of messages between them.
 
     Args:
-        actions: by rank.
+        actions: actions by rank.
 
     Raises:
         ScheduleError: an action's input is never produced.
@@ -155,7 +155,7 @@ def plan_steps(actions: Sequence[Sequence[Action]], stages: StageMap) -> list[li
 
 
 def plan_rank(rank: int, actions: Sequence[Sequence[Action]], stages: StageMap) -> list[Step]:
-    """Return one rank's part of `plan_steps`, which takes a fraction of the time for many ranks."""
+    """Return one rank's part of `plan_steps`, in a fraction of the time if there are many ranks."""
     return list(_steps_of(rank, actions[rank], stages, _usual_times(actions, stages)))
 
 
@@ -164,10 +164,10 @@ def _usual_times(actions: Sequence[Sequence[Action]], stages: StageMap) -> Times
 
 
 def _steps_of(rank: int, actions: Sequence[Action], stages: StageMap, times: Times) -> Iterator[Step]:
-    """Yield a rank's actions, and before each the batches to start there.
+    """Yield a rank's actions, and before each action the batches to start.
 
-    The first batch holds what moves by the time that the action begins. The second holds what arrives while
-    the action runs, or, if the action sends nothing, until the next one begins.
+    The first batch has the messages that move before the action begins. The second has the messages that
+    arrive while the action runs, or until the next action begins if this one sends nothing.
     """
     due = sorted(_receives(rank, actions, stages, times), key=lambda pair: pair[0], reverse=True)
     send: StageMessage | None = None
@@ -187,7 +187,7 @@ def _steps_of(rank: int, actions: Sequence[Action], stages: StageMap, times: Tim
 
 
 def _batches(send: StageMessage | None, receives: Sequence[StageMessage]) -> Iterator[Batch]:
-    """Yield a batch for each direction that has messages, the send's first: another rank waits for it."""
+    """Yield a batch per direction with messages; first the send's, because another rank waits for it."""
     messages = [send, *receives] if send else receives
     for direction in dict.fromkeys(message.direction for message in messages):
         own = tuple(message for message in receives if message.direction == direction)
@@ -197,7 +197,7 @@ def _batches(send: StageMessage | None, receives: Sequence[StageMessage]) -> Ite
 def _pop_until(
     due: list[tuple[float, StageMessage]], time: float, *, inclusive: bool
 ) -> tuple[StageMessage, ...]:
-    """Remove the messages up to a time from the end of the list, which is sorted with the latest first."""
+    """Remove the messages up to a time from the end of the list, which is sorted from latest to earliest."""
     messages = []
     while due and (due[-1][0] < time or (inclusive and due[-1][0] == time)):
         messages.append(due.pop()[1])
@@ -207,7 +207,7 @@ def _pop_until(
 def _receives(
     rank: int, actions: Sequence[Action], stages: StageMap, times: Times
 ) -> Iterator[tuple[float, StageMessage]]:
-    """Yield the messages to a rank, each with the time at which it has been produced."""
+    """Yield the messages to a rank, each with the time at which it is produced."""
     for action in actions:
         source = source_of(rank, action, stages)
         if source is not None and source[0] != rank:

@@ -17,11 +17,11 @@ Parcel = tuple[Tensor, int]
 """A tensor to send or to receive into, and the other rank's coordinate along the axis."""
 
 Launched = tuple[list[dist.Work], "dist.Work | None"]
-"""Works of a batch's receives, and of its send."""
+"""The works of a batch's receives, and the work of its send."""
 
 
 class PointToPoint:
-    """Messages of one rank of a pipeline. All tensors have the same shape and dtype."""
+    """Sends and receives messages for one rank of a pipeline. All tensors have the same shape and dtype."""
 
     def __init__(self, pp: Axis, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._pp = pp
@@ -33,7 +33,7 @@ class PointToPoint:
             "forward": pp.group,
             "backward": pp.backward_group or pp.group,
         }
-        # Sends, oldest first, each with its message and its tensor, which must live until it has left.
+        # Sends, oldest first, each with its message and its tensor, which must live until it has been sent.
         self._pending: dict[Direction, deque[tuple[dist.Work, StageMessage, Tensor]]] = defaultdict(deque)
         self._arriving: dict[Action, tuple[dist.Work, Tensor, StageMessage]] = {}  # by its reader
 
@@ -41,8 +41,8 @@ class PointToPoint:
         """Start a batch without waiting for it.
 
         Args:
-            batch: of this rank's plan, see `plan_rank`.
-            outgoing: the tensor to send where the batch has a send.
+            batch: a batch of this rank's plan; see `plan_rank`.
+            outgoing: the tensor to send, if the batch has a send.
         """
         send: Parcel | None = None
         if batch.send:
@@ -61,7 +61,7 @@ class PointToPoint:
             self._pending[batch.direction].append((sent, batch.send, send[0]))
 
     def received(self, reader: Action) -> Tensor:
-        """Wait for the input of `reader`, which a batch before it has started to receive."""
+        """Wait for the input of `reader` and return it; an earlier batch has started to receive it."""
         work, tensor, message = self._arriving.pop(reader)
         self._wait(work, f"{message.direction}-recv", reader, message.sender)
         return tensor
@@ -83,17 +83,17 @@ class PointToPoint:
         self._pp.wait_ends(what, reader, self._pp.ranks[peer])
 
     def _checked(self, outgoing: Tensor) -> Tensor:
-        # The receiver does not check the size: another number of bytes would abort it.
+        # The receiver does not check the size, and a different number of bytes would abort it.
         assert outgoing.shape == self._shape, f"a stage returned {tuple(outgoing.shape)}, not {self._shape}"
         assert outgoing.dtype == self._dtype, f"a stage returned {outgoing.dtype}, not {self._dtype}"
         return outgoing.contiguous()
 
 
 def _launch_together(group: dist.ProcessGroup, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
-    """Start all messages as one NCCL operation, which has one work.
+    """Start all messages as one NCCL operation with one work.
 
-    A single message is started the same way: NCCL may run batches and single messages on different
-    communicators, and a message that is single on one rank may be part of a batch on the other.
+    A single message is also started this way, because NCCL may use different communicators for batches and
+    single messages, and the other rank may have the message in a batch.
     """
     operations = [
         dist.P2POp(dist.irecv, tensor, group=group, group_peer=sender) for tensor, sender in receives
@@ -107,7 +107,7 @@ def _launch_together(group: dist.ProcessGroup, receives: Sequence[Parcel], send:
 def _launch_each(group: dist.ProcessGroup, receives: Sequence[Parcel], send: Parcel | None) -> Launched:
     """Start messages one by one, for gloo, which matches sends and receives in any order.
 
-    The process group's own methods are called: the checks of torch.distributed's functions take longer.
+    This calls the methods of the process group, because torch.distributed's functions add slow checks.
     """
     works = [group.recv([tensor], sender, 0) for tensor, sender in receives]
     return works, group.send([send[0]], send[1], 0) if send else None

@@ -30,7 +30,7 @@ _MAX_WIDTH = 16_000
 def save_picture(
     path: Path, schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
 ) -> None:
-    """Draw a schedule into a PNG file, with a legend and `draw`'s title.
+    """Draw a schedule into a PNG file, with a legend and the title of `draw`.
 
     Raises:
         UserError: Pillow is not installed, the picture would be too large, or it cannot be written.
@@ -78,7 +78,7 @@ def _cell(canvas: ImageDraw, action: Action, start: float, end: float, y: int, n
 
 
 def shade(colour: Colour, chunk: int, num_chunks: int) -> Colour:
-    """Return a chunk's shade: the first chunk has the full colour, the last one the lightest."""
+    """Return the colour of a chunk: the first chunk has the full colour, the last chunk the lightest."""
     light = 0.6 * chunk / max(num_chunks - 1, 1)
     red, green, blue = (round(part + (255 - part) * light) for part in colour)
     return red, green, blue

@@ -16,7 +16,7 @@ _LEAST_WIDTH = 640
 
 
 class Drawing:
-    """Boxes, text and arrows on a white background, in pixels from the upper left corner."""
+    """Draws boxes, text and arrows on a white background, in pixels from the upper left corner."""
 
     def __init__(self, width: float, height: float) -> None:
         self._parts = [
@@ -56,7 +56,7 @@ class Drawing:
         )
 
     def content(self) -> str:
-        """Return the file's content."""
+        """Return the content of the file."""
         return "\n".join([*self._parts, "</svg>", ""])
 
 
@@ -71,7 +71,7 @@ def _sign(value: float) -> int:
 def schedule_svg(
     schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
 ) -> str:
-    """Draw a schedule as `draw` does, with a legend; return the file's content."""
+    """Return an SVG of a schedule, with the title of `draw` and a legend."""
     timeline = timeline_of(schedule, num_ranks, num_microbatches, num_chunks)
     num_chunks = SCHEDULES[schedule].stage_map(num_ranks, num_chunks).num_chunks
     chart_width = timeline.makespan * _UNIT

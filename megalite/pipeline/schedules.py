@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: pure functions to the actions that each rank runs, in order.
+"""Define pipeline schedules as data: pure functions that return the actions of each rank in order.
 
-`SCHEDULES` at the end holds every fact about every schedule. Configuration, planner, simulator, executor and
-drawing read it, so this module imports nothing of megalite and is at the lowest level.
+`SCHEDULES` at the end holds all facts about the schedules. Configuration, planner, simulator, executor and
+drawing read it, so this module is at the lowest level and imports nothing from megalite.
 
 p is the number of ranks along the pipeline axis, m the number of microbatches of a step.
 """
@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple, get_args
 class ActionKind(Enum):
     """Kind of work that a rank does for one microbatch.
 
-    A schedule uses either whole backward passes, or splits every one in two (Qi et al. 2023): the gradient of
-    the input, which the previous stage waits for, and those of the weights, which can wait until the update.
+    A schedule uses whole backward passes, or splits each of them in two (Qi et al. 2023): the gradient of the
+    input, for which the previous stage waits, and the gradients of the weights, which can wait until the
+    update.
     """
 
     FORWARD = "forward"
@@ -31,12 +32,12 @@ class ActionKind(Enum):
 
     @property
     def downstream(self) -> int:
-        """Stages by which the output moves: 1, -1, or 0 where there is no output to send."""
+        """Return by how many stages the output moves: 1, -1, or 0 if there is no output to send."""
         return _DOWNSTREAM[self]
 
     @property
     def units(self) -> int:
-        """Usual duration: a backward pass runs two GEMMs for each GEMM of the forward."""
+        """Return the usual duration: a backward pass runs two GEMMs for each GEMM of the forward."""
         return 2 if self is ActionKind.BACKWARD else 1
 
 
@@ -51,10 +52,10 @@ F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEI
 
 
 class Action(NamedTuple):
-    """One item of a rank's work.
+    """One step of a rank's work.
 
     Attributes:
-        microbatch: its number within the step, in [0, m).
+        microbatch: number of the microbatch within the step, in [0, m).
         chunk: index among the rank's model chunks; `StageMap` maps it to a global stage.
     """
 
@@ -75,7 +76,7 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
     meaning for an evaluation, which keeps no activations.
 
     Args:
-        actions: of one rank, in order.
+        actions: actions of one rank, in order.
     """
     return _peak(actions, ActionKind.FORWARD, (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
 
@@ -84,23 +85,23 @@ def peak_deferred(actions: Sequence[Action]) -> int:
     """Return the largest number of microbatches whose weight gradients a rank has deferred at once.
 
     Args:
-        actions: of one rank, in order.
+        actions: actions of one rank, in order.
     """
     return _peak(actions, ActionKind.BACKWARD_INPUT, (ActionKind.BACKWARD_WEIGHT,))
 
 
 def _peak(actions: Sequence[Action], begins: ActionKind, ends: Sequence[ActionKind]) -> int:
-    """Return the largest number that have begun and not ended."""
+    """Return the largest number of microbatches that have begun and not ended."""
     changes = ((action.kind is begins) - (action.kind in ends) for action in actions)
     return max(accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)
 class StageMap:
-    """Map between global stages and the ranks' chunks. A microbatch passes each rank once per chunk.
+    """Maps between global stages and the chunks of ranks. A microbatch passes each rank once per chunk.
 
     Attributes:
-        v_shaped: odd chunks run over the ranks in reverse order (ZB-V, Qi et al. 2024), so that the last
+        v_shaped: odd chunks run over the ranks in reverse order (ZB-V, Qi et al. 2024), so the last
             rank holds two consecutive stages. Otherwise every chunk starts at rank 0 (interleaved stages,
             Narayanan et al. 2021).
     """
@@ -111,7 +112,7 @@ class StageMap:
 
     @property
     def num_stages(self) -> int:
-        """Global stages, over all ranks."""
+        """Return the number of global stages, over all ranks."""
         return self.num_ranks * self.num_chunks
 
     def stage_of(self, rank: int, chunk: int) -> int:
@@ -119,12 +120,12 @@ class StageMap:
         return chunk * self.num_ranks + self._mirrored(rank, chunk)
 
     def holder_of(self, stage: int) -> tuple[int, int]:
-        """Return the rank that holds a global stage, and the chunk there."""
+        """Return the rank that holds a global stage, and its chunk on this rank."""
         chunk, position = divmod(stage, self.num_ranks)
         return self._mirrored(position, chunk), chunk
 
     def _mirrored(self, rank: int, chunk: int) -> int:
-        """Map a rank to its position along a chunk, or a position to its rank: the map is its own inverse."""
+        """Map a rank to its position along a chunk, or back (the map is its own inverse)."""
         return self.num_ranks - 1 - rank if self.v_shaped and chunk % 2 else rank
 
     def stages_of(self, rank: int) -> list[int]:
@@ -133,7 +134,7 @@ class StageMap:
 
 
 ScheduleFunction = Callable[[int, StageMap, int], list[Action]]
-"""Map (rank along the axis, stages, number of microbatches) to that rank's actions in order."""
+"""Maps (rank along the axis, stages, number of microbatches) to the rank's actions in order."""
 
 
 def actions_by_rank(order: ScheduleFunction, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
@@ -142,14 +143,14 @@ def actions_by_rank(order: ScheduleFunction, stages: StageMap, num_microbatches:
 
 
 def forward_only(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
-    """Return the forwards of an evaluation with one chunk per rank, the same on every rank."""
+    """Return the forwards of an evaluation with one chunk per rank; they are the same on every rank."""
     return [Action(F, number) for number in range(num_microbatches)]
 
 
 def gpipe(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
     """Run all forwards, then all backwards (Huang et al. 2019); m microbatches are in flight.
 
-    Backwards run in the order of the forwards, so that gradients are summed in the order of microbatches.
+    Backwards run in the order of the forwards, so gradients are summed in the order of microbatches.
     """
     backwards = [Action(ActionKind.BACKWARD, number) for number in range(num_microbatches)]
     return forward_only(rank, stages, num_microbatches) + backwards
@@ -158,7 +159,7 @@ def gpipe(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
 def one_f_one_b(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
     """Alternate one forward and one backward after warm-up (PipeDream-Flush, Narayanan et al. 2021).
 
-    The bubble is GPipe's; at most ``p - rank`` microbatches are in flight, however large m is.
+    The bubble is the same as in GPipe, but at most ``p - rank`` microbatches are in flight for any m.
     """
     num_warmup = min(stages.num_ranks - rank - 1, num_microbatches)
     forwards = forward_only(rank, stages, num_microbatches)
@@ -177,13 +178,13 @@ def _alternate(forwards: list[Action], backwards: list[Action], num_warmup: int)
 def interleaved(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
     """Run 1F1B over groups of microbatches; each group passes all chunks in turn (Narayanan et al. 2021).
 
-    With v chunks the bubble is (p - 1) / (v m) of the work where m is a multiple of p. With m < p, ranks wait
+    With v chunks the bubble is (p - 1) / (v m) of the work if m is a multiple of p. With m < p, ranks wait
     between two chunks of a group.
 
     Args:
-        rank: along the axis.
-        stages: two or more chunks per rank.
-        num_microbatches: m; where p does not divide it, groups have p microbatches or a few more.
+        rank: rank along the axis.
+        stages: stages with two or more chunks per rank.
+        num_microbatches: m; if it is not a multiple of p, groups have p microbatches or a few more.
     """
     groups = _microbatch_groups(num_microbatches, stages.num_ranks)
     backwards = [
@@ -193,13 +194,14 @@ def interleaved(rank: int, stages: StageMap, num_microbatches: int) -> list[Acti
         for number in group
     ]
     forwards = interleaved_forward(rank, stages, num_microbatches)
-    # By then the first group has reached the last chunk, and its first microbatch's gradient is back here.
+    # After these, the first group has reached the last chunk, and its first gradient has returned to this
+    # rank.
     num_warmup = (stages.num_chunks - 1) * len(groups[0]) + 2 * (stages.num_ranks - rank - 1)
     return _alternate(forwards, backwards, min(num_warmup, len(forwards)))
 
 
 def interleaved_forward(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
-    """Return the forwards of `interleaved`, the same on every rank."""
+    """Return the forwards of `interleaved`; they are the same on every rank."""
     return [
         Action(F, number, chunk)
         for group in _microbatch_groups(num_microbatches, stages.num_ranks)
@@ -211,7 +213,7 @@ def interleaved_forward(rank: int, stages: StageMap, num_microbatches: int) -> l
 def _microbatch_groups(num_microbatches: int, num_ranks: int) -> list[range]:
     """Split the microbatches into groups of p or a few more, the larger groups first.
 
-    The first microbatch of a group of p is back at rank 0 just when rank 0 has started the last one.
+    The first microbatch of a group of p returns to rank 0 just after rank 0 has started the last one.
     """
     num_groups = max(num_microbatches // num_ranks, 1)
     size, remainder = divmod(num_microbatches, num_groups)
@@ -222,9 +224,10 @@ def _microbatch_groups(num_microbatches: int, num_ranks: int) -> list[range]:
 def zb_h1(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
     """Run ZB-H1 (Qi et al. 2023, section 2.1): 1F1B with weight gradients deferred by `rank` microbatches.
 
-    Later ranks start their forwards later and finish their backwards sooner. Deferring `rank` weight
-    gradients lets the last input gradients reach rank 0 without a gap. The bubble is (p - 1)(F + B - W), a
-    third of 1F1B's where the three take equal time. Every rank holds p microbatches, as 1F1B's first does.
+    Later ranks start their forwards later and finish their backwards sooner. Because they defer `rank` weight
+    gradients, the last input gradients reach rank 0 without a gap. The bubble is (p - 1)(F + B - W), a
+    third of 1F1B's if the three take equal time. Every rank holds p microbatches, like the first rank of
+    1F1B.
     """
     num_warmup = min(stages.num_ranks - rank - 1, num_microbatches)
     actions = [Action(F, number) for number in range(num_warmup)]
@@ -241,14 +244,14 @@ def zb_h1(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
 def zb_v(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
     """Run ZB-V (V-ZB of Qi et al. 2024): two chunks per rank along a V, no bubble if F, B and W are equal.
 
-    The first and the last stage are both on rank 0, which so computes the loss of the microbatches that it
-    starts. Every rank holds the same: 2p microbatches of half its layers, no more than 1F1B's first rank.
+    Rank 0 holds the first and the last stage, so it computes the loss of the microbatches that it starts.
+    Every rank holds 2p microbatches of half its layers, no more than the first rank of 1F1B.
 
     Args:
-        rank: along the axis.
-        stages: two chunks per rank, V-shaped.
-        num_microbatches: m. The pipeline is full from m = 2p - 1 on; for fewer, the order is that of 2p - 1
-            with the missing microbatches removed.
+        rank: rank along the axis.
+        stages: V-shaped stages with two chunks per rank.
+        num_microbatches: m. The pipeline is full from m = 2p - 1 on. For smaller m, the order is the one for
+            2p - 1 without the missing microbatches.
     """
     full = max(num_microbatches, 2 * stages.num_ranks - 1)
     actions = _zb_v_full(rank, stages.num_ranks, full)
@@ -256,7 +259,7 @@ def zb_v(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
 
 
 def _zb_v_full(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield ZB-V's order for m >= 2p - 1."""
+    """Yield the order of ZB-V for m >= 2p - 1."""
     next_of = {(kind, chunk): 0 for kind in (F, B, W) for chunk in (0, 1)}
 
     def run(kind: ActionKind, chunk: int) -> Action:
@@ -293,7 +296,8 @@ def _zb_v_full(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Act
 def zb_v_forward(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
     """Return the forwards of an evaluation along a V.
 
-    The first chunk is ahead of the second by the microbatches on their way to the last rank and back.
+    The first chunk is ahead of the second by the number of microbatches on their way to the last rank and
+    back.
     """
     ahead = min(2 * (stages.num_ranks - rank) - 1, num_microbatches)
     actions = [Action(F, number) for number in range(ahead)]
@@ -305,25 +309,25 @@ def zb_v_forward(rank: int, stages: StageMap, num_microbatches: int) -> list[Act
 
 
 DEFAULT_NUM_CHUNKS = 2
-"""Chunks per rank where the user may choose the number and has not."""
+"""Number of chunks per rank if the user can choose it and has not."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Every fact about one schedule.
+    """Holds all facts about one schedule.
 
     Attributes:
-        train: actions of a training step. The gradients of a stage are summed in the order of microbatches,
-            whatever the schedule.
-        evaluate: forwards of an evaluation.
-        num_chunks: model chunks per rank; None where the user chooses, two or more.
-        v_shaped: the chunks of a rank lie along a V; see `StageMap`.
-        splits_backward: input gradients and weight gradients are separate actions.
-        keeps_all_microbatches: the number of microbatches in flight grows with m; otherwise p and the number
-            of chunks set a bound.
-        needs_microbatch_per_rank: m must be p or more.
-        layout_suffix: follows the pipeline size in a layout's name, as in ``pp4zb``; empty for 1f1b, and for
-            interleaved, which the number of chunks names, as in ``pp4v2``.
+        train: returns the actions of a training step. Every schedule sums the gradients of a stage in the
+            order of microbatches.
+        evaluate: returns the forwards of an evaluation.
+        num_chunks: model chunks per rank; None if the user chooses the number, two or more.
+        v_shaped: whether the chunks of a rank lie along a V; see `StageMap`.
+        splits_backward: whether input gradients and weight gradients are separate actions.
+        keeps_all_microbatches: whether the number of microbatches in flight grows with m; otherwise p and the
+            number of chunks bound it.
+        needs_microbatch_per_rank: whether m must be at least p.
+        layout_suffix: follows the pipeline size in the name of a layout, as in ``pp4zb``. It is empty for
+            1f1b and for interleaved, whose name has the number of chunks, as in ``pp4v2``.
     """
 
     train: ScheduleFunction
@@ -339,7 +343,7 @@ class PipelineSchedule:
         """Return the stages of `num_ranks` ranks.
 
         Args:
-            num_chunks: used where the user chooses it; `DEFAULT_NUM_CHUNKS` by default.
+            num_chunks: used if the user can choose it; by default `DEFAULT_NUM_CHUNKS`.
         """
         return StageMap(num_ranks, self.num_chunks or num_chunks or DEFAULT_NUM_CHUNKS, self.v_shaped)
 

@@ -32,7 +32,7 @@ _BEFORE = {
     ActionKind.BACKWARD_INPUT: ActionKind.FORWARD,
     ActionKind.BACKWARD_WEIGHT: ActionKind.BACKWARD_INPUT,
 }
-"""Kind of action that must have run on the same microbatch and chunk."""
+"""The kind of action that must run before on the same microbatch and chunk."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class TimelineSlot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times of every rank's actions.
+    """Holds the times of all ranks' actions.
 
     Attributes:
-        slots: by rank, in order of time.
-        peaks_in_flight: by rank, see `peak_in_flight`.
+        slots: actions by rank, in order of time.
+        peaks_in_flight: the result of `peak_in_flight` by rank.
     """
 
     slots: tuple[tuple[TimelineSlot, ...], ...]
@@ -58,12 +58,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Time from the start of the first action to the end of the last."""
+        """Return the time from the start of the first action to the end of the last."""
         return max(slot.end for row in self.slots for slot in row)
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time that is idle; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+        """Return the idle share of all ranks' time; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
         busy = sum(slot.end - slot.start for row in self.slots for slot in row)
         return 1 - busy / (len(self.slots) * self.makespan)
 
@@ -71,16 +71,16 @@ class Timeline:
 def simulate_schedule(
     schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chunks: int | None, duration: Duration
 ) -> Timeline:
-    """Simulate a training step of a schedule; `num_chunks` as in `PipelineSchedule.stage_map`."""
+    """Simulate a training step of a schedule; for `num_chunks` see `PipelineSchedule.stage_map`."""
     stages = SCHEDULES[schedule].stage_map(num_ranks, num_chunks)
     return simulate(actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches), stages, duration)
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Timeline:
-    """Plan the messages between every rank's actions and simulate both.
+    """Plan the messages between the actions of all ranks, and simulate actions and messages.
 
     Raises:
-        ScheduleError: a rank's own order is wrong, an input is never produced, or see `run_steps`.
+        ScheduleError: the order of a rank is wrong, an input is never produced, or `run_steps` fails.
     """
     for rank, own in enumerate(actions):
         _check_order(rank, own)
@@ -89,10 +89,10 @@ def simulate(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Du
 
 
 def _check_order(rank: int, actions: Sequence[Action]) -> None:
-    """Check that no action repeats and that each forward has its backward, or both parts of it, after it.
+    """Check that no action repeats, and that a backward, or both parts of it, follows each forward.
 
     Raises:
-        ScheduleError: otherwise.
+        ScheduleError: a check fails.
     """
     seen: set[Action] = set()
     for action in actions:
@@ -113,10 +113,10 @@ def _check_order(rank: int, actions: Sequence[Action]) -> None:
 
 
 def run_steps(steps: Sequence[Sequence[Step]], duration: Duration) -> tuple[tuple[TimelineSlot, ...], ...]:
-    """Simulate the steps of all ranks and return when each of their actions ran.
+    """Simulate the steps of all ranks, and return the times of their actions.
 
-    A send and its receive must meet, as under NCCL, and each rank runs its batches of one direction one after
-    the other.
+    A send and its receive wait for each other, as with NCCL, and each rank runs its batches of one direction
+    one after the other.
 
     Raises:
         ScheduleError: two ranks' messages cross, or no rank can continue.
@@ -138,9 +138,10 @@ class _OpenBatch:
     """A batch in flight.
 
     Attributes:
-        send: None once it has been delivered; `receives` likewise.
-        started: when it became the current batch of its direction.
-        end: earliest time at which all of it can have been delivered.
+        send: the send, or None once it has been delivered.
+        receives: receives that have not been delivered.
+        started: time at which it became the current batch of its direction.
+        end: earliest time at which the whole batch can have been delivered.
     """
 
     def __init__(self, batch: Batch, time: float) -> None:
@@ -150,7 +151,7 @@ class _OpenBatch:
         self.started = self.end = time
 
     def next_from(self, sender: int) -> StageMessage | None:
-        """Return the next message that has to come from this sender."""
+        """Return the next message that must come from this sender."""
         return next((message for message in self.receives if message.sender == sender), None)
 
 
@@ -158,8 +159,8 @@ class _Queue:
     """One rank's batches of one direction in flight.
 
     Attributes:
-        open: the first one is the current batch.
-        last_ends: of the last batches that were delivered.
+        open: batches in flight; the first is the current one.
+        last_ends: end times of the last batches that were delivered.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class _Queue:
 
 
 class _SimulatedRank:
-    """One rank's next step, its batches in flight and its clock."""
+    """Holds the next step of a rank, its batches in flight and its clock."""
 
     def __init__(self, rank: int, steps: Sequence[Step], duration: Duration) -> None:
         self.rank = rank
@@ -208,7 +209,7 @@ class _SimulatedRank:
         return True
 
     def close_batch(self, queue: _Queue) -> None:
-        """End the current batch of a direction if all of it has been delivered."""
+        """End the current batch of a direction if the whole batch has been delivered."""
         batch = queue.open[0]
         if batch.send is None and not batch.receives:
             queue.open.popleft()
@@ -245,7 +246,7 @@ def _deliver(sender: _SimulatedRank, ranks: Sequence[_SimulatedRank], direction:
     if expected != message:
         raise ScheduleError(
             f"messages cross: rank {sender.rank} sends rank {receiver.rank} the input of {message.reader}, "
-            f"which expects that of {expected.reader}"
+            f"which expects the input of {expected.reader}"
         )
     outgoing.open[0].send = None
     incoming.open[0].receives.remove(message)

@@ -1,1 +1,1 @@
-"""Verification that a config trains the same run in any layout."""
+"""Verify that a config trains the same run in any layout."""

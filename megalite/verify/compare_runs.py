@@ -1,4 +1,4 @@
-"""Compare recorded runs of different layouts, and report the differences."""
+"""Run a config in different layouts, compare the runs, and report the differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.verify.record_run import RunRecord, record_run
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences that the order of floating-point sums can explain."""
+    """Holds the largest relative differences that the order of floating-point sums can explain."""
 
     loss: float
     grad_norm: float
@@ -37,18 +37,19 @@ TOLERANCES = {
 }
 """Tolerances by params_dtype.
 
-In fp32 and below there is no bound for the weights: Adam divides a gradient that is as small as its rounding
-error by a value as small, so that the weight makes a step of the learning rate in a random direction. fp64 is
-the proof. In 16 bits runs drift apart over time: only the first gradient and the loss are compared.
+In fp32 and below there is no bound for the weights. If a gradient is as small as its rounding error, Adam
+divides it by an equally small value, and the weight moves by the learning rate in a random direction. fp64 is
+the proof. In 16 bits, runs diverge over time, so only the first gradient and the loss are compared.
 """
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Largest relative differences between the runs of one layout and of the reference.
+    """Holds the largest relative differences between the run of a layout and the reference.
 
     Attributes:
-        gradients, weights: by parameter, relative to the tensor's largest magnitude in the reference.
+        gradients, weights: differences by parameter, relative to the largest magnitude of the reference
+            tensor.
     """
 
     loss: float
@@ -57,11 +58,11 @@ class RunComparison:
     weights: Mapping[str, float]
 
     def worst(self, tensors: Mapping[str, float], count: int = 1) -> list[tuple[str, float]]:
-        """Return the `count` parameters that differ most, and by how much."""
+        """Return the `count` parameters that differ most, with their differences."""
         return sorted(tensors.items(), key=lambda pair: _nan_first(pair[1]), reverse=True)[:count]
 
     def excesses(self, tolerance: Tolerance) -> list[str]:
-        """Describe each difference that is over its tolerance; empty if the runs are the same."""
+        """Describe each difference above its tolerance; empty if the runs are the same."""
         ((gradient_name, gradient),) = self.worst(self.gradients)
         ((weight_name, weight),) = self.worst(self.weights)
         checks = [
@@ -78,7 +79,7 @@ class RunComparison:
 
 
 def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
-    """Compare a run with the reference; both have the same parameters, as full tensors."""
+    """Compare a run with the reference. Both must have the same parameters, as full tensors."""
     assert run.weights.keys() == reference.weights.keys()
     return RunComparison(
         loss=_largest_relative(run.losses, reference.losses),
@@ -100,12 +101,12 @@ def _difference(tensor: Tensor, reference: Tensor) -> float:
 
 
 def _nan_first(value: float) -> float:
-    """Sort NaN above all numbers: a run with NaN is not the same run."""
+    """Return a key that sorts NaN above all numbers: a run with NaN is not the same run."""
     return math.inf if math.isnan(value) else value
 
 
 FP16_LOSS_SCALE = 4096.0
-"""Used instead of a dynamic loss scale, whose first iterations overflow and could not be compared."""
+"""Replaces a dynamic loss scale, whose first iterations overflow and cannot be compared."""
 
 _ROW = "{:<{width}} {:>6} {:>10} {:>10} {:>10} {:<42} {}"
 
@@ -120,16 +121,17 @@ def verify_layouts(
     """Run the config in each layout and on one rank, and log their differences.
 
     Args:
-        num_iterations: of each run.
-        num_worst: number of parameters to show for each layout: those whose gradients differ most.
-        providers: of a model and datasets of your own; by default the config's.
+        num_iterations: number of iterations of each run.
+        num_worst: number of parameters to show for each layout, those with the largest gradient differences.
+        providers: providers of a custom model and datasets; by default the config determines them.
 
     Returns:
         True if every layout trains the same run, up to the order of floating-point sums.
 
     Raises:
-        ConfigError: the config cannot run in some layouts; it names all of them, before anything runs.
-        UserError: it cannot run in any layout.
+        ConfigError: the config cannot run in some layouts. It is raised before anything runs, and names them
+            all.
+        UserError: the config cannot run in any layout.
     """
     global_batch_size = config.training.global_batch_size or (
         config.training.micro_batch_size * max(layout.dp for layout in layouts)
@@ -151,7 +153,7 @@ def verify_layouts(
     for layout, applied in zip(layouts, configs[1:], strict=True):
         try:
             run = record_run(applied, num_iterations, layout.world_size, providers)
-        except UserError as error:  # such as an option that a model of the user's own does not have
+        except UserError as error:  # for example, an option that a custom model does not support
             log.info(row(str(layout), layout.world_size, "", "", "", "", f"cannot run: {error}"))
             num_refused += 1
             if num_refused == len(layouts):
@@ -179,7 +181,7 @@ def _log_verdict(num_other: int, num_refused: int) -> bool:
 
 
 def _applied(config: Config, layouts: Sequence[Layout], global_batch_size: int) -> list[Config]:
-    """Return the config of each layout, or raise all of their problems at once."""
+    """Return the config of each layout, or raise one error with the problems of all layouts."""
     configs, problems = [], []
     for layout in layouts:
         try:
@@ -192,10 +194,10 @@ def _applied(config: Config, layouts: Sequence[Layout], global_batch_size: int) 
 
 
 def with_constant_loss_scale(config: Config) -> Config:
-    """Replace a dynamic loss scale by one whose gradients are finite from the first iteration on."""
+    """Replace a dynamic loss scale with a constant that keeps gradients finite from the first iteration."""
     if config.model.params_dtype != "fp16" or config.optimizer.loss_scale is not None:
         return config
-    log.info("the loss scale is %g in all runs: a dynamic one begins with overflows", FP16_LOSS_SCALE)
+    log.info("all runs use the loss scale %g, because a dynamic one begins with overflows", FP16_LOSS_SCALE)
     optimizer = dataclasses.replace(config.optimizer, loss_scale=FP16_LOSS_SCALE)
     return dataclasses.replace(config, optimizer=optimizer)
 

@@ -14,8 +14,8 @@ from megalite.errors import UserError
 from megalite.pipeline.schedules import SCHEDULES
 
 _SCHEDULES = {entry.layout_suffix: name for name, entry in SCHEDULES.items() if entry.layout_suffix}
-"""Schedule by its suffix in a layout's name; an interleaved schedule is named by its number of chunks."""
-_SUFFIXES = sorted(_SCHEDULES, reverse=True)  # zbv before zb, which is a prefix of it
+"""Schedules by their suffix in a layout name; the number of chunks selects an interleaved schedule."""
+_SUFFIXES = sorted(_SCHEDULES, reverse=True)  # match zbv before its prefix zb
 _SIZE = re.compile(rf"(tp|pp|dp|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
 _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "sp": ("sp", True),
@@ -29,7 +29,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "uneven": ("uneven", True),
     "offload": ("offload", True),
 }
-"""Names after a plus, each with the attribute and value that it sets."""
+"""Names after a plus sign, each with the attribute and value that it sets."""
 
 TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
@@ -42,35 +42,37 @@ TABLE = (
     *("tp2pp2dp2+sp+zero1+gather+full", "tp2pp2+sp+offload", "dp4+zero2+offload", "dp4+zero3+offload"),
     *("pp4zb+selective+offload", "pp2v2+full+offload"),
 )
-"""Each technique alone, and the combinations that runs use: the layouts of ``--layouts all``."""
+"""The layouts of ``--layouts all``: each technique alone, and common combinations."""
 
 
 def layouts_named(names: str) -> list[Layout]:
-    """Return the layouts of a list such as ``tp2,pp2+sp``, or the table's for ``all``.
+    """Return the layouts in a list such as ``tp2,pp2+sp``, or all layouts of the table for ``all``.
 
     Raises:
-        UserError: there is no such layout.
+        UserError: a name is not a layout.
     """
     return [Layout.parse(name) for name in (TABLE if names == "all" else names.split(","))]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes, and the options that replace the config's.
+    """Holds the sizes of the mesh axes, and options that override the config.
+
+    None and False leave an option as it is in the config.
 
     Attributes:
         shard: number of replicas that ZeRO shards over; None for all of them.
-        mbs: micro-batch size; None for the config's.
-        v: chunks per rank of an interleaved pipeline; None for the config's schedule.
-        schedule: zb for ZB-H1, zbv for ZB-V, gpipe; None for the config's schedule.
-        sp: turn on sequence parallelism, which the config may have on already.
-        zero: ZeRO stage; None for the config's.
-        kept: keep gathered weights for a whole iteration; otherwise as the config says.
-        gather: turn on `overlap_param_gather`, which the config may have on already, as GPUs have by default.
-        recompute: full or selective; None for the config's.
+        mbs: micro-batch size.
+        v: chunks per rank of an interleaved pipeline.
+        schedule: zb for ZB-H1, zbv for ZB-V, or gpipe.
+        sp: turn on sequence parallelism.
+        zero: ZeRO stage.
+        kept: keep gathered weights for a whole iteration.
+        gather: turn on `overlap_param_gather`.
+        recompute: full or selective.
         uneven: give the first pipeline rank a single layer.
-        offload: keep the activations of each stage's first layer in host memory, unless the config has more
-            layers there, and the optimizer state, unless the config has it in a file.
+        offload: keep the activations of at least the first layer of each stage in host memory, and the
+            optimizer state, unless the config keeps it in a file.
     """
 
     tp: int = 1
@@ -93,7 +95,7 @@ class Layout:
         """Parse a name such as ``tp2pp2+sp``: sizes of axes (1 if not named), then switches after plus signs.
 
         Raises:
-            UserError: the name has any other form.
+            UserError: the name has a different form.
         """
         sizes, *switches = name.split("+")
         parts = _SIZE.findall(sizes)
@@ -124,7 +126,7 @@ class Layout:
         return "".join((name or "one rank", *switches))
 
     def _with_schedule(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Return the config with this layout's schedule; without a pipeline, one without chunks."""
+        """Return the config with this layout's schedule; without a pipeline, without chunks."""
         if self.v is None and self.schedule is None and self.pp > 1:
             return parallel
         schedule = parallel.pipeline_schedule

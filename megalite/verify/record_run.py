@@ -1,4 +1,4 @@
-"""Run a config for a few iterations in one layout, and record what must not depend on the layout."""
+"""Run a config for a few iterations in one layout, and record values that must not depend on the layout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megalite.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Results of a run.
+    """Holds the results of a run.
 
     Attributes:
-        losses, grad_norms: of each iteration.
-        gradients: of the first iteration, full tensors by parameter.
-        weights: after the last iteration, full tensors by parameter.
+        losses, grad_norms: values of each iteration.
+        gradients: gradients of the first iteration, as full tensors by parameter.
+        weights: weights after the last iteration, as full tensors by parameter.
     """
 
     losses: list[float]
@@ -39,7 +39,7 @@ def record_run(
     """Train `num_iterations` iterations on `world_size` ranks of this machine.
 
     Args:
-        providers: of a model and datasets of your own, from a module that the ranks can import.
+        providers: providers of a custom model and datasets, from a module that the ranks can import.
 
     Raises:
         UserError: the config's data or tokenizer cannot be read.
@@ -58,10 +58,10 @@ def record_run(
 def record_rank(
     topology: Topology, config: Config, num_iterations: int, providers: Providers | None = None
 ) -> RunRecord:
-    """Train on this rank; gradients and weights are those of its stage, in host memory."""
+    """Train on this rank, and return the gradients and weights of its stage in host memory."""
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
-        # Dropout masks are keyed by sample number: these are the first iteration's gradients.
+        # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
         trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
         gradients = _gather(trainer, trainer.optimizer.gradient)
         results = [trainer.step() for _ in range(num_iterations)]
@@ -71,7 +71,7 @@ def record_rank(
 
 
 def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Gather full tensors without padding of the vocabulary; the result is on the first tp and dp rank."""
+    """Gather full tensors without vocabulary padding on the first tp and dp rank."""
     topology = trainer.topology
     full: dict[str, Tensor] = {}
     for name, parameter in named_parameters(trainer.chunks):

@@ -98,7 +98,7 @@ def test_text_from_prompts(trained: Path, use: Any) -> None:
 
 
 MISTAKES = (
-    (generate, ("--prompt", "x" * 40), "prompt 0 has 40 tokens, but the model 32 positions"),
+    (generate, ("--prompt", "x" * 40), "prompt 0 has 40 tokens, but the model has 32 positions"),
     (generate, ("--prompt", "x", "--tp", "3"), "--tp 3 does not divide the number of ranks, 1"),
     (generate, ("--prompt", "x", "--load-iteration", "3"), "has no checkpoint iter_0000003"),
     (generate, ("--prompt", "x", "--tokenizer-type", "GPT2BPETokenizer"), "needs --vocab-file"),

@@ -153,7 +153,7 @@ def test_a_given_iteration_is_loaded_and_no_other(save, load, tmp_path) -> None:
         save(iteration)
     assert load(20) == 20
     assert load(10) == 10
-    with pytest.raises(UserError, match=r"no checkpoint iter_0000025: it has those of iterations 10, 20, 30"):
+    with pytest.raises(UserError, match=r"no checkpoint iter_0000025: it has iterations 10, 20, 30"):
         load(25)
     truncated(FILE)(tmp_path / "iter_0000020")
     with pytest.raises(UserError, match=r"iter_0000020: .* has other contents.*pass another"):

@@ -34,7 +34,7 @@ CONFIG = Config(
 FINETUNE = CheckpointConfig(load="SAVE", finetune=True)
 LOGGED: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"untie_embeddings_and_output_weights": True}, "output_weights False (now True)"),
-    ("data", {"data_path": ("other", "corpus")}, "flags of the data differ from the checkpoint's: data_path"),
+    ("data", {"data_path": ("other", "corpus")}, "data flags differ from the checkpoint's: data_path"),
     ("training", {"eval_interval": 5}, f"changed since checkpoint {FOLDER}: eval_interval 1000 (now 5)"),
 ]
 ALLOWED_BY: list[tuple[str, str, dict[str, Any], str]] = [
@@ -84,7 +84,7 @@ WRONG_OF_A_RUN: list[tuple[str, dict[str, Any], str]] = [
     (
         "training",
         {"global_batch_size": None},
-        "global_batch_size 8 (now 1); pass --global-batch-size 8, which",
+        "global_batch_size 8 (now 1); pass --global-batch-size 8; its default",
     ),
     ("training", {"rampup_batch_size": (2, 2, 8)}, "rampup_batch_size None (now 2 2 8)"),
 ]
@@ -268,7 +268,7 @@ def test_the_flags_choose_one_of_two_schedules(compare, topology: Topology) -> N
 def test_a_kept_schedule_with_two_rates_needs_the_flag(compare) -> None:
     """The optimizer has grouped its weights by the flag before the checkpoint is read."""
     saved = changed("optimizer", {"decoupled_lr": 1e-2})
-    with pytest.raises(UserError, match=r"another schedule: decoupled_lr .*pass --decoupled-lr 0\.01 too"):
+    with pytest.raises(UserError, match=r"another schedule: decoupled_lr .*also pass --decoupled-lr 0\.01"):
         compare(saved, resuming(CONFIG, use_checkpoint_opt_param_scheduler=True))
     here = changed("optimizer", {"decoupled_lr": 1e-3})
     (notice,) = compare(saved, resuming(here, use_checkpoint_opt_param_scheduler=True))
@@ -278,9 +278,7 @@ def test_a_kept_schedule_with_two_rates_needs_the_flag(compare) -> None:
 def test_a_schedule_in_the_other_unit_can_only_be_replaced(compare) -> None:
     training = replace(CONFIG.training, train_iters=None, train_samples=800)
     here = replace(CONFIG, training=training)
-    with pytest.raises(
-        UserError, match="one is counted in iterations, the other in samples: pass --override"
-    ):
+    with pytest.raises(UserError, match="one counts iterations, the other samples: pass --override"):
         compare(CONFIG, resuming(here, use_checkpoint_opt_param_scheduler=True))
     assert "schedule is used" in compare(CONFIG, resuming(here, override_opt_param_scheduler=True))[0]
 

@@ -132,7 +132,7 @@ def test_weights_of_more_layers_than_run_json_says_are_refused(take) -> None:
     config = config_of("fp32")
     layers = config.model.num_layers
     with pytest.raises(
-        ValueError, match=rf"num_layers {layers}, and there are weights of {layers + 2} layers"
+        ValueError, match=rf"num_layers {layers}, but there are weights of {layers + 2} layers"
     ):
         take(config, config, f"model.layers.{layers + 1}.mlp.up.weight")
 

@@ -277,7 +277,10 @@ def test_help_has_each_field_once_with_all_its_names(capsys: pytest.CaptureFixtu
         entry = " ".join(lines[heads[0] : heads[0] + 4])
         assert len(heads) == 1
         assert all(flag in entry for flag in (*field.flags, *field.sets)), entry
-    assert "Tensor-parallel size: ranks that share each layer's matrices. (default: 1)" in text
+    assert (
+        "Tensor-parallel size: number of ranks that the matrices of each layer are split over. (default: 1)"
+        in text
+    )
     assert all(flag in text for flag in megatron_rules())
     assert max(map(len, lines)) <= 110
 

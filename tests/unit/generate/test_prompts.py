@@ -59,7 +59,7 @@ def test_positions_of_a_learned_table():
     assert new_tokens(GPT, 10, None) == 1
     with pytest.raises(UserError, match=r"4 tokens and --max-new-tokens 8 need 11 positions.* 10"):
         new_tokens(GPT, 4, 8)
-    with pytest.raises(UserError, match="prompt 0 has 11 tokens, but the model 10 positions"):
+    with pytest.raises(UserError, match="prompt 0 has 11 tokens, but the model has 10 positions"):
         new_tokens(GPT, 11, None)
 
 

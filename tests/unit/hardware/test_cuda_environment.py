@@ -36,7 +36,7 @@ def test_by_layout(tp: int, zero_stage: int, one_connection: bool) -> None:
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert found() == expected | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one_connection else {})
     told = cuda_environment.describe(settings)
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True (memory" in told
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True (freed memory" in told
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1 (tensor-parallel" in told) is one_connection
     assert "set by the user" not in told
 

@@ -63,7 +63,8 @@ def test_the_trial_rejects_a_wrong_operator(name: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.ops.megalite, "add_weight_and_bias_gradient_", wrong)
     assert (
-        _difference(torch.bfloat16, CPU) == f"the gradient of the {name} in torch.bfloat16 is not PyTorch's"
+        _difference(torch.bfloat16, CPU)
+        == f"the gradient of the {name} in torch.bfloat16 differs from PyTorch's"
     )
 
 

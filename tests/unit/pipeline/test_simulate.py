@@ -82,7 +82,7 @@ def test_crossed_order():
         [Batch(None, (StageMessage(0, 1, F1),)), F1, Batch(None, (StageMessage(0, 1, F0),)), F0],
     ]
     with pytest.raises(
-        ScheduleError, match="sends rank 1 the input of forward 0, which expects that of forward 1"
+        ScheduleError, match="sends rank 1 the input of forward 0, which expects the input of forward 1"
     ):
         run_steps(steps, lambda rank, action: 1)
 
