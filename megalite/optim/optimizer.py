@@ -70,8 +70,6 @@ class BaseOptimizer(ABC):
         unreached: names of the parameters that no backward of the last iteration has reached on this rank.
     """
 
-    unreached: list[str]
-
     def __init__(
         self,
         states: Sequence[OptimizerState],
@@ -85,6 +83,7 @@ class BaseOptimizer(ABC):
         self.offload = offload
         self.scaler = build_loss_scaler(config, dtype)
         self.observers: list[Observer[str]] = []
+        self.unreached: list[str] = []
         self.adamw = AdamW(states, config, self.scaler, self.observers, topology.device, offload)
         # With sequence parallelism, a parameter that every tp rank has gets the gradient of the rank's own
         # positions: the sum over tp completes it.
@@ -225,10 +224,8 @@ class BaseOptimizer(ABC):
         The ranks of the world together count each element once. An update may have unscaled and clipped
         the gradients: only their ratios stay the same.
         """
-        return {
-            shard.name: sum_of_squares([shard.gradient], self.topology.device)
-            for shard in self.counted_shards()
-        }
+        device = self.topology.device
+        return {shard.name: sum_of_squares([shard.gradient], device) for shard in self.counted_shards()}
 
     def bad_gradients(self) -> list[str]:
         """Return the names of parameters whose complete gradient is not finite in elements of this rank."""
