@@ -177,9 +177,9 @@ class CachedBytes(MappedBytes):
         if info.get("size") is None or info.get("type", "file") != "file":
             raise UserError(f"cannot read {url}: it is not a file of known size")
         num_bytes = int(info["size"])
-        self._version = self._find_version()
+        self._object_version = self._find_version()
         folder = folder or Path(tempfile.gettempdir()) / f"megalite-blocks-{os.getuid()}"
-        mark = f"{url}\n{num_bytes}\n{self._version}"
+        mark = f"{url}\n{num_bytes}\n{self._object_version}"
         name = folder / hashlib.sha256(mark.encode()).hexdigest()[:32]
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -226,7 +226,7 @@ class CachedBytes(MappedBytes):
         """Return these bytes of the object, of the version that was opened."""
         try:
             data = bytes(_call_store(self._url, self._files.cat_file, self._path, start=start, end=stop))
-            is_same = self._find_version() == self._version
+            is_same = self._find_version() == self._object_version
         except FileNotFoundError:
             is_same = False
         if not is_same:

@@ -277,10 +277,8 @@ def test_help_has_each_field_once_with_all_its_names(capsys: pytest.CaptureFixtu
         entry = " ".join(lines[heads[0] : heads[0] + 4])
         assert len(heads) == 1
         assert all(flag in entry for flag in (*field.flags, *field.sets)), entry
-    assert (
-        "Tensor-parallel size: number of ranks that the matrices of each layer are split over. (default: 1)"
-        in text
-    )
+    sentence = "Tensor-parallel size: number of ranks that the matrices of each layer are split over."
+    assert f"{sentence} (default: 1)" in " ".join(text.split())
     assert all(flag in text for flag in megatron_rules())
     assert max(map(len, lines)) <= 110
 

@@ -15,7 +15,7 @@ from megalite.dry_run.dry_run_report import summarize_actions
 from megalite.errors import ConfigError, UserError
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.pretraining import pretrain
-from tests.unit.config.lines import LLAMA3_8B
+from tests.unit.config.lines import example_scripts
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 1000 --mock-data"
@@ -76,7 +76,9 @@ def test_a_7b_models_state_in_a_file_leaves_little_in_host_memory(tmp_path: Path
 
 
 def test_megatrons_example_of_llama_in_two_layers(tmp_path: Path) -> None:
-    found = object_of(f"{LLAMA3_8B} --num-layers 2 --dry-run --world-size 8", tmp_path)
+    script = example_scripts()["NVIDIA/Megatron-LM/examples/llama/train_llama3_8b_h100_fp8.sh"]
+    flags = shlex.join(script.flags)
+    found = object_of(f"{flags} --num-layers 2 --dry-run --world-size 8", tmp_path)
     assert found["decoupled_learning_rate"] == {
         "first": pytest.approx(5e-4 * 128 / 3_906_252),
         "last": pytest.approx(4.5e-5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html import escape
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_the_summary_of_a_run_that_only_saves(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*words.split(), "--save", str(tmp_path / "mine")])
     assert caught.value.code == 0
+    _grow_memory(tmp_path / "mine" / "metrics.jsonl")
     text = page([open_run(tmp_path / "mine")])
     assert "4 layers, 4 heads, hidden size 64, sequence length 64, vocabulary 256" in text
     assert "<td>220,544</td>" in text
@@ -61,6 +63,13 @@ def test_the_summary_of_a_run_that_only_saves(tmp_path: Path) -> None:
         chart.title for chart in charts_of([open_run(tmp_path / "mine")], "iteration")[0]
     )
     assert "<td>checkpoints, config (without pipeline trace, logs)</td>" in text
+
+
+def _grow_memory(metrics: Path) -> None:
+    """Raise the memory of the last line: a chart shows what changes."""
+    *rows, last = (json.loads(line) for line in metrics.read_text().splitlines())
+    last["memory_reserved_mb"] += 1
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in (*rows, last)))
 
 
 def test_no_metrics_file() -> None:
