@@ -43,9 +43,15 @@ def test_most_commands_run_here() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", HERE)
-def test_a_command_runs_as_pasted(checkout: Path, line: str) -> None:
-    paste(checkout, f'. .venv/bin/activate\nRUN="{RUN}"\n{line}')
+def test_the_commands_run_as_pasted(checkout: Path) -> None:
+    """Run all rows in one test: later ones read what earlier ones wrote."""
+    failed = []
+    for line in HERE:
+        try:
+            paste(checkout, f'. .venv/bin/activate\nRUN="{RUN}"\n{line}')
+        except AssertionError as error:
+            failed.append(f"{line}\n{error}")
+    assert not failed, "\n\n".join(failed)
 
 
 def test_commands_on_data_run_one_after_the_other(tmp_path: Path) -> None:
