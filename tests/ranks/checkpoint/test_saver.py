@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -56,7 +57,12 @@ def _listen() -> list[str]:
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in checkpoint.iterdir()}
+    """Return the digests of a checkpoint's files, of run.json without the times of writing."""
+    contents = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    run = json.loads(contents["run.json"])
+    assert run.pop("written").keys() == {"start_time", "end_time"}
+    contents["run.json"] = json.dumps(run).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def save_while_training_goes_on(topology, folder: Path) -> list[str]:
