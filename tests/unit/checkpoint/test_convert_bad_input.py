@@ -290,5 +290,5 @@ def test_a_model_of_sentencepiece_is_copied(gpt2, tmp_path):
     copy, file = tmp_path / "new" / "tokenizer" / "tokenizer.model", gpt2 / "tokenizer.model"
     assert copy.read_bytes() == file.read_bytes()
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"is no tokenizer\.model"):
+    with pytest.raises(UserError, match=r"is not a tokenizer's tokenizer\.model"):
         Conversion(gpt2, tmp_path / "cut").run()
