@@ -1,8 +1,8 @@
-"""Builds the C++ parts into the package; all else that describes it stands in pyproject.toml.
+"""Build the C++ libraries of the package; pyproject.toml has all other metadata.
 
-Four libraries: `megalite.data._index_builder` and `megalite.data._json_reader` on pybind11, without which
-nothing trains and no corpus is read, and `megalite.kernels._C` and, where torch has CUDA,
-`megalite.kernels._CUDA` on torch's stable ABI, which PyTorch replaces where they cannot be built.
+There are four libraries. `megalite.data._index_builder` and `megalite.data._json_reader` use pybind11 and are
+required for training and for reading a corpus. `megalite.kernels._C` and, if torch has CUDA,
+`megalite.kernels._CUDA` use torch's stable ABI. If they cannot be built, plain PyTorch replaces them.
 """
 
 import importlib.metadata
@@ -21,17 +21,17 @@ from setuptools.command.build_ext import build_ext
 
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True))
 
-# The oldest torch that the library runs on, whichever newer one it is built with.
+# The oldest torch that the library runs on, even if it is built with a newer torch.
 TORCH_TARGET_VERSION = "0x020B000000000000"
 
-# The random numbers are the same bits on every machine only if a * b + c is rounded twice; the other two
-# let loops with square roots and comparisons vectorise and change no result.
+# Random numbers are bitwise equal on all machines only if a * b + c is rounded twice. The other two flags let
+# loops with square roots and comparisons vectorise, and do not change results.
 EXACT_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 def index_builder() -> Extension:
-    """The sample indices of the data, in C++."""
+    """Return the extension that builds sample indices."""
     return Pybind11Extension(
         "megalite.data._index_builder",
         ["csrc/index_builder.cpp"],
@@ -41,7 +41,7 @@ def index_builder() -> Extension:
 
 
 def json_reader() -> Extension:
-    """The reader of corpora's lines, in C++."""
+    """Return the extension that reads the lines of corpora."""
     return Pybind11Extension(
         "megalite.data._json_reader",
         ["csrc/json_reader.cpp"],
@@ -51,11 +51,11 @@ def json_reader() -> Extension:
 
 
 def kernels() -> list[Extension]:
-    """The compiled kernels, if this environment has a torch, whose headers they need."""
+    """Return the extensions with compiled kernels, if this environment has a torch: they need its headers."""
     torch = importlib.util.find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         logging.warning(
-            "megalite.kernels._C is left out, as this environment has no torch: plain PyTorch serves. "
+            "megalite.kernels._C is not built, as this environment has no torch: plain PyTorch replaces it. "
             "To build it: install torch first."
         )
         return []
@@ -68,7 +68,7 @@ def kernels() -> list[Extension]:
         toolkit = runpy.run_path("scripts/cuda_toolkit.py")["find_toolkit"](version)
     except LookupError as problem:
         logging.warning(
-            f"megalite.kernels._CUDA is left out, as {problem}: torch.compile and Triton replace it. "
+            f"megalite.kernels._CUDA is not built, as {problem}: torch.compile and Triton replace it. "
             "To build it: set CUDA_HOME to such a toolkit, and install megalite again."
         )
         return [cpu]
@@ -79,20 +79,20 @@ def kernels() -> list[Extension]:
         *gpu_targets(toolkit.nvcc),
         *(f"-I{folder}" for folder in toolkit.include_dirs),
     ]
-    # CUDA's runtime comes along, so that any torch will do whose driver is new enough.
+    # CUDA's runtime is linked statically, so any torch with a new enough driver works.
     cuda.libraries += ["torch_cuda", "cudart_static", "dl", "rt", "pthread"]
     cuda.library_dirs += toolkit.library_dirs
     return [cpu, cuda]
 
 
 def stable_library(name: str, sources: list[str], torch: Path) -> Extension:
-    """A library of kernels on torch's stable ABI."""
+    """Return the extension for a library of kernels on torch's stable ABI."""
     return Extension(
         f"megalite.kernels.{name}",
         sources,
         include_dirs=[str(torch / "include")],
         library_dirs=[str(torch / "lib")],
-        libraries=["torch_cpu"],  # loaded already wherever torch is imported: no path to it is recorded
+        libraries=["torch_cpu"],  # importing torch has already loaded it, so no path to it is recorded
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), ("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-fopenmp-simd", *EXACT_FLAGS],
         py_limited_api=True,
@@ -102,7 +102,7 @@ def stable_library(name: str, sources: list[str], torch: Path) -> Extension:
 
 
 def gpu_targets(compiler: str) -> list[str]:
-    """Flags for the GPUs that the compiler knows of those meant, and for all later ones."""
+    """Return flags for those target GPUs that the compiler knows, and for all later GPUs."""
     told = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     known = [code for code in ("90", "100") if f"sm_{code}" in told]
     return [
@@ -112,34 +112,35 @@ def gpu_targets(compiler: str) -> list[str]:
 
 
 def is_stale(object_file: str, source: str) -> bool:
-    """Return whether a source must be compiled again: it, a header or this file changed."""
+    """Return whether a source must be compiled again, because it, a header or this file changed."""
     built = Path(object_file)
     needed = [Path(source), *map(Path, HEADERS), Path("setup.py")]
     return not built.exists() or any(path.stat().st_mtime > built.stat().st_mtime for path in needed)
 
 
 class BuildExt(build_ext):
-    """Compiles only what changed, also in an editable install, and leaves the libraries in `megalite/` too.
+    """Compiles only changed sources, even in an editable install, and copies the libraries to `megalite/`.
 
-    Python imports `megalite/` of the current folder before the installed package. So `pip install .` must
-    make both usable: users start `torchrun -m megalite` or `pretrain_gpt.py` where they installed it from.
+    Python prefers `megalite/` in the current folder to the installed package. So `pip install .` must make
+    both usable: users start `torchrun -m megalite` or `pretrain_gpt.py` in the folder that they installed
+    from.
     """
 
     def finalize_options(self) -> None:
-        """Gives an editable install a fixed folder, one for each Python."""
+        """Give an editable install a fixed build folder for each Python."""
         super().finalize_options()
         if self.editable_mode:
             folder = Path("build") / f"editable-{sys.implementation.cache_tag}"
             self.build_temp, self.build_lib = str(folder / "temp"), str(folder / "lib")
 
     def run(self) -> None:
-        """Builds the libraries, and copies them into the source folder as an editable install does."""
+        """Build the libraries, and copy them into the source folder as an editable install does."""
         super().run()
         if not self.inplace:
             self.copy_extensions_to_source()
 
     def build_extensions(self) -> None:
-        """Has nvcc compile the `.cu` files, and the C++ compiler all others."""
+        """Compile `.cu` files with nvcc, and all others with the C++ compiler."""
         compile_cpp = self.compiler._compile
 
         def compile_any(target, source, extension, *arguments):
@@ -153,7 +154,7 @@ class BuildExt(build_ext):
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds a library, and leaves no older one behind if that fails."""
+        """Build a library. If that fails, do not leave an older one behind."""
         ext.depends = [*HEADERS, "setup.py"]
         try:
             super().build_extension(ext)
@@ -163,12 +164,12 @@ class BuildExt(build_ext):
             raise
 
 
-# Without an environment of the build's own nobody checks what pyproject.toml asks for.
+# A build without isolation does not check the build requirements in pyproject.toml.
 if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
     raise SystemExit("megalite needs setuptools 77.0.3 or newer to build: pip install --upgrade setuptools")
 
-# pip runs an isolated build with the Python that it installs for, but hides the packages of that Python. Of
-# these the kernels need torch, and nvcc if it is one of them. They come last, after the build's own packages.
+# pip runs an isolated build with the target Python, but hides that Python's packages. The kernels need torch
+# from there, and nvcc if it is a package. Add them last, after the build's own packages.
 own_path = list(sys.path)
 sys.path += [folder for folder in site.getsitepackages() if folder not in own_path]
 compiled_kernels = kernels()

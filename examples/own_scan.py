@@ -48,7 +48,7 @@ class ScanLayer(nn.Module):
 
 
 class ScanModel(megalite.SequentialStage):
-    """Predict the next token: the embedding, the head and the loss are those of GPT."""
+    """Predict the next token, with GPT's embedding, head and loss."""
 
     def build_layer(self, number: int) -> nn.Module:
         """Return one layer."""

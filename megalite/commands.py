@@ -1,4 +1,4 @@
-"""The commands of megalite, and how a user types them."""
+"""The commands of megalite, and how to name them in messages to the user."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Command:
-    """Describe a command. Its code is the module of the same name in `megalite.cli`.
+    """A command. Its code is the module of the same name in `megalite.cli`.
 
     Attributes:
         script: the script that runs it from a checkout.
         summary: one line for `megalite --help`.
-        is_rank: torchrun may start it, once for each rank.
+        is_rank: whether torchrun may start it, once per rank.
     """
 
     script: str
@@ -26,7 +26,7 @@ class Command:
 COMMANDS = {
     "train": Command("pretrain_gpt.py", "train a model; under torchrun, on many ranks", is_rank=True),
     "train-bert": Command("pretrain_bert.py", "train a BERT; under torchrun, on many ranks", is_rank=True),
-    "preprocess": Command("tools/preprocess_data.py", "tokenize text files to a dataset"),
+    "preprocess": Command("tools/preprocess_data.py", "tokenize text files into a dataset"),
     "plan": Command("tools/plan.py", "estimate memory, time and price of a run, and search its layout"),
     "generate": Command("tools/generate.py", "continue prompts with a trained model", is_rank=True),
     "evaluate": Command("tools/evaluate.py", "compute loss and perplexity of text", is_rank=True),
@@ -45,20 +45,20 @@ COMMANDS = {
 
 
 def command_name(name: str) -> str:
-    """Return a command as the user of this process types it: `megalite plan` or `tools/plan.py`."""
+    """Return a command as the user would type it here: `megalite plan` or `tools/plan.py`."""
     return COMMANDS[name].script if _started_by_script() else f"megalite {name}"
 
 
 def torchrun_arguments(name: str) -> str:
-    """Return what follows torchrun's own flags to run a command: `-m megalite train` or `pretrain_gpt.py`."""
+    """Return torchrun's arguments that run a command: `-m megalite train` or `pretrain_gpt.py`."""
     return COMMANDS[name].script if _started_by_script() else f"-m megalite {name}"
 
 
 def with_command_names(text: str) -> str:
-    """Return a help text, written with `megalite NAME`, with the commands as the user types them."""
+    """Replace each `megalite NAME` in a help text with the command as the user would type it."""
     if not _started_by_script():
         return text
-    names = "|".join(sorted(COMMANDS, key=len, reverse=True))  # `inspect-dataset` before `inspect`
+    names = "|".join(sorted(COMMANDS, key=len, reverse=True))  # match `inspect-dataset` before `inspect`
     text = re.sub(r"^megalite ", "python megalite ", text, flags=re.MULTILINE)  # an example
     return re.sub(rf"(-m )?megalite ({names})\b", lambda found: COMMANDS[found[2]].script, text)
 
@@ -68,7 +68,7 @@ def _started_by_script() -> bool:
 
 
 def command_lines(command: str, width: int = 80) -> list[str]:
-    """Break a command between its flags into lines of at most `width` columns, which a shell joins."""
+    """Break a command between flags into shell lines of at most `width` columns."""
     lines: list[str] = []
     for unit in re.split(r" (?=--)", command):
         if not lines or len(lines[-1]) + len(unit) + 3 > width:  # a space before it, and " \\" after it

@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 
 
 class UserError(ValueError):
-    """Report a mistake in the user's input: the program prints it as one line and exits with status 1.
+    """Raised for a mistake in the user's input: the program prints it as one line and exits with status 1.
 
     The message names the fields or files at fault, their values, and the fix. Any other exception is a defect
     of megalite and keeps its traceback.
 
     Attributes:
-        on_one_rank: other ranks may not have met the error, so this rank must report it, whichever it is.
+        on_one_rank: other ranks may not have the error, so this rank reports it, whatever its number.
     """
 
     on_one_rank = False
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has no message."""
+    """Return the first line of an error's message, or its type if it has no message."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def shortened(text: str, most: int = 40) -> str:
-    """Return a text from outside for a message, cut after `most` characters."""
+    """Return external text for use in a message, cut after `most` characters."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
@@ -38,7 +38,7 @@ def few(names: Sequence[str], most: int = 3) -> str:
 
 
 class ConfigError(UserError):
-    """Report all mistakes of one configuration, one line each.
+    """Raised with all mistakes in one configuration, one line each.
 
     Attributes:
         problems: the mistakes, one message each.
@@ -49,13 +49,13 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
-        """Pickle the list of problems, not the joined message: ranks send errors to each other."""
+        """Pickle the list of problems, not the joined message, since ranks send errors to each other."""
         return type(self), (self.problems,)
 
 
 @contextmanager
 def collected(problems: list[str]) -> Iterator[None]:
-    """End the block at a `UserError`, and append its lines: the blocks after it can report theirs too."""
+    """End the block at a `UserError` and append its lines, so that later blocks can report errors too."""
     try:
         yield
     except UserError as error:
@@ -63,7 +63,7 @@ def collected(problems: list[str]) -> Iterator[None]:
 
 
 class Problem(NamedTuple):
-    """Hold a mistake in a config, and the fields that cause it.
+    """A mistake in a config, and the fields that cause it.
 
     A rule between several fields is not reported while one of those fields is itself invalid.
     """
@@ -78,16 +78,16 @@ def check_call(
     """Check that a function of the user's program takes the arguments that megalite passes.
 
     Args:
-        name: of the function, for the message.
-        arguments: names of the positional ones.
-        keywords: of those that are passed by keyword.
+        name: name of the function, for the message.
+        arguments: names of the positional arguments.
+        keywords: names of the keyword arguments.
 
     Raises:
-        UserError: it does not take them.
+        UserError: the function does not take them.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function of C, without a signature
+    except ValueError:  # a C function without a signature
         return
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
@@ -99,12 +99,12 @@ def check_call(
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, for a message: ``None``, ``the class NAME`` or ``a NAME``."""
+    """Describe a value for a message: ``None``, ``the class NAME`` or ``a NAME``."""
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def one_line(text: str) -> str:
-    """Return the text with every character escaped that would break a line of output."""
+    """Escape every character that would break a line of output."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,7 +1,7 @@
-"""Safe file access and JSON from outside.
+"""Safe access to files, and parsing of untrusted JSON.
 
-A run writes to folders that other users may write to as well. The functions below neither follow a symbolic
-link that another process put under a known name, nor block on a pipe, nor read a file of any size.
+A run writes to folders that other users may write to as well. The functions below do not follow a symbolic
+link that another process put under a known name, do not block on a pipe, and limit how much they read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_regular(file: Path, *, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading, unbuffered; the call never blocks.
 
     Args:
-        follow: follow a symbolic link.
+        follow: whether to follow a symbolic link.
 
     Raises:
         OSError: the file cannot be read, or is a pipe, a device, a socket, a folder, or, without `follow`, a
@@ -66,7 +66,7 @@ def read_regular(file: Path, max_bytes: int, *, follow: bool = False) -> bytes:
     """Read a whole regular file; see `open_regular`.
 
     Raises:
-        OSError: as `open_regular`; or the file has more than `max_bytes`.
+        OSError: as in `open_regular`, or the file has more than `max_bytes`.
     """
     with open_regular(file, follow=follow) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
@@ -78,9 +78,9 @@ def read_regular(file: Path, max_bytes: int, *, follow: bool = False) -> bytes:
 
 
 def no_follow(file: str, flags: int) -> int:
-    """Open a file, but neither follow a symbolic link nor wait for the reader of a pipe.
+    """Open a file without following a symbolic link or waiting for the reader of a pipe.
 
-    Pass it as the opener where a run writes to a name that others know: `open(path, "w", opener=no_follow)`.
+    Pass it as the opener when a run writes to a predictable name: `open(path, "w", opener=no_follow)`.
 
     Raises:
         OSError: the file cannot be opened, or is a symbolic link.
@@ -89,7 +89,7 @@ def no_follow(file: str, flags: int) -> int:
 
 
 def open_new(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """Open a new file for writing and replace any file of that name; `buffering` is that of `open`.
+    """Open a new file for writing and replace any file of that name; `buffering` is passed to `open`.
 
     A symbolic link of that name is removed, not followed: another process may have put it there.
 
@@ -103,7 +103,7 @@ def open_new(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], buffering: int = -1) -> Iterator[BinaryIO]:
-    """Open a new file as `open_new` does; its bytes are on disk when the block has ended.
+    """Open a new file as `open_new` does. Its bytes are on disk when the block ends.
 
     Raises:
         OSError: the file cannot be made or written.
@@ -115,9 +115,9 @@ def new_file(path: str | os.PathLike[str], buffering: int = -1) -> Iterator[Bina
 
 
 def partial_name(final: Path) -> Path:
-    """Return a hidden name beside a file or folder, for writing it until it is complete.
+    """Return a hidden name beside a file or folder, to write to until it is complete.
 
-    The name is new each time: no two processes write to the same one.
+    The name is new each time, so no two processes write to the same file.
     """
     return final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
 
@@ -131,7 +131,7 @@ def replace_file(
 ) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` when the block ends: readers see the old content or the new.
 
-    What the block or `before_rename` raises deletes the new file and leaves the old one.
+    If the block or `before_rename` raises, the new file is deleted and the old one stays.
 
     Args:
         partial: the new file's name until then; by default `partial_name`.
@@ -142,7 +142,7 @@ def replace_file(
     """
     partial = partial or partial_name(Path(path))
     try:
-        with new_file(partial) as stream:  # on disk first: else it could be empty after a power cut
+        with new_file(partial) as stream:  # flush to disk first: a power cut could leave an empty file
             yield stream
         before_rename()
         partial.replace(path)
@@ -152,7 +152,7 @@ def replace_file(
 
 
 def file_system_of(descriptor: int) -> str:
-    """Return the name of the file system that a file is on; empty if the system does not say."""
+    """Return the name of the file system that a file is on; empty if it is unknown."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -167,7 +167,7 @@ def file_system_of(descriptor: int) -> str:
 
 
 def url_problem(path: str) -> str:
-    """Return why a path that must be on this machine is refused: it is a URL. Empty if it is a path."""
+    """Return an error message if a path that must be on this machine is a URL; empty if it is a path."""
     if "://" not in path:
         return ""
     return f"{path} is a URL: pass a path on this machine or on a mounted file system"
@@ -177,7 +177,7 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     """Parse JSON.
 
     Args:
-        unique_keys: refuse an object that has a key twice, as for settings: `json` uses the last one.
+        unique_keys: refuse an object that has a key twice, as for settings; `json` alone uses the last one.
 
     Raises:
         ValueError: the text is not JSON, is nested too deeply for Python, or has a key twice.

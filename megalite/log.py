@@ -1,4 +1,4 @@
-"""Logging: one stream for all of megalite; only rank 0 logs by default."""
+"""Logging: megalite has one stream, and only rank 0 logs by default."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ else:
 log = logging.getLogger("megalite")
 
 THIS_RANK = {"this_rank": True}
-"""Pass as ``extra`` to log a message on this rank, whichever it is."""
+"""Pass as ``extra`` to log a message on this rank, even if it is not rank 0."""
 
 
 class _RankFilter(logging.Filter):
-    """Pass all messages of rank 0, and those of other ranks that are marked with `THIS_RANK`."""
+    """Passes all messages of rank 0, and messages of other ranks that are marked with `THIS_RANK`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Format a message as its text alone, with its level from WARNING up."""
+    """Formats a message as its text alone, with the level in front from WARNING up."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -40,9 +40,9 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(_StreamHandler):
-    """Write messages to a stream; report on standard error once if that fails, and let the run continue.
+    """Writes messages to a stream. If that fails, it reports once on standard error, and the run continues.
 
-    Messages that the stream cannot write at exit are dropped: Python would exit with status 120 otherwise.
+    Messages that cannot be written at exit are dropped. Otherwise Python would exit with status 120.
     """
 
     has_failed = False

@@ -1,4 +1,4 @@
-"""One microbatch, from the data loader to the pipeline's stages.
+"""A microbatch, as it goes from the data loader to the pipeline's stages.
 
 Shapes: b samples of the microbatch, s tokens of a sequence.
 """
@@ -19,16 +19,16 @@ class Microbatch:
     Attributes:
         tokens: int64 ``[b, s]``, the inputs.
         labels: int64 ``[b, s]``, the token to predict at each input; ``[b, k]`` if k positions are selected.
-        sample_numbers: int64 ``[b]``, the samples' numbers in the whole run: they key the dropout.
+        sample_numbers: int64 ``[b]``, the samples' numbers in the whole run; they are keys of the dropout.
         position_ids: int64 ``[b, s]``, positions within documents; None for positions within the sample.
         document_ids: int64 ``[b, s]``, equal within a document; None if attention crosses documents. Padding
             is a document of its own.
-        loss_mask: bool, as `labels`, False for tokens without a loss; None if all tokens have one.
-        label_positions: int64 ``[b, k]``, the positions in the sample of the tokens to predict; None for all.
+        loss_mask: bool, shaped like `labels`, False for tokens without a loss; None if all tokens have one.
+        label_positions: int64 ``[b, k]``, positions in the sample of the tokens to predict; None for all.
         token_types: int64 ``[b, s]``, 0 in the first segment of a sample and 1 in the second; None if the
-            model has no types.
+            model has no token types.
         order_labels: int64 ``[b]``, 1 if the segments of a sample are swapped; None for a model that does not
-            predict it.
+            predict their order.
     """
 
     tokens: Tensor
@@ -47,11 +47,11 @@ class Microbatch:
         return Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), sample_numbers)
 
     def pin_memory(self) -> Microbatch:
-        """Copy to page-locked memory: a copy from any other memory waits for all work of the GPU."""
+        """Copy to pinned memory. A copy from pageable memory would wait for all work on the GPU."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> Microbatch:
-        """Start the copy to the device, on its current stream; torch keeps pinned memory until it is done."""
+        """Start the copy to the device on its current stream. torch keeps pinned memory until it is done."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:

@@ -47,20 +47,19 @@ def pretrain(
     The program takes all flags of ``megalite train``. Start it with torchrun, or with python for one rank.
 
     Args:
-        model_provider: builds the pipeline stages of a model of your own: a subclass of `GPT` or of
-            `SequentialStage`, or a function with the same arguments. By default the architecture's.
-        dataset_provider: takes the `RunContext` and returns `DatasetSplits` of your own. By default
-            --data-path or --mock-data.
+        model_provider: builds the pipeline stages of your own model: a subclass of `GPT` or of
+            `SequentialStage`, or a function with the same arguments. By default the architecture's model.
+        dataset_provider: takes the `RunContext` and returns your own `DatasetSplits`. By default the datasets
+            of --data-path or --mock-data.
         samples: how microbatches are read from your datasets, such as `FieldSamples`; by default each sample
             is int64 ``[s + 1]`` tokens.
-        callbacks: your own, called before the run's.
-        architecture: of the model that the flags describe.
-        arguments: the command line; by default the process's own, and errors end the process.
+        callbacks: your own callbacks, called before the run's.
+        architecture: architecture of the model that the flags describe.
+        arguments: the command line; by default the process's own, and then errors end the process.
 
     Raises:
         SystemExit: with the exit status.
-        UserError: if `arguments` are passed: they, what the program provides, a file or the cluster are at
-            fault.
+        UserError: if `arguments` are passed, and they, the providers, a file or the cluster have an error.
     """
     provided = model_provider, dataset_provider, samples
     main = partial(_pretrain, architecture, provided, callbacks)
@@ -95,7 +94,7 @@ def _pretrain(
         prepare_process(config, notices, launch)
 
     with listen(config, launch) as signals:
-        # Inside the block, so that later signals do not change the exit status.
+        # Exit inside the block, so that later signals do not change the exit status.
         raise SystemExit(train_rank(config, launch, signals, callbacks, providers))
 
 
@@ -104,7 +103,8 @@ def _parse(
 ) -> tuple[Config, list[str]]:
     """Return the config of the command line.
 
-    If the program has datasets, the config need not name a corpus. If it does, its provider may read it.
+    If the program has its own datasets, the config need not name a corpus. If it names one, the provider may
+    read it.
     """
     if providers.datasets is None:
         return parse(arguments, architecture=architecture)

@@ -1,8 +1,8 @@
-"""Private names of torch: all that megalite uses. An upgrade of torch may change each of them without notice.
+"""All private names of torch that megalite uses. A new version of torch may change them without notice.
 
-No torch from 2.11 to 2.15 has a public name that does the same. No other module imports or calls a private
-name of torch. ``tests/unit/test_torch_private.py`` checks that and runs each entry; it passed with every
-version in `megalite.torch_versions.TESTED`. What takes seconds to import is imported where it is used.
+No public name of torch from 2.11 to 2.15 does the same. No other module imports or calls a private name of
+torch. ``tests/unit/test_torch_private.py`` checks that and runs each entry; it passed with every version in
+`megalite.torch_versions.TESTED`. Modules that take seconds to import are imported where they are used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Operators on lists of tensors. The public classes of torch.optim use them within steps of their own only.
+# Operators on lists of tensors. The public classes of torch.optim only use them within their own steps.
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
@@ -41,10 +41,10 @@ fused_adamw_ = torch._fused_adamw_
 # The public torch.nn.functional.scaled_mm has no CPU kernel in torch 2.11.
 scaled_mm = torch._scaled_mm
 
-# The result of a public view that an autograd Function returns must not be changed in place.
+# If an autograd Function returns the result of a public view, it must not be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view
 
-# What dispatch modes see of scaled_dot_product_attention and of Tensor.item, instead of the public names.
+# Dispatch modes see these operators, not the public scaled_dot_product_attention and Tensor.item.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 unfused_attention = torch.ops.aten._scaled_dot_product_attention_math
@@ -56,7 +56,7 @@ read_scalar = torch.ops.aten._local_scalar_dense.default
 def selected_attention(*arguments: Any, **options: Any) -> int:
     """Return the number of the SDPBackend that `scaled_dot_product_attention` selects for these arguments.
 
-    The public `torch.backends.cuda.can_use_flash_attention` and the like return what could be selected.
+    The public `torch.backends.cuda.can_use_flash_attention` and the like only tell what could be selected.
     """
     return torch._fused_sdp_choice(*arguments, **options)
 
@@ -75,14 +75,14 @@ def has_kernel(operator: str, key: str) -> bool:
 
 
 def scoped_library(namespace: str, kind: str) -> AbstractContextManager[torch.library.Library]:
-    """Open a `torch.library.Library`, and take back in the end what was registered with it."""
+    """Open a `torch.library.Library`, and undo its registrations when the block ends."""
     return torch.library._scoped_library(namespace, kind)
 
 
 class EagerMode(TorchDispatchMode):
     """A dispatch mode without torch's wrapper that disables torch.compile.
 
-    Nothing is compiled in a dry run. The wrapper takes half of the time under a mode, and seconds to import.
+    A dry run compiles nothing. The wrapper would take half of the time under a mode, and seconds to import.
     """
 
     @classmethod
@@ -91,20 +91,20 @@ class EagerMode(TorchDispatchMode):
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:
-    """Return a number that only this storage has while it exists. `data_ptr` is 0 for all meta tensors."""
+    """Return a number that is unique to this storage while it exists. `data_ptr` is 0 for meta tensors."""
     return storage._cdata
 
 
 def next_node_number() -> int:
-    """Return a number that is above those of autograd's nodes so far, and not above those of later ones.
+    """Return a number above all autograd nodes created so far, and not above any created later.
 
-    Hooks on nodes are public, but not which module has made a node: these numbers say it.
+    Hooks on nodes are public, but which module created a node is not. It follows from these numbers.
     """
     return _get_sequence_nr()
 
 
 def node_number(node: Node) -> int:
-    """Return the number of a node of autograd's graph: nodes are numbered in the order of their creation."""
+    """Return the number of a node in autograd's graph. Nodes are numbered in the order of their creation."""
     return node._sequence_nr()
 
 
@@ -122,22 +122,22 @@ def start_memory_history() -> None:
 
 
 def stop_memory_history() -> None:
-    """Record nothing from now on, and forget what was recorded."""
+    """Stop recording, and discard the record."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def save_memory_history(path: str) -> None:
-    """Write the record for viewers. The public `memory_snapshot` returns only memory that is allocated."""
+    """Write the record for viewers. The public `memory_snapshot` only returns allocated memory."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 COMPILER = "torch._dynamo"
-"""Module that FSDP imports when it first shards a module, in about a second."""
+"""Module that FSDP imports when it first shards a module; the import takes about a second."""
 
 
 @contextmanager
 def compilations_observed(begin: Callable[..., None], end: Callable[..., None]) -> Iterator[None]:
-    """Call the functions when torch.compile begins and ends to compile something in this block.
+    """Call the functions when torch.compile begins and ends a compilation in this block.
 
     The public `torch.compiler` has no such hook.
     """
@@ -153,37 +153,37 @@ def compilations_observed(begin: Callable[..., None], end: Callable[..., None]) 
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives and messages this rank has started in the group, to find late ranks."""
+    """Return the number of collectives and messages that this rank has started in the group."""
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
 
 def flight_recorder(device_type: str) -> Callable[..., bytes] | None:
     """Return the function that pickles NCCL's or gloo's last collectives; None if this torch has none.
 
-    Public are only the settings by which torch's own watchdog of NCCL writes them.
+    Only the settings that make torch's own NCCL watchdog write them are public.
     """
     name = {"cuda": "_dump_nccl_trace", "cpu": "_dump_fr_trace"}.get(device_type, "")
     return getattr(_distributed_c10d, name, None)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str, options: Any) -> DeviceMesh:
-    """Return the product of a mesh's axes as one axis of this name. Public functions slice meshes only.
+    """Flatten a mesh's axes into one axis of this name. Public functions only slice meshes.
 
     Args:
-        options: of its process groups; None for torch's defaults.
+        options: options of its process groups; None for torch's defaults.
     """
     return mesh._flatten(name, options)
 
 
-# FSDP. Its public methods reduce gradients in a backward pass of autograd only; zero bubble computes weight
-# gradients after it.
+# FSDP. Its public methods only reduce gradients during autograd's backward, but zero bubble computes weight
+# gradients later.
 
 
 def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, Callable[[], None]]]:
     """Yield a module's full parameters, each with the function that reduces the gradients of its group.
 
-    A group is communicated together; its parameters come with equal functions. The full parameters exist from
-    the first forward on.
+    A group is communicated together, and its parameters are yielded with equal functions. The full parameters
+    exist from the first forward on.
     """
     state = module._get_fsdp_state()
     # torch 2.11 has one group for a module, and no list.
@@ -194,14 +194,14 @@ def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, Cal
 
 
 def wait_for_reductions(root: FSDPModule) -> None:
-    """Let the device wait for the reductions since the last backward pass, and end FSDP's iteration."""
+    """Make the device wait for the reductions since the last backward pass, and end FSDP's iteration."""
     state = root._get_fsdp_state()
-    # Since torch 2.15 a part of the callback may be called outside of a backward pass; the whole may not.
+    # Since torch 2.15 only a part of the callback may be called outside of a backward pass.
     getattr(state, "wait_for_gradient_reduction", state._root_post_backward_final_callback)()
 
 
 def all_gather_waits_for(module: FSDPModule, event: Any) -> None:
-    """Let the stream of FSDP's all-gathers wait for an event.
+    """Make the stream of FSDP's all-gathers wait for an event.
 
     The public `set_post_optim_event` takes one event for all modules, for the start of the next forward.
     """
@@ -212,9 +212,9 @@ def all_gather_waits_for(module: FSDPModule, event: Any) -> None:
 def fsdp_on_meta() -> Iterator[None]:
     """Let `fully_shard` shard, all-gather and reduce-scatter meta tensors in this block.
 
-    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``; on
-    the latter they do nothing. Outside of a CPU, FSDP requires that recording an event returns one, and since
-    torch 2.15 that streams have numbers.
+    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``. In
+    ``torch.cpu`` they do nothing. Except on a CPU, FSDP requires that recording an event returns an event,
+    and since torch 2.15 that streams have numbers.
     """
     from torch.distributed.fsdp._fully_shard import _fully_shard as interface  # seconds to import
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -4,8 +4,8 @@
 PYTHON scripts/add_parent_packages.py .venv/bin/python
 
 `python -m venv --system-site-packages` gives the new environment the packages of PYTHON's base. If PYTHON is
-the interpreter of a virtual environment itself, as in many images for GPUs, its own packages are not among
-them. Needs Python's standard library alone: scripts/install.sh runs it before anything is installed.
+itself in a virtual environment, as in many GPU images, this does not include PYTHON's own packages. The
+script only needs Python's standard library, since scripts/install.sh runs it before anything is installed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sysconfig
 from pathlib import Path
 
 NAME = "parent_environment.pth"
-"""Python reads such a file at its start: it also reads the parent's own files of this kind."""
+"""Python reads files of this kind when it starts, including the parent's own files."""
 
 
 def main(python: str) -> None:
-    """Write the file, if this interpreter is of a virtual environment."""
+    """Write the file, if this interpreter is in a virtual environment."""
     if sys.prefix == sys.base_prefix:
         return
     show = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -3,7 +3,7 @@
 
 python scripts/cuda_toolkit.py 13.0        print nvcc's path; if there is none, the reason, and exit with 1
 
-Needs Python's standard library alone: it runs before anything is installed.
+It only needs Python's standard library, since it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROOTS = "/usr/local/cuda*"
 
 
 class Toolkit(NamedTuple):
-    """Describe a compiler and what it compiles with.
+    """A CUDA compiler, with its headers and libraries.
 
     Attributes:
-        release: of nvcc, such as (13, 0).
-        include_dirs: with headers that nvcc does not find itself.
-        library_dirs: with `libcudart_static.a`.
+        release: nvcc's release, such as (13, 0).
+        include_dirs: folders of headers that nvcc does not find by itself.
+        library_dirs: folders with `libcudart_static.a`.
     """
 
     nvcc: str
@@ -46,7 +46,7 @@ def find_toolkit(torch_cuda: str) -> Toolkit:
         torch_cuda: `torch.version.cuda`, such as "13.0".
 
     Raises:
-        LookupError: there is none; the message says why, and completes "as ...".
+        LookupError: there is none; the message gives the reason, and completes "as ...".
     """
     major = int(torch_cuda.split(".")[0])
     problems = []
@@ -55,14 +55,14 @@ def find_toolkit(torch_cuda: str) -> Toolkit:
         if toolkit is None:
             problems.append(f"{nvcc} does not run")
         elif toolkit.release[0] > major:
-            problems.append(f"nvcc is of CUDA {toolkit.release[0]} and torch of CUDA {major} ({nvcc})")
+            problems.append(f"nvcc has CUDA {toolkit.release[0]} and torch has CUDA {major} ({nvcc})")
         else:
             return toolkit
-    raise LookupError(problems[0] if problems else f"there is no nvcc of CUDA {major}")
+    raise LookupError(problems[0] if problems else f"there is no nvcc for CUDA {major}")
 
 
 def _compilers() -> Iterator[str]:
-    """Yield paths of nvcc: of CUDA_HOME or CUDA_PATH alone, else of PATH, ROOTS and Python's packages."""
+    """Yield paths of nvcc: only CUDA_HOME's or CUDA_PATH's, else from PATH, ROOTS and Python's packages."""
     if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         yield from _in(Path(home))
         return
@@ -89,7 +89,7 @@ def _packages() -> list[Path]:
 
 
 def _toolkit(nvcc: str) -> Toolkit | None:
-    """Ask a compiler for its release and its folder, wherever a link or a script to it lies."""
+    """Ask a compiler for its release and folder, so that links and wrapper scripts work too."""
     version, dry_run = (
         subprocess.run([nvcc, *options], capture_output=True, text=True)
         for options in (["--version"], ["--dryrun", "-E", "none.cu"])
@@ -99,7 +99,7 @@ def _toolkit(nvcc: str) -> Toolkit | None:
     if release is None or top is None:
         return None
     folder = Path(top[1]).resolve()
-    # The compiler's package may lie in another site-packages than that of the runtime, which torch needs too.
+    # The compiler's package and the runtime's, which torch needs too, may be in different site-packages.
     others = []
     if folder.parent.name == "nvidia":
         others = [each for each in _packages() if each.name == folder.name and each.resolve() != folder]

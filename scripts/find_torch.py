@@ -2,10 +2,10 @@
 """Print the torch that an interpreter has, if megalite can use it: scripts/install.sh calls this script.
 
 PYTHON scripts/find_torch.py              print the version and the folder; nothing if there is no torch
-PYTHON scripts/find_torch.py 2.15.0       the same, and accept this version alone
+PYTHON scripts/find_torch.py 2.15.0       the same, but accept only this version
 PYTHON scripts/find_torch.py --pins       print pip's constraints that keep this torch and its Triton
 
-If megalite cannot use the torch, print the reason and exit with 1. Needs Python's standard library alone.
+If megalite cannot use the torch, print the reason and exit with 1. Needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERSIONS = runpy.run_path(str(Path(__file__).parents[1] / "megalite" / "torch_ve
 
 
 def release(version: str) -> str:
-    """Return a version without the part that names the build, such as ``+cu130``."""
+    """Return a version without its build suffix, such as ``+cu130``."""
     return version.split("+")[0]
 
 

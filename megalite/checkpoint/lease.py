@@ -2,15 +2,15 @@
 
     SAVE/lease.3    {"host": "n7", "pid": 4711, "job": "812", …}
 
-Rank 0 creates the file with O_EXCL, which is atomic on local disks, NFS and Lustre, and a thread touches it
-every few seconds: the heartbeat. Another run that finds the file watches it. It takes the folder over if the
-holder cannot be alive, or has shown no heartbeat for `ABANDONED_SECONDS` by the watcher's own clock: clocks
-of different hosts are never compared. A takeover creates the file of the next number, again with O_EXCL, so
-that of two runs that want the folder only one gets it. Then it deletes the old file, and the files that the
-old holder has not finished.
+Rank 0 creates the file with O_EXCL, which is atomic on local disks, NFS and Lustre. A thread touches the file
+every few seconds; this is the heartbeat. Another run that finds the file watches it. It takes over the folder
+if the holder cannot be alive, or has shown no heartbeat for `ABANDONED_SECONDS` by the watcher's own clock;
+clocks of different hosts are never compared. A takeover creates the file with the next number, again with
+O_EXCL, so only one of two competing runs gets the folder. Then it deletes the old file, and the files that
+the old holder has not finished.
 
-A holder that was stopped or cut off, and continues later, finds its file gone. Rank 0 checks before each
-rename of a save; other ranks write only between the beginning and the end of a save that rank 0 announces.
+A holder that was paused or cut off finds its file gone when it continues. Rank 0 checks before each rename of
+a save; other ranks only write between the beginning and the end of a save, which rank 0 announces.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from megalite.log import log
 
 BEAT_SECONDS = 5.0
 ABANDONED_SECONDS = 60.0
-"""Longer than an NFS client caches the times of a file (`acregmax`)."""
+"""Must be longer than an NFS client caches the times of a file (`acregmax`)."""
 _CHECK_SECONDS = 1.0
-"""`is_lost` reads the file at most once in this time."""
+"""`is_lost` reads the file at most once per this time."""
 _PATIENCE_SECONDS = 2.0
 """`is_lost` waits this long for a file system that does not answer."""
 _POLL_SECONDS = 0.2
 _MAX_BYTES = 1 << 16
 _NAME = re.compile(r"lease\.([1-9][0-9]{0,99})")
-"""Anything may have put a file of a large number there: the next one's name must have space in the folder."""
+"""A file of any number may have been put there by hand: the name with the next number must be valid too."""
 _MISSING = (errno.ENOENT, errno.ESTALE)
 
 
 class LeaseLost(SaveError):
-    """Raised when another run has taken over the folder: this one must write nothing more."""
+    """Raised when another run has taken over the folder, so this run must not write anything more."""
 
     def __init__(self, folder: Path, holder: object = None) -> None:
         by = f" ({holder})" if holder else ""
         super().__init__(
-            f"--save {folder} was taken over by another run{by}: this run stops, and writes nothing more"
+            f"--save {folder} was taken over by another run{by}: this run stops and writes nothing more"
         )
 
 
@@ -67,12 +67,12 @@ class LeaseHolder:
     """Identify the process that holds a lease.
 
     Attributes:
-        machine: names the booted system and its process numbers; empty if the system does not say.
-        pid_start: when the process started, in ticks since the boot, to detect a reused process number.
-        job: Slurm's number of the job; empty outside Slurm.
-        job_starts: how often Slurm started the job before.
-        since: date and time by the holder's clock, for people.
-        token: random, so that no two leases have the same content.
+        machine: identifies the booted system and its pid namespace; empty if unknown.
+        pid_start: start time of the process, in ticks since boot, to detect a reused pid.
+        job: Slurm's job id; empty outside Slurm.
+        job_starts: how often Slurm has started the job before.
+        since: date and time by the holder's clock, for people to read.
+        token: random text, so that no two leases have the same content.
     """
 
     host: str
@@ -111,11 +111,11 @@ class LeaseHolder:
         return holder if {name: type(value) for name, value in record.items()} == kinds else None
 
     def content(self) -> bytes:
-        """Return the text of the lease's file."""
+        """Return the content of the lease's file."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def is_gone(self) -> bool:
-        """Return whether the process is known to have ended; only its own machine can know."""
+        """Return whether the process is known to have ended. Only its own machine can know."""
         if not self.machine or self.machine != _machine() or self.host != socket.gethostname():
             return False
         try:
@@ -133,11 +133,11 @@ class LeaseHolder:
 
 
 class FolderLease:
-    """Check the right to write to a run's folder of checkpoints, on any rank.
+    """Checks, on any rank, that this run may still write to its folder of checkpoints.
 
     Attributes:
-        name: of the lease's file.
-        content: of the file, as long as the lease is this run's.
+        name: name of the lease's file.
+        content: content of the file while this run holds the lease.
     """
 
     def __init__(self, folder: Path, name: str, content: bytes) -> None:
@@ -145,7 +145,7 @@ class FolderLease:
         self.name = name
         self.content = content
         self._inode = folder.stat().st_ino if folder.exists() else 0
-        self._has_seen = False  # a rank that never saw the file cannot see it go: it may see another folder
+        self._has_seen = False  # a rank that never saw the file may see another folder, where it is not lost
         self._checked_at = time.monotonic()
         self._check_thread = threading.Thread()
         self._is_lost = False
@@ -154,7 +154,7 @@ class FolderLease:
         """Read the lease's file.
 
         Raises:
-            LeaseLost: it is gone or another's.
+            LeaseLost: the file is gone, or another run's.
             OSError: the folder cannot be read.
         """
         try:
@@ -162,7 +162,7 @@ class FolderLease:
         except OSError as error:
             if error.errno not in _MISSING:
                 raise
-            # If the file system is lost, the lease is not: then there is another folder, or none.
+            # A lost file system does not mean a lost lease: then this folder is missing or another one.
             if self.folder.stat().st_ino != self._inode:
                 raise
             is_own = False
@@ -173,16 +173,16 @@ class FolderLease:
         self._checked_at = time.monotonic()
 
     def loss(self) -> LeaseLost:
-        """Return the error of a lost lease, which names the new holder if this rank can see it."""
+        """Return the error for a lost lease. It names the new holder if this rank can see it."""
         newest = None
         with suppress(OSError):
             newest = _newest(self.folder)
         return LeaseLost(self.folder, newest and LeaseHolder.parse(newest[1]))
 
     def is_lost(self) -> bool:
-        """Return whether the lease was lost a second ago; a folder that cannot be read is not a loss.
+        """Return whether the lease was lost, as of about a second ago. An unreadable folder is not a loss.
 
-        A thread reads the file within a limited time: a file system that hangs must not stop training.
+        A thread reads the file, with a time limit: a hanging file system must not stop training.
         """
         is_due = time.monotonic() - self._checked_at >= _CHECK_SECONDS
         if not self._is_lost and is_due and not self._check_thread.is_alive():
@@ -197,10 +197,10 @@ class FolderLease:
 
 
 class HeldLease(FolderLease):
-    """Hold the lease with its heartbeat, on rank 0.
+    """The lease and its heartbeat, on rank 0.
 
     Args:
-        descriptor: of the lease's file, open for writing.
+        descriptor: file descriptor of the lease's file, open for writing.
     """
 
     def __init__(self, folder: Path, name: str, content: bytes, descriptor: int) -> None:
@@ -213,10 +213,10 @@ class HeldLease(FolderLease):
 
     @staticmethod
     def take(folder: Path) -> HeldLease:
-        """Take the lease, if necessary from a holder that is gone.
+        """Acquire the lease, if necessary from a holder that is gone.
 
         Raises:
-            UserError: another run holds it and is alive; or the folder cannot be written.
+            UserError: another live run holds it, or the folder cannot be written.
         """
         make_writable(folder, "--save")
         try:
@@ -233,7 +233,7 @@ class HeldLease(FolderLease):
                 time.sleep(_POLL_SECONDS)  # another run was faster, or the folder's listing was outdated
             if reason:
                 log.warning("--save %s is taken over: %s", folder, reason)
-                with suppress(OSError):  # leftovers only use space
+                with suppress(OSError):  # leftovers only take up space
                     remove_leftovers(folder)
         except OSError as error:
             raise UserError(
@@ -244,7 +244,7 @@ class HeldLease(FolderLease):
     def release(self) -> None:
         """End the heartbeat, and delete the file if it is still this lease's."""
         self._is_over.set()
-        self._thread.join(BEAT_SECONDS)  # its file system may hang
+        self._thread.join(BEAT_SECONDS)  # do not wait longer: the file system may hang
         with suppress(LeaseLost, OSError):
             self.check()
             (self.folder / self.name).unlink()
@@ -252,7 +252,7 @@ class HeldLease(FolderLease):
             os.close(self._descriptor)
 
     def _beat(self) -> None:
-        # Through the open file: a lost lease cannot touch its successor's file.
+        # Use the open file, so that a lost lease does not touch its successor's file.
         while not self._is_over.wait(BEAT_SECONDS):
             with suppress(OSError):
                 os.utime(self._descriptor)
@@ -260,7 +260,7 @@ class HeldLease(FolderLease):
 
 @contextmanager
 def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease | None]:
-    """Hold the lease on --save in the block; every rank calls this, and gets None if there is no folder.
+    """Hold the lease on --save during the block. Every rank calls this; it yields None without a folder.
 
     Raises:
         UserError: another run holds it, or the folder cannot be written; on every rank.
@@ -277,7 +277,7 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
         dist.broadcast_object_list(shared)
         assert shared[0] is not None
         yield lease or FolderLease(Path(folder), *shared[0])
-        # Another rank may be writing the last metrics, for which it reads the lease.
+        # Another rank may still be writing the last metrics, and reads the lease for that.
         wait_for_all(topology.store, topology.world_size)
     finally:
         if lease is not None:
@@ -285,7 +285,7 @@ def hold_folder(folder: str | None, topology: Topology) -> Iterator[FolderLease 
 
 
 def _wait_until_free(folder: Path) -> tuple[int, str]:
-    """Wait until a new lease may be created, and return the number of the previous one and why it is void.
+    """Wait until a new lease may be created. Return the previous lease's number, and why it is void.
 
     Returns:
         0 and no reason if there is no lease.
@@ -308,7 +308,7 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
             log.info("--save %s is in use (%s): waiting to see whether that run is alive", folder, who)
         elif (content, touched) != first:
             raise UserError(
-                f"--save {folder} is in use by another run ({who}): end that one, or pass another folder; "
+                f"--save {folder} is in use by another run ({who}): end that run, or pass another folder; "
                 f"a dead run is detected after {ABANDONED_SECONDS:g} s"
             )
         elif time.monotonic() > deadline:
@@ -318,7 +318,7 @@ def _wait_until_free(folder: Path) -> tuple[int, str]:
 
 
 def _create(folder: Path, number: int) -> HeldLease | None:
-    """Create the lease of this number and delete earlier ones; return None if another run has it."""
+    """Create the lease with this number and delete earlier ones; return None if another run created it."""
     name, content = f"lease.{number}", LeaseHolder.here().content()
     file = folder / name
     try:
@@ -330,7 +330,7 @@ def _create(folder: Path, number: int) -> HeldLease | None:
         os.write(descriptor, content)
         os.fsync(descriptor)
         numbers = _numbers(folder)
-        is_taken = max(numbers, default=number) == number  # else the listing that led here was outdated
+        is_taken = max(numbers, default=number) == number  # otherwise an earlier listing was outdated
     finally:
         if not is_taken:
             os.close(descriptor)
@@ -348,7 +348,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _newest(folder: Path) -> tuple[int, bytes, int] | None:
-    """Return number, content and modification time, in ns, of the newest lease; None if there is none."""
+    """Return the number, content and modification time (ns) of the newest lease; None without a lease."""
     for number in sorted(_numbers(folder), reverse=True):
         try:
             with open_regular(folder / f"lease.{number}") as stream:
@@ -360,7 +360,7 @@ def _newest(folder: Path) -> tuple[int, bytes, int] | None:
 
 
 def _machine() -> str:
-    """Return an id of this boot and of this namespace of process ids: containers have their own."""
+    """Return an id of this boot and of this pid namespace; each container has its own namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -369,11 +369,11 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process started, in ticks since the boot; -1 if it has ended, None if unknown."""
+    """Return a process's start time in ticks since boot; -1 if it has ended, None if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     state, start = fields[0], int(fields[19])
     return -1 if state in "ZX" else start

@@ -1,1 +1,1 @@
-"""The programs of megalite: one module for each command, with a `main` that takes its arguments."""
+"""The commands of megalite: one module each, with a `main` that takes the arguments."""

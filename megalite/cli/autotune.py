@@ -4,9 +4,9 @@ megalite autotune --gpu h100 --world-size 8 --preset gpt-1.3b --global-batch-siz
 megalite autotune --calibrate --world-size 2 --preset gpt-tiny --vocab-size 256 \
     --global-batch-size 8 --mock-data
 
-It takes all flags of megalite train, and those of megalite plan that describe the cluster. Options of the
-layout that are passed stay fixed, the others are searched: sizes of tp and pp, schedule, micro-batch size,
-recomputation, ZeRO stage, sequence parallelism. No checkpoint is read or written.
+It takes all flags of megalite train, and the flags of megalite plan that describe the cluster. Layout options
+that you pass stay fixed. The others are searched: tp and pp size, schedule, micro-batch size, recomputation,
+ZeRO stage, sequence parallelism. No checkpoint is read or written.
 """
 
 from __future__ import annotations

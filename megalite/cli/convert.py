@@ -4,10 +4,10 @@ megalite convert --load CHECKPOINTS --save HF_FOLDER
 megalite convert --load HF_FOLDER --save CHECKPOINTS
 megalite convert --load MEGATRON_FOLDER --save HF_FOLDER --to hf
 
-The format of --load is detected. A megalite checkpoint becomes a Hugging Face folder (GPT-2, BLOOM or
-Llama), any other format a megalite checkpoint with weights only, for `megalite train --load … --finetune`.
-Flags of megalite train for the model, its precision (--params-dtype) and its tokenizer override the
-source's own description; a source without a description needs them.
+The format of --load is detected. A megalite checkpoint is converted to a Hugging Face folder (GPT-2, BLOOM
+or Llama). Any other format is converted to a megalite checkpoint with weights only, for
+`megalite train --load … --finetune`. Flags of megalite train for the model, its precision (--params-dtype)
+and its tokenizer override the source's own description; a source without a description needs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Convert; flags that the tool does not know belong to the config."""
+    """Convert a model. Flags that the tool does not know set the config."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
     add("--load", type=local_path, required=True, metavar="FOLDER", help="checkpoint to convert")

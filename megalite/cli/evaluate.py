@@ -2,7 +2,7 @@
 
 megalite evaluate --load runs/quickstart/checkpoints --split valid
 
-Model and tokenizer are those of the checkpoint's config; a checkpoint of any layout can be loaded. Under
+The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. Under
 torchrun, layers are sharded over --tp ranks, and the text is distributed over the replicas.
 """
 
@@ -48,16 +48,16 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     source.add_argument(
         "--text", nargs="+", help="files of UTF-8 text, each a document; - for standard input"
     )
-    source.add_argument("--data-path", help="prefix of a .bin/.idx pair, which is read whole")
+    source.add_argument("--data-path", help="prefix of a .bin/.idx pair, all of which is evaluated")
     source.add_argument(
         "--split", choices=("valid", "test"), help="a split of the run's own data, evaluated as in training"
     )
     windows = parser.add_argument_group("windows")
-    windows.add_argument("--seq-length", type=positive_int, help="tokens of a window (default the run's)")
+    windows.add_argument("--seq-length", type=positive_int, help="tokens per window (default the run's)")
     windows.add_argument(
         "--stride",
         type=positive_int,
-        help="tokens from the start of one window to the next: below --seq-length tokens have more context "
+        help="tokens from the start of one window to the next; below --seq-length, tokens have more context "
         "(default --seq-length)",
     )
     windows.add_argument(
@@ -67,7 +67,7 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     ModelFlags.add_to(parser)
     flags = parser.parse_args(arguments)
     if flags.split and (flags.seq_length or flags.stride):
-        raise UserError("--split uses the run's own samples: drop --seq-length and --stride")
+        raise UserError("--split uses the run's own samples: remove --seq-length and --stride")
     return flags
 
 
@@ -95,7 +95,7 @@ def _results(
 
 
 def _texts(paths: Sequence[str], topology: Topology) -> dict[str, str]:
-    """Read the files' texts on the first rank; all ranks return them, by name."""
+    """Read the texts on the first rank; all ranks return them, by file name."""
     read: list[dict[str, str]] = [{}]
     with topology.agreed():
         if topology.rank == 0:

@@ -2,10 +2,10 @@
 
 megalite generate --load runs/quickstart/checkpoints --prompt "In the beginning"
 
-Model and tokenizer are those of the checkpoint's config; a checkpoint of any layout can be loaded. A single
-sample of a single prompt is printed while it is generated, others when their batch is complete. Under
-torchrun, layers are sharded over --tp ranks, and prompts are distributed over the replicas. The text is the
-same in any layout and batch.
+The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. A single
+sample of a single prompt is printed while it is generated; otherwise text is printed when its batch is
+complete. Under torchrun, layers are sharded over --tp ranks, and prompts are distributed over the replicas.
+The text is the same in any layout and batch.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     text.add_argument(
         "--max-new-tokens",
         type=positive_int,
-        help="largest number of new tokens (default 128, or the positions that are left)",
+        help="maximum number of new tokens (default 128, or as many as there are positions left)",
     )
     text.add_argument("--num-samples", type=positive_int, default=1, help="texts per prompt (default 1)")
     text.add_argument(
         "--temperature",
         type=float,
         default=1.0,
-        help="divisor of the logits; 0 chooses the likeliest token (default 1)",
+        help="divisor of the logits; 0 always chooses the likeliest token (default 1)",
     )
     text.add_argument(
         "--top-k", type=int, default=0, help="sample from the K likeliest tokens (default 0: all)"
@@ -91,7 +91,7 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
         "--top-p",
         type=float,
         default=1.0,
-        help="sample from the likeliest tokens with this total probability (default 1: all)",
+        help="sample from the likeliest tokens that have this total probability (default 1: all)",
     )
     text.add_argument("--seed", type=int, default=1234, help="seed of the sampling (default 1234)")
     text.add_argument("--ignore-eod", action="store_true", help="continue after the end of a document")
@@ -102,7 +102,7 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _texts(flags: argparse.Namespace, topology: Topology) -> list[str]:
-    """Read the prompts on the first rank; all ranks return them."""
+    """Read the prompts on the first rank, and return them on all ranks."""
     read: list[list[str]] = [[]]
     with topology.agreed():
         if topology.rank == 0:
@@ -112,7 +112,7 @@ def _texts(flags: argparse.Namespace, topology: Topology) -> list[str]:
 
 
 def _stream(writer: CompletionWriter, text: str, prompt: Prompt) -> int:
-    """Print the prompt, and the text after it while it is generated; return the number of new tokens."""
+    """Print the prompt, then the text as it is generated; return the number of new tokens."""
     _put(text, writer.topology)
     for piece in writer.stream(prompt):
         _put(piece, writer.topology)
@@ -123,8 +123,8 @@ def _stream(writer: CompletionWriter, text: str, prompt: Prompt) -> int:
 def _write_all(
     writer: CompletionWriter, texts: Sequence[str], prompts: Sequence[Prompt], flags: argparse.Namespace
 ) -> int:
-    """Print each text with its prompt when its batch is complete; return the number of new tokens."""
-    num_new = 0  # of all replicas
+    """Print each prompt with its text when the batch is complete; return the number of new tokens."""
+    num_new = 0  # over all replicas
     for completion in writer.complete(prompts, flags.num_samples):
         num_new += len(completion.ids)
         prompt = texts[completion.prompt_number]

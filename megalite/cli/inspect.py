@@ -4,9 +4,9 @@ megalite inspect CHECKPOINTS
 megalite inspect CHECKPOINTS --load-iteration 100 --verify --norms
 megalite inspect CHECKPOINTS/iter_0000100 --diff OTHER/iter_0000100
 
-FOLDER is a run's folder of checkpoints, one checkpoint, or a Hugging Face folder. The exit status is 1 if it
-is damaged, or if --diff finds different progress, models, runs or tensors; the layout and the versions that
-saved them do not matter.
+FOLDER is a run's folder of checkpoints, one checkpoint, or a Hugging Face folder. The exit status is 1 if the
+checkpoint is damaged, or if --diff finds a difference in progress, model, run or tensors. The layouts and
+versions that saved the checkpoints do not matter.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _report(flags: argparse.Namespace) -> bool:
 
 
 def _difference(flags: argparse.Namespace) -> bool:
-    """Print the difference of two checkpoints; return whether they are equal."""
+    """Print the difference between two checkpoints; return whether they are equal."""
     if flags.verify or flags.norms:
-        raise UserError("--verify and --norms are for one checkpoint: drop them with --diff")
+        raise UserError("--verify and --norms are for one checkpoint: remove them, or --diff")
     views = [open_view(folder, flags.load_iteration) for folder in (flags.folder, flags.diff)]
     comparison = checkpoint_difference.compare(*views)
     lines = checkpoint_difference.lines_of(comparison)

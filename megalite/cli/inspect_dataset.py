@@ -1,4 +1,4 @@
-"""Check indexed datasets, and show counts, lengths, tokens, one document as text, or a difference.
+"""Check indexed datasets. Show counts, lengths, tokens, one document as text, or the difference of two.
 
 megalite inspect-dataset PREFIX
 megalite inspect-dataset PREFIX --document 17 --tokenizer-model tokenizer.json
@@ -27,7 +27,7 @@ from megalite.errors import UserError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser; the tokenizer's flags are those of megalite preprocess."""
+    """Build the parser, with megalite preprocess's flags for the tokenizer."""
     parser = ToolParser(description=__doc__)
     add = parser.add_argument
     add("prefix", nargs="*", metavar="PREFIX", help="path of the dataset without .bin and .idx")
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="refuse token ids of N or more (default the tokenizer's size)",
+        help="report token ids of N or above as damage (default the tokenizer's size)",
     )
     return parser
 

@@ -4,9 +4,9 @@ megalite launch --nodes 16 --gpu a100-80 --time 20:00:00 --preset gpt3-175b --tp
 megalite launch --nodes 4 --gpu h100 --time 1-00:00:00 --config run.yaml --search
 megalite launch --nodes 4 --gpu h100 --kubernetes REGISTRY/megalite --volume runs:/runs --save /runs/a ...
 
-It takes all flags of megalite train, and those of megalite plan that describe the cluster (--gpu-set,
+It takes all flags of megalite train, and the flags of megalite plan that describe the cluster (--gpu-set,
 --node-gbps, --network-gbps, --train-tokens, --price-per-gpu-hour, --padded-vocab-size, --search). It prints
-the plan, refuses a layout that does not fit in memory, and warns of likely problems.
+the plan, refuses a layout that does not fit in memory, and warns about likely problems.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Join indexed datasets in the order of the inputs to OUTPUT_PREFIX.bin and .idx, in constant memory."""
+"""Join indexed datasets, in the order of the inputs, into OUTPUT_PREFIX.bin and .idx, in constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a run without a cluster: memory per rank, time per iteration, the best layout."""
+"""Plan a run without a cluster: memory per rank, time per iteration, and the best layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_SHOWS = 0.2
 
 
 class ProgressLine:
-    """Shows a line on stderr that changes, if that is a terminal; otherwise nothing."""
+    """Shows a line of progress on stderr if stderr is a terminal."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Tokenize text files to an indexed dataset, PREFIX_{json_key}_document.bin and .idx."""
+"""Tokenize text files into an indexed dataset, PREFIX_{json_key}_document.bin and .idx."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _NOT_NEEDED: dict[str, tuple[str | int | None, str]] = {
     "use_gigatoken": (0, _TOKENIZER),
     "legacy_tokenizer": (0, _TOKENIZER),
 }
-"""Flags of Megatron's scripts that change nothing, by their name in the namespace: the number of their values
-as argparse has it, 0 for a switch, and why."""
+"""Flags of Megatron's scripts that change nothing, by their name in the namespace: argparse's `nargs` (0 for
+a switch), and the reason."""
 _TOKENIZER_JSON = "remove it; a tokenizer.json (--tokenizer-model) holds a tokenizer with all its options"
 _REFUSED: dict[str, tuple[str | int | None, str]] = {
     "find_optimal_num_workers": (
         0,
-        "remove it: by default there is a worker for each core, and the output ends with its speed",
+        "remove it: by default there is one worker per core, and the command prints its speed at the end",
     ),
     "trust_remote_code": (0, "remove it: megalite runs no code from a tokenizer's folder"),
     "tokenizer_metadata": (None, _TOKENIZER_JSON),
@@ -65,7 +65,7 @@ _REFUSED: dict[str, tuple[str | int | None, str]] = {
     "null_tokenizer_pad_id": (None, "remove it: no sample is padded"),
     "chat_template": (None, "remove it: megalite pretrains"),
 }
-"""Flags of Megatron's scripts that are not supported, in the same form, and what to do instead."""
+"""Flags of Megatron's scripts that are not supported: argparse's `nargs`, and what to do instead."""
 _LANGUAGES = {
     "czech": "cs",
     "danish": "da",
@@ -86,7 +86,7 @@ _LANGUAGES = {
     "swedish": "sv",
     "turkish": "tr",
 }
-"""Codes of the languages that Megatron's script names as NLTK does."""
+"""Language codes for the names that Megatron's script takes, which are NLTK's."""
 
 
 def _partition(text: str) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def _partition(text: str) -> tuple[int, int]:
 
 
 def _language(text: str) -> str:
-    """Check a language's code: the library takes another word, such as "german", for English."""
+    """Check a language code. The library would treat any other word, such as "german", as English."""
     if text in _LANGUAGES:
         return _LANGUAGES[text]
     if not re.fullmatch(r"[a-z]{2,3}([-_][A-Za-z]+)*", text):
@@ -107,7 +107,7 @@ def _language(text: str) -> str:
 
 def _key(text: str) -> str:
     """Check a JSON key, which becomes part of a file's name."""
-    if not text or re.search(r"[/\0\ud800-\udfff]", text):  # surrogates stand for bytes that are not UTF-8
+    if not text or re.search(r"[/\0\ud800-\udfff]", text):  # surrogates represent bytes that are not UTF-8
         raise argparse.ArgumentTypeError(f"{text!r} cannot be part of a file's name")
     return text
 
@@ -116,7 +116,7 @@ _Add = Callable[..., Any]
 
 
 def build_parser() -> ToolParser:
-    """Build the parser; flags have Megatron-LM's names where it has them."""
+    """Build the parser. Flags that Megatron-LM has keep its names."""
     parser = ToolParser(description=__doc__)
     _add_input(parser.add_argument)
     _add_tokenizer(parser.add_argument)
@@ -131,13 +131,13 @@ def _add_input(add: _Add) -> None:
         required=True,
         metavar="PATH",
         help="files, globs or folders: .jsonl, .txt and .parquet, plain or .gz, .bz2, .xz, .zst; "
-        "- is JSONL from standard input",
+        "- reads JSONL from standard input",
     )
     add(
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="writes PREFIX_{json_key}_document.bin and .idx, and a report as .json",
+        help="write PREFIX_{json_key}_document.bin and .idx, and a report as .json",
     )
     add(
         "--json-keys",
@@ -152,13 +152,13 @@ def _add_input(add: _Add) -> None:
     add(
         "--split-sentences",
         action="store_true",
-        help="make each sentence a sequence; writes PREFIX_{json_key}_sentence",
+        help="make each sentence a sequence; write PREFIX_{json_key}_sentence",
     )
     add(
         "--lang",
         type=_language,
         metavar="CODE",
-        help="with --split-sentences: their language, by its ISO 639 code or English name (en)",
+        help="with --split-sentences: the language, as ISO 639 code or English name (en)",
     )
     add(
         "--keep-newlines",
@@ -176,7 +176,7 @@ def _add_input(add: _Add) -> None:
         type=positive_int,
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
-        help=f"a longer line, paragraph or text file is a bad document ({MAX_DOCUMENT_BYTES})",
+        help=f"treat a longer line, paragraph or text file as a bad document ({MAX_DOCUMENT_BYTES})",
     )
 
 
@@ -199,7 +199,7 @@ def _add_work(add: _Add) -> None:
         type=positive_int,
         default=num_cores(),
         metavar="N",
-        help="number of processes, which does not change the output (one per core)",
+        help="number of processes; it does not change the output (one per core)",
     )
     add(
         "--log-interval",
@@ -231,14 +231,14 @@ def _add_work(add: _Add) -> None:
 
 
 def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
-    """Parse a command line to a job and the documents between two lines of progress; log what has no effect.
+    """Parse a command line to a job, and the number of documents between progress lines; log unused flags.
 
     Raises:
-        ConfigError: with all mistakes of the command line and of the job.
+        ConfigError: with all mistakes in the command line and the job.
     """
     args, problems = build_parser().find_problems(arguments)
     if args.resume and args.overwrite:
-        problems.append("--resume and --overwrite contradict each other: continue a run, or replace it")
+        problems.append("--resume and --overwrite contradict each other: remove one")
     if len(set(args.json_keys)) < len(args.json_keys):
         problems.append("--json-keys names a key twice")
     passed = _passed(args)
@@ -275,7 +275,7 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
 
 
 def _passed(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that are passed or have a default, by their name in the namespace."""
+    """Return the flags that were passed or have a default, by their name in the namespace."""
     given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
@@ -306,10 +306,10 @@ def _describe(progress: PreprocessingProgress) -> str:
 
 
 class _ProgressBar:
-    """Progress on stderr: one line that changes on a terminal, else a line every few seconds.
+    """Print progress on stderr: one changing line on a terminal, otherwise a line every few seconds.
 
     Args:
-        log_interval: documents between two lines, instead of seconds.
+        log_interval: number of documents between lines, instead of seconds.
     """
 
     def __init__(self, log_interval: int | None) -> None:
@@ -351,7 +351,7 @@ class _ProgressBar:
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal to end the program."""
+    """Raised on a signal that ends the program."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -362,17 +362,17 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the program by an exception, so that its workers end with it; further signals are ignored."""
+    """End the program by an exception, so that its workers end too; ignore further signals."""
     for each in _END_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise _Ended(number)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command, and exit with its status or that of the signal that ends it, at whatever moment."""
+    """Run the command, and exit with its status, or with the status of a signal that ends it at any time."""
     try:
         for number in _END_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, _end)
         raise SystemExit(_run(list(arguments)))
     except _Ended as ended:
@@ -397,8 +397,8 @@ def _run(arguments: list[str]) -> int:
     print(f"wrote {outputs}: {_describe(summary.progress)}")
     if summary.progress.num_documents == 1:
         log.warning(
-            "the input is one document, and --split of a training run divides a corpus between documents: "
-            "for validation pass --text-documents paragraph (or line), if it is a .txt file"
+            "the input is one document, and a training run's --split cannot divide a document: to get "
+            "validation data from a .txt file, pass --text-documents paragraph (or line)"
         )
     for report in summary.reports:
         print("\n".join(report.lines()))

@@ -1,4 +1,4 @@
-"""Write one HTML page about a run, or about several drawn over each other, that opens without a network.
+"""Write one HTML page about a run, or about several runs in the same charts. It opens without a network.
 
 megalite report runs/quickstart
 megalite report runs/a runs/b --x tokens -o compare.html
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     flags = parser.parse_args(arguments)
     if len(flags.runs) > MAX_RUNS:
         raise UserError(
-            f"{len(flags.runs)} runs: pass at most {MAX_RUNS}; more colours cannot be distinguished"
+            f"{len(flags.runs)} runs: pass at most {MAX_RUNS}; there are no more distinguishable colours"
         )
     first = open_run(flags.runs[0], trace=flags.trace, logs=tuple(flags.log))
     runs = [first, *map(open_run, flags.runs[1:])]

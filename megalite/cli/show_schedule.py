@@ -15,8 +15,8 @@ from megalite.pipeline.schedules import SCHEDULES, ScheduleName
 def main(arguments: Sequence[str]) -> None:
     """Print the drawing, and write the requested pictures."""
     parser = ToolParser(
-        description="Draw a schedule: F forward, B backward (only of the input if there is a W), "
-        "W weight gradients, dots idle; a letter after a number is the chunk."
+        description="Draw a schedule: F is forward, B backward (only input gradients if there is a W), "
+        "W weight gradients, dots are idle time; a letter after a number is the chunk."
     )
     parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
     parser.add_argument("--stages", type=positive_int, default=4, help="pipeline ranks")
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _num_chunks(schedule: ScheduleName, requested: int | None) -> int | None:
-    """Check the number of chunks against the schedule."""
+    """Check that the schedule allows this number of chunks."""
     fixed = SCHEDULES[schedule].num_chunks
     if requested is None or requested == fixed or (fixed is None and requested > 1):
         return requested
-    allowed = "two chunks or more" if fixed is None else f"{fixed} on each rank: drop --chunks"
+    allowed = "two chunks or more" if fixed is None else f"{fixed} on each rank: remove --chunks"
     raise UserError(f"--chunks {requested} with --schedule {schedule}, which has {allowed}")

@@ -3,7 +3,7 @@
 megalite train-tokenizer --input corpus/ --output tokenizer.json --vocab-size 50304
 megalite train-tokenizer --input *.jsonl.zst --type sentencepiece-unigram --output spm.model
 
-The same input and vocabulary size result in the same tokenizer, which encodes any text without loss.
+The same input and vocabulary size give the same tokenizer. It encodes any text without loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
         "--vocab-size",
         type=int,
         metavar="N",
-        help=f"number of tokens, special ones included ({DEFAULT_VOCAB_SIZE}; bpe: fewer of a short text)",
+        help=f"number of tokens, with special tokens ({DEFAULT_VOCAB_SIZE}; bpe: fewer for a short text)",
     )
     add("--json-key", default="text", metavar="KEY", help="key of a document's text (text)")
     add("--max-documents", type=int, metavar="N", help="train on the first N documents (all)")

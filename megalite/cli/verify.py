@@ -2,10 +2,10 @@
 
 megalite verify --config scripts/examples/tiny.yaml --layouts tp2,pp2,dp2,tp2pp2dp2
 
-It runs the config for some iterations in each layout and on one rank, on this machine's CPU, or with
---distributed-backend nccl on its GPUs, and prints the largest differences of loss and gradients. It takes all
-flags of megalite train; with --params-dtype fp64 differences are around 1e-13. Without --data-path the
-tokens are random. The exit status is 1 if a layout trains another run.
+It runs the config for a few iterations in each layout and on one rank, and prints the largest differences in
+loss and gradients. It uses this machine's CPU, or its GPUs with --distributed-backend nccl. It takes all
+flags of megalite train; with --params-dtype fp64, differences are around 1e-13. Without --data-path, the
+tokens are random. The exit status is 1 if a layout trains differently.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 
 _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after
-pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' for every technique"""
+pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' tests every technique"""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare the layouts, and exit with status 1 if they differ; other flags belong to the config."""
+    """Compare the layouts, and exit with status 1 if they differ. Other flags set the config."""
     parser = ToolParser(description=__doc__)
     parser.add_argument("--layouts", default="tp2,pp2,dp2", help=_LAYOUTS)
     parser.add_argument("--iterations", type=positive_int, default=5, help="iterations per run (default 5)")

@@ -2,8 +2,8 @@
 
 megalite where --iteration 1200 --config run.yaml
 
-It takes all flags of megalite train; pass those of the run. The number of ranks does not matter. With the
-run's --dp it also shows the data-parallel rank of each sample.
+It takes all flags of megalite train; pass the run's flags. The number of ranks does not matter. With the
+run's --dp, it also shows the data-parallel rank of each sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megalite.train.trace_sample import TracedSample, trace_iteration
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the samples; flags that the tool does not know belong to the config."""
+    """Print the samples. Flags that the tool does not know set the config."""
     parser = ToolParser(description=__doc__)
     parser.add_argument("--iteration", type=int, required=True, help="number of the iteration in the log")
     parser.add_argument(
@@ -51,7 +51,7 @@ def _position(span: SampleSpan) -> str:
 
 
 def _text(span: SampleSpan, tokenizer: Tokenizer | None, num_chars: int) -> str:
-    """Return the start of a piece on one line; its token ids if there is no tokenizer."""
+    """Return the start of a piece of text on one line, or its token ids if there is no tokenizer."""
     ids = span.tokens[: num_chars + 1].tolist()  # a token usually has at least one character
     text = repr(tokenizer.decode(ids))[1:-1] if tokenizer else " ".join(map(str, ids))
     return text if len(text) <= num_chars else f"{text[:num_chars]}…"

@@ -1,4 +1,4 @@
-"""The arguments of a command line: flags, the values in them, and what is wrong with them."""
+"""Parse the arguments of a command line: flags, their values, and errors in them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KIND_NAMES = {int: "a whole number", float: "a number", bool: "True or False", 
 
 
 class FlagTokens(NamedTuple):
-    """Hold a flag of the command line and its values.
+    """A flag of the command line and its values.
 
     Attributes:
         name: the flag as the user wrote it.
-        flag: the same with dashes, as the tables of flags have it.
+        flag: the same with dashes, as in the tables of flags.
         values: the tokens between it and the next flag.
     """
 
@@ -30,18 +30,18 @@ class FlagTokens(NamedTuple):
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Return the tokens of an argument list that `split_tokens` reads as this flag."""
+        """Return the argument tokens that `split_tokens` would read as this flag."""
         if self.values and _is_flag(self.values[0]):
             return f"{self.name}={self.values[0]}", *self.values[1:]
         return self.name, *self.values
 
 
 class UserSetting(NamedTuple):
-    """Hold the value that a user set a field to.
+    """A value that a user set for a field.
 
     Attributes:
         name: what the user wrote: `--tp`, or `run.yaml line 3: tp`.
-        text: the value as the user wrote it, if it is not that of a flag.
+        text: the value as the user wrote it, if it does not come from a flag.
     """
 
     field: ConfigField
@@ -57,7 +57,7 @@ class Diagnostics:
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     invalid_fields: set[str] = field(default_factory=set)
-    """Fields whose value could not be read: rules that depend on them are not checked."""
+    """Fields whose value could not be read. Rules that depend on them are not checked."""
 
     def add_problem(self, problem: str, *invalid_fields: str) -> None:
         """Add an error, and the fields that have no valid value because of it."""
@@ -116,7 +116,7 @@ def _is_flag(token: str) -> bool:
 
 
 def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
-    """Return the value of a field from its tokens.
+    """Parse the value of a field from its tokens.
 
     Raises:
         ValueError: the tokens are not a value of the field; the message continues the field's name.

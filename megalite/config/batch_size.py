@@ -14,14 +14,14 @@ class BatchSize:
     """Compute the global batch size from the samples consumed so far: there is no state to save.
 
     A ramp-up begins with START samples and grows by INCREMENT in equal steps over the first SAMPLES samples
-    until it reaches the full batch (Megatron-LM's formula, rounding included). Steps set the size from a
-    number of consumed samples on.
+    until it reaches the full batch (Megatron-LM's formula, rounding included). A step changes the size after
+    a given number of consumed samples.
 
     Args:
-        full: the global batch size at the end of the ramp-up or after the last step, or always without them.
+        full: the global batch size after the ramp-up or the last step; without either, of every iteration.
         rampup: START, INCREMENT and SAMPLES; START plus a number of increments is `full`.
-        steps: consumed samples and the size from there on, in order; the first begins at 0, and the last has
-            `full`. See `batch_size_steps`.
+        steps: pairs of consumed samples and the size from there on, in order. The first pair begins at 0, and
+            the last one's size is `full`. See `batch_size_steps`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BatchSize:
         return number + (num_samples - consumed) // self.full
 
     def _rampup(self) -> Iterator[tuple[int, int]]:
-        """Yield iterations done and samples consumed, from the start until the batch is full."""
+        """Yield the iterations done and the samples consumed, until the batch reaches its full size."""
         number, consumed = 0, 0
         while self(consumed) != self.full or (self._thresholds and consumed < self._thresholds[-1]):
             yield number, consumed
@@ -68,14 +68,14 @@ class BatchSize:
 
 
 def batch_size_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tuple[int, int]]:
-    """Return the steps of a schedule: consumed samples, and the batch size from there on.
+    """Parse a schedule into steps: consumed samples, and the batch size from there on.
 
     Args:
         schedule: entries TOKENS:SIZE as in Megatron-LM, such as 2.4B:320; a string may hold several.
-        seq_length: tokens per sample, by which the thresholds are divided.
+        seq_length: tokens per sample, to convert the thresholds to samples.
 
     Returns:
-        No steps if an entry is not of this form, or if the thresholds do not rise from 0.
+        The steps; empty if an entry has another form, or if the thresholds do not rise from 0.
     """
     steps = []
     for entry in " ".join(schedule or ()).replace(",", " ").upper().split():

@@ -13,53 +13,54 @@ NonPersistentType = Literal["local"]
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Describe where and when checkpoints are saved, and what is loaded."""
+    """Describe where and when checkpoints are saved, and what a run loads."""
 
     save: str | None = None
-    """Folder to save checkpoints to. They are saved at every --save-interval, and at the end of the run."""
+    """Folder to save checkpoints to, at each --save-interval and at the end of the run."""
     load: str | None = None
     """Folder to load the latest checkpoint from; the run resumes from it."""
     load_iteration: int | None = field(default=None, metadata=flags("--ckpt-step"))
     """Iteration of the checkpoint to load. By default the latest one."""
     save_interval: int | None = field(default=None, metadata=flags("--persistent-save-interval"))
-    """Iterations between checkpoints. By default only the end of the run is saved."""
+    """Iterations between checkpoints. By default a run saves only at its end."""
     save_interval_minutes: float | None = None
-    """Minutes between checkpoints, counted from the last one; all ranks save after the same iteration. With
-    --save-interval, whichever comes first."""
+    """Minutes from one checkpoint to the next. All ranks save after the same iteration. With --save-interval,
+    whichever comes first."""
     async_save: bool = False
     """Save in the background from a copy in host memory, while training continues."""
     non_persistent_save_interval: int | None = None
-    """Iterations between non-persistent saves. Each rank keeps its own state on its node, for a restart
-    there."""
+    """Iterations between non-persistent saves. Each rank saves its own state on its node, so that a job
+    restarted on the same nodes loses less."""
     non_persistent_ckpt_type: NonPersistentType | None = None
-    """Type of non-persistent saves. local: each rank's own state, in a folder on its node."""
+    """Type of non-persistent saves. With local, each rank saves its own state to a folder on its node."""
     non_persistent_local_ckpt_dir: str | None = None
-    """Folder of non-persistent saves, on each node's disk or in its memory. For example /dev/shm/megalite."""
+    """Folder for non-persistent saves, on each node's disk or in its memory, for example
+    /dev/shm/megalite."""
     exit_on_save_failure: bool = False
     """Exit with status 1 if a save fails. By default the run continues, and the next save tries again."""
     keep_last: int | None = None
-    """Number of checkpoints to keep; older ones are deleted after each save. By default all are kept."""
+    """Number of checkpoints to keep. Older ones are deleted after each save. By default all are kept."""
     keep_every: int | None = field(default=None, metadata=flags("--save-retain-interval"))
-    """Keep the checkpoints of iterations that are multiples of this; of the others the last --keep-last, by
-    default 1."""
+    """Keep every checkpoint whose iteration is a multiple of this number. Of the others, keep the last
+    --keep-last (by default 1)."""
     finetune: bool = False
     """Load only the weights; the run starts at iteration 0 with its own data and schedules."""
     load_optim: bool = True
-    """Load the optimizer state and the loss scale too; --no-load-optim resets them."""
+    """Load the optimizer state and the loss scale; --no-load-optim resets them."""
     save_optim: bool = True
-    """Save the optimizer state too; without it no run can resume exactly."""
+    """Save the optimizer state. Without it, a run cannot resume exactly."""
     use_checkpoint_args: bool = False
     """Take the model's options from the checkpoint in --load; flags override them."""
     override_opt_param_scheduler: bool = field(default=False, metadata=flags("--override-lr-scheduler"))
-    """Resume with the learning-rate and weight-decay schedules of the flags, if the checkpoint's differ."""
+    """Resume with the learning-rate and weight-decay schedules from the flags instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = field(
         default=False, metadata=flags("--use-checkpoint-lr-scheduler")
     )
-    """Resume with the checkpoint's learning-rate and weight-decay schedules, whatever the flags are."""
+    """Resume with the checkpoint's learning-rate and weight-decay schedules, and ignore the flags'."""
     allow_data_change: bool = False
-    """Allow other training data than the checkpoint's; samples are read in the order of the new data."""
+    """Allow the training data to differ from the checkpoint's. Samples are read in the new data's order."""
     allow_settings_change: bool = False
-    """Allow other settings of Adam, clipping, dropout and precision than the checkpoint's."""
+    """Allow settings of Adam, clipping, dropout and precision that differ from the checkpoint's."""
 
     @property
     def saves_at_intervals(self) -> bool:
@@ -68,5 +69,5 @@ class CheckpointConfig:
 
     @property
     def loads_own(self) -> bool:
-        """Return whether --load and --save name the same folder; `runs/a` and `runs/a/` are the same."""
+        """Return whether --load and --save name the same folder; `runs/a` and `runs/a/` do."""
         return None not in (self.load, self.save) and Path(self.load or "") == Path(self.save or "")

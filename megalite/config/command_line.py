@@ -1,4 +1,4 @@
-"""The command line of training as a config."""
+"""Parse the command line of training into a config."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def parse(
 ) -> tuple[Config, list[str]]:
     """Parse a command line: flags override the YAML file of --config, which overrides the model of --preset.
 
-    The config is not validated yet, since that needs the number of ranks: call `check_config`.
+    The config is not validated yet, since validation needs the number of ranks: call `check_config`.
 
     Args:
         argv: the arguments, without the program's name.
         unneeded: fields that the caller does not need: an error elsewhere does not report them as missing.
-        architecture: the only one that the caller takes; None for any.
+        architecture: the only architecture that the caller accepts; None for any.
 
     Returns:
         The config, and notices to log once: options that have no effect, and why.
 
     Raises:
-        ConfigError: with all errors of the command line, and of the config as far as it could be read.
-        SystemExit: --help, --help-all or --print-config was requested, and has been printed.
+        ConfigError: with all errors in the command line, and in the config as far as it could be read.
+        SystemExit: after printing --help, --help-all or --print-config.
     """
     diagnostics = Diagnostics()
     flags, stray = split_tokens(argv)
@@ -104,10 +104,10 @@ def known_flags() -> list[str]:
 
 
 def _override(flags: Sequence[FlagTokens]) -> tuple[list[FlagTokens], list[str]]:
-    """Apply --override-flags: flags after it replace those before it without a notice, under any name.
+    """Apply --override-flags: flags after it silently replace flags before it that set the same field.
 
     Returns:
-        The flags that remain, and the values of --override-flags, which it does not take.
+        The remaining flags, and any values after --override-flags, which takes none.
     """
     kept: list[FlagTokens] = []
     stray: list[str] = []
@@ -136,7 +136,7 @@ def _config(flags: Sequence[FlagTokens], architecture: Architecture, diagnostics
     deepspeed = _deepspeed_file(flags, diagnostics)
     if deepspeed is not None:
         from_deepspeed = deepspeed.settings(diagnostics)
-        diagnostics.by_field([*from_file.values(), *from_deepspeed])  # reports what contradicts the YAML file
+        diagnostics.by_field([*from_file.values(), *from_deepspeed])  # report contradictions of the YAML file
         from_flags = [*from_deepspeed, *from_flags]
         soft = {each.field.name: each for each in deepspeed.soft_settings(diagnostics)}
         from_file = {**soft, **from_file}
@@ -168,7 +168,7 @@ def _with_full_batch(config: Config) -> Config:
 
 
 def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator[UserSetting]:
-    """Yield the values of the flags that set a field; report the flags that nothing knows."""
+    """Yield the values of the flags that set a field; report unknown flags."""
     for flag in flags:
         field = fields_by_flag().get(flag.flag)
         if field is None:

@@ -21,7 +21,7 @@ _MAX_DEFAULT_EVAL_ITERS = 100
 
 @dataclass(frozen=True)
 class Config:
-    """Hold all settings of a run. A part of megalite takes the sub-config that it needs, not the whole."""
+    """All settings of a run. A part of megalite takes only the sub-config that it needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -34,17 +34,17 @@ class Config:
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 
     def values(self) -> dict[str, Any]:
-        """Return the value of every field of every group, by the field's name: no two groups share one."""
+        """Return the value of every field of every group, by field name; names are unique over groups."""
         groups = [getattr(self, group.name) for group in fields(self)]
         return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
 
     def global_batch(self, dp: int) -> int:
-        """Return the samples of an optimizer step over `dp` replicas, after any ramp-up."""
+        """Return the samples per optimizer step over `dp` replicas, after any ramp-up."""
         batch = self.training.global_batch_size
         return self.training.micro_batch_size * dp if batch is None else batch
 
     def num_microbatches(self, dp: int) -> int:
-        """Return the microbatches of an optimizer step on each of `dp` replicas, after any ramp-up."""
+        """Return the microbatches per optimizer step on each of `dp` replicas, after any ramp-up."""
         return self.global_batch(dp) // (self.training.micro_batch_size * dp)
 
     def batch_size(self, dp: int) -> BatchSize:
@@ -65,7 +65,7 @@ class Config:
         return self.training.length
 
     def num_eval_iters(self, dp: int) -> int:
-        """Return the global batches of an evaluation, resolved: in a short run a tenth of its iterations."""
+        """Return the global batches per evaluation; by default a tenth of the iterations in a short run."""
         if self.training.eval_iters is not None:
             return self.training.eval_iters
         return min(_MAX_DEFAULT_EVAL_ITERS, max(1, self.num_iterations(dp) // 10))

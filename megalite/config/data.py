@@ -33,7 +33,7 @@ _NEEDED_FILES: dict[TokenizerType, tuple[tuple[str, ...], ...]] = {
     "Llama2Tokenizer": (("tokenizer_model",),),
     "NullTokenizer": (),
 }
-"""For each tokenizer the fields that it needs, one of each tuple."""
+"""The fields that each tokenizer needs: one field of each tuple."""
 
 WORD_PIECE_TOKENIZERS = (
     "BertWordPieceLowerCase",
@@ -41,7 +41,7 @@ WORD_PIECE_TOKENIZERS = (
     "HuggingFaceTokenizer",
     "PretrainedFromHF",
 )
-"""Kinds of tokenizers that may be BERT's; of a tokenizer.json only its vocabulary tells."""
+"""Kinds of tokenizers that may be BERT's. For a tokenizer.json only its vocabulary can tell."""
 
 WEIGHTED_SPLIT_FIELDS = tuple(
     f"{split}_weighted_split_paths{path}" for split in ("train", "valid", "test") for path in ("", "_path")
@@ -64,7 +64,7 @@ TOKENIZER_FIELDS = (
     "merge_file",
     "tokenizer_name_or_path",
 )
-"""Every field that names the tokenizer or a file of it."""
+"""Every field that names the tokenizer or one of its files."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class DataConfig:
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
     aml_data_download_path: str | None = None
-    """Folder where the relative prefixes of --data-path and of the other flags of corpora begin: an input
-    folder of an Azure ML job."""
+    """Base folder for relative corpus prefixes, in --data-path and similar flags. In an Azure ML job it is an
+    input folder."""
     data_args_path: str | None = None
     """File with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = ()
@@ -97,13 +97,13 @@ class DataConfig:
     valid_weighted_split_paths_path: str | None = None
     """File with the argument of --valid-weighted-split-paths, quotes included."""
     test_weighted_split_paths: tuple[str, ...] = ()
-    """Blends of the test after training, as in --valid-weighted-split-paths."""
+    """Blends to test on after training, as in --valid-weighted-split-paths."""
     test_weighted_split_paths_path: str | None = None
     """File with the argument of --test-weighted-split-paths, quotes included."""
     blend_by: Literal["tokens", "documents"] = "tokens"
-    """Weight of datasets without an explicit one: their tokens (in whole samples), or their documents."""
+    """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
     data_cache_path: str | None = None
-    """Folder of the cached sample indices. By default PREFIX/cache next to each large corpus."""
+    """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
     fim_rate: float = 0.0
     """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
     and middle."""
@@ -116,13 +116,14 @@ class DataConfig:
     fim_suffix_token: str = "<fim_suffix>"
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
     short_seq_prob: float = 0.1
-    """BERT: share of the samples that are made shorter on purpose."""
+    """BERT: share of the samples that are shortened on purpose."""
     reset_position_ids: bool = False
     """Restart position ids at 0 in each document of a sample."""
     reset_attention_mask: bool = False
     """Mask attention between documents: a token attends only to its own document."""
     eod_mask_loss: bool = False
-    """Mask the loss where the input is an end-of-document token; the mean is over the other tokens."""
+    """Mask the loss where the input is an end-of-document token. The loss is the mean over the other
+    tokens."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
     split: str = "969,30,1"
@@ -130,7 +131,8 @@ class DataConfig:
     tokenizer_type: TokenizerType | None = field(
         default=None, metadata=flags(choices={"HFTokenizer": "HuggingFaceTokenizer"})
     )
-    """Tokenizer that the corpus was preprocessed with. By default it follows from the tokenizer's files."""
+    """Tokenizer that the corpus was preprocessed with. By default it is detected from the tokenizer's
+    files."""
     tokenizer_model: str | None = None
     """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
     vocab_file: str | None = None
@@ -160,7 +162,7 @@ class DataConfig:
 
     @property
     def resolved_tokenizer_type(self) -> TokenizerType | None:
-        """Return the tokenizer as set, or the one that its files are for; None without either."""
+        """Return the tokenizer type as set, or as detected from its files; None without either."""
         return self.tokenizer_type or tokenizer_type_for(
             self.tokenizer_model, self.vocab_file, self.merge_file, self.tokenizer_name_or_path
         )
@@ -177,7 +179,7 @@ class DataConfig:
 def tokenizer_type_for(
     model: str | None, vocab_file: str | None, merge_file: str | None, name_or_path: str | None
 ) -> TokenizerType | None:
-    """Return the kind of tokenizer that has these files; None if there are none."""
+    """Return the kind of tokenizer that has these files; None without files."""
     if vocab_file is not None and merge_file is None and not _is_json(vocab_file):
         return "BertWordPieceLowerCase"  # GPT-2's vocabulary is JSON
     if vocab_file is not None or merge_file is not None:
@@ -190,7 +192,7 @@ def tokenizer_type_for(
 
 
 def _is_json(path: str) -> bool:
-    """Return whether a file holds a JSON object, or has such a name if it is not here to be read."""
+    """Return whether a file holds a JSON object; if it cannot be read, whether its name ends in .json."""
     try:
         with open(path, "rb") as file:
             return file.read(1024).lstrip()[:1] == b"{"
@@ -201,7 +203,7 @@ def _is_json(path: str) -> bool:
 def split_weights(text: str) -> list[float]:
     """Return the weights of --split; empty if they are not one to three numbers with a positive sum.
 
-    Quotes around them are left out: in a shell script, an array's "--split '99,1,0'" keeps the inner ones.
+    Quotes around the weights are ignored: in a shell array, "--split '99,1,0'" passes the inner quotes on.
     """
     try:
         weights = [float(weight) for weight in text.strip("'\"").split(",")]

@@ -1,7 +1,7 @@
-"""A DeepSpeed JSON file as settings of the config.
+"""Read the settings of the config from a DeepSpeed JSON file.
 
-megalite does not use DeepSpeed. Every setting of its file sets a field, is not needed for a reason that is
-logged, or is refused by its name.
+megalite does not use DeepSpeed. Each setting in the file either sets a field, or is not needed (the log says
+why), or is refused by name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.files import parse_json
 
 _SCHEDULE = ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_decay_iters", "lr_step_timing")
-"""Fields that the optimizer and the scheduler set together."""
+"""Fields that depend on both the optimizer and the scheduler."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """Holds the settings of a file, and reports what is wrong with them by the file's name."""
+    """The settings of a DeepSpeed file. Errors are reported with the file's name."""
 
     path: str
     found: DeepSpeedSettings
@@ -70,12 +70,12 @@ class DeepSpeedFile:
         return file
 
     def _report(self, key: str, problem: object, diagnostics: Diagnostics) -> None:
-        """Report a mistake in a setting, and the fields that have no valid value because of it."""
+        """Report a mistake in a setting, and the fields that are invalid because of it."""
         invalid = _SCHEDULE if key.startswith(("optimizer", "scheduler")) else (FIELDS.get(key, ""),)
         diagnostics.add_problem(f"{self.path}: {key} {problem}", *invalid)
 
     def settings(self, diagnostics: Diagnostics) -> list[UserSetting]:
-        """Return the fields that the file sets, and report what it cannot set."""
+        """Return the fields that the file sets; report settings that cannot be applied."""
         found = list(self._settings_of(self.found.values, self.found.fields_of, diagnostics))
         if unneeded := [f"{key} ({reason})" for key, reason in self.found.unneeded()]:
             diagnostics.notices.append(f"{self.path}: not needed: {', '.join(unneeded)}")
@@ -92,7 +92,7 @@ class DeepSpeedFile:
         fields_of: Callable[[str, Any], Mapping[str, Any]],
         diagnostics: Diagnostics,
     ) -> Iterator[UserSetting]:
-        """Yield the fields that each setting sets by `fields_of`; report those that raise."""
+        """Yield the fields that `fields_of` returns for each setting; report settings for which it raises."""
         for key, value in values.items():
             text = shown(value)
             if key == "fp16.loss_scale" and not value:
@@ -106,13 +106,13 @@ class DeepSpeedFile:
                 self._report(key, error, diagnostics)
 
     def completed(self, config: Config, world_size: int | None, diagnostics: Diagnostics) -> Config:
-        """Return the config with what the file says of combinations, and report what contradicts it."""
+        """Apply the settings that depend on the whole config, and report contradictions to it."""
         for key, name in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
             if self.found.values.get(f"{key}.enabled") is False and config.model.params_dtype == name:
                 diagnostics.add_problem(
                     f"{self.path}: {key}.enabled is false, but --params-dtype is {name}: remove one"
                 )
-        for setting in self.soft_settings(Diagnostics()):  # the mistakes in them are reported already
+        for setting in self.soft_settings(Diagnostics()):  # their mistakes have been reported already
             name, key = setting.field.name, setting.name.removeprefix(f"{self.path}: ")
             used = config.values()[name]
             if used != setting.value:
@@ -128,7 +128,7 @@ class DeepSpeedFile:
         return self._with_accumulation(config, world_size, diagnostics)
 
     def _report_warmup(self, config: Config, diagnostics: Diagnostics) -> None:
-        """Log what a user of a scheduler may not expect: the least warm-up, and one that is too long."""
+        """Log what a user of a scheduler may not expect: a minimal warm-up, and one that is too long."""
         if self.found.values.get(SCHEDULER) not in SCHEDULES:
             return
         steps, given = config.optimizer.lr_warmup_iters, self.found.values.get(WARMUP_STEPS)
@@ -144,11 +144,11 @@ class DeepSpeedFile:
             )
 
     def _with_offload(self, config: Config, diagnostics: Diagnostics) -> Config:
-        """Offload the inputs of recomputed layers, those of every layer, if the file says so."""
+        """Offload the inputs of all recomputed layers, if the file says so."""
         key, recompute = CPU_CHECKPOINTING, config.recompute
         if not self.found.values.get(key):
             return config
-        # A config with another mistake in its layout has no stages; the rules report it.
+        # If the layout has another mistake there are no stages; the rules report it.
         number = max(layers_per_stage(config)) if num_stages(config) <= config.model.num_layers else 0
         if recompute.recompute_granularity != "full":
             diagnostics.add_problem(
@@ -192,7 +192,7 @@ class DeepSpeedFile:
 
 
 def _parsed(name: str, value: Any, given: Any) -> tuple[ConfigField, Any]:
-    """Return a field and its value, which is that of a flag with the same text.
+    """Return a field and its value, checked as if a flag had set it.
 
     Args:
         given: the setting's value in the file, from which `value` is derived.

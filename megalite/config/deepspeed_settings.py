@@ -29,16 +29,16 @@ SCHEDULER, WARMUP_STEPS = "scheduler.type", "scheduler.params.warmup_num_steps"
 _OFFLOAD = "zero_optimization.offload_optimizer"
 _OPTIMIZER, _LR, _PEAK = "optimizer.type", "optimizer.params.lr", "scheduler.params.warmup_max_lr"
 _AUTO = "auto"
-"""A value that leaves the setting to the program, as in files for transformers."""
+"""A value that lets the program choose, as in files for transformers."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """Hold the settings of a file by their dotted names, such as ``zero_optimization.stage``.
+    """The settings of a file by their dotted names, such as ``zero_optimization.stage``.
 
     Attributes:
-        values: each of its type.
-        unknown: settings without a known value: ``auto``, or of a wrong type.
+        values: the values, converted to their types.
+        unknown: settings whose value is not known: it is ``auto``, or has a wrong type.
     """
 
     values: Mapping[str, Any]
@@ -46,7 +46,7 @@ class DeepSpeedSettings:
 
     @staticmethod
     def of(content: Mapping[str, Any]) -> tuple[DeepSpeedSettings, list[tuple[str, str]]]:
-        """Return the settings of a file, and those of a wrong type, each with a message that continues it."""
+        """Return the settings of a file, and a message for each setting of a wrong type."""
         values, unknown, problems = dict[str, Any](), set[str](), list[tuple[str, str]]()
         found = dict(_flattened(content))
         for key, value in found.items():
@@ -93,7 +93,7 @@ class DeepSpeedSettings:
         raise ValueError(f"is not a known setting{nearest_hint(key, known_settings())}: remove it")
 
     def _uses(self, key: str) -> bool:
-        """Return whether the optimizer or scheduler is one whose parameters are read.
+        """Return whether the parameters of the file's optimizer or scheduler are read.
 
         Raises:
             ValueError: there is none, or the scheduler has no such parameter.
@@ -101,7 +101,7 @@ class DeepSpeedSettings:
         section, _, name = key.split(".", 2)
         kind = self.values.get(f"{section}.type")
         if f"{section}.type" in self.unknown:
-            return False  # reported with the type, as a type that is refused
+            return False  # the type is refused and reported
         if kind is None:
             raise ValueError(f"has no effect without {section}.type: set it, or remove the {section}")
         if section == "optimizer":
@@ -122,14 +122,14 @@ class DeepSpeedSettings:
             yield _LR, f"the rate is set by {SCHEDULER} {self.values[SCHEDULER]}"
 
     def soft_fields_of(self, key: str, value: Any) -> Mapping[str, Any]:
-        """Return the fields that a setting of DeepSpeed's own printing sets, by name."""
+        """Return the fields set by DeepSpeed's settings for its own printing, by name."""
         if key not in SOFT:
             return {}
         name, value_of = SOFT[key]
         return {} if value_of(value) is None else {name: value_of(value)}
 
     def defaults(self) -> dict[str, Any]:
-        """Return DeepSpeed's defaults of settings that the file lacks: those that may differ here."""
+        """Return DeepSpeed's defaults for settings missing from the file, where ours may differ."""
         found: dict[str, Any] = {"gradient_clipping": 0.0}
         if _is_adam(self.values.get(_OPTIMIZER, "")):
             is_torch = self.values.get("optimizer.params.torch_adam") and not _is_coupled(self)
@@ -162,7 +162,7 @@ def _flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return the value of a setting in its type; of one that is not read, as it is.
+    """Return the value of a setting, converted to its type; settings that are not read are unchanged.
 
     Raises:
         ValueError: it has another type; the message continues the setting's name.
@@ -178,7 +178,7 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as in the file, shortened."""
+    """Return a value as written in the file, shortened."""
     return shortened(json.dumps(value))
 
 
@@ -232,7 +232,7 @@ _CONVERSIONS: Mapping[Any, Callable[[Any], Any]] = {
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a refused setting turns nothing on; a partition of 1 rank is none."""
+    """Return whether a refused setting turns nothing on; a partition over 1 rank turns nothing on."""
     return value is None or value is False or value == "none" or (value is not True and value in (0, 1))
 
 
@@ -251,7 +251,7 @@ def _sum_type(settings: DeepSpeedSettings, name: str | None) -> Mapping[str, Any
 
 
 def _loss_scale(settings: DeepSpeedSettings, scale: float) -> Mapping[str, Any]:
-    """Return the constant loss scale; 0 is a dynamic one."""
+    """Return the constant loss scale; 0 means a dynamic scale."""
     return {"loss_scale": scale or None} if _may_be_fp16(settings) else {}
 
 
@@ -281,7 +281,7 @@ def _is_adam(name: str) -> bool:
 
 
 def _optimizer(settings: DeepSpeedSettings, name: str) -> Mapping[str, Any]:
-    """Check that the optimizer is AdamW, or Adam without weight decay, which is the same."""
+    """Check that the optimizer is AdamW, or the equivalent Adam without weight decay."""
     if not _is_adam(name):
         raise ValueError(f"is {shown(name)}: the optimizer is AdamW, choose one of Adam, AdamW, FusedAdam")
     if _is_coupled(settings):
@@ -321,14 +321,14 @@ def _scheduler(settings: DeepSpeedSettings, name: str) -> Mapping[str, Any]:
 
 
 def _warmup_steps(settings: DeepSpeedSettings, steps: int) -> Mapping[str, Any]:
-    """Return the length of the warm-up, which has at least two updates in DeepSpeed."""
+    """Return the length of the warm-up. In DeepSpeed it has at least two updates."""
     if steps < 1:
         raise _wrong(steps, "a positive whole number")
     return {"lr_warmup_iters": max(steps, 2)}
 
 
 def _warmup_min_lr(settings: DeepSpeedSettings, rate: float) -> Mapping[str, Any]:
-    """Return the rate at the start of the warm-up, to which a WarmupDecayLR decays."""
+    """Return the learning rate at the start of the warm-up. A WarmupDecayLR decays to it."""
     is_minimum = settings.values[SCHEDULER] == "WarmupDecayLR"
     return {"lr_warmup_init": rate, **({"min_lr": rate} if is_minimum else {})}
 
@@ -410,7 +410,7 @@ def _save_interval(settings: DeepSpeedSettings, seconds: float) -> Mapping[str, 
 
 
 class Handler(NamedTuple):
-    """Hold the type of a setting, the names of the fields that it may set, and a function to their values."""
+    """The type of a setting, the names of the fields it may set, and a function that returns their values."""
 
     kind: Any
     fields: str
@@ -450,7 +450,7 @@ SOFT: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "steps_per_print": ("log_interval", lambda steps: steps),
     "wall_clock_breakdown": ("timing_log_level", lambda is_on: 2 if is_on else None),
 }
-"""Settings that any other overrides, with their field and its value."""
+"""Settings that any other setting overrides, with their field and its value."""
 LATER: Mapping[str, tuple[Any, str]] = {
     "gradient_accumulation_steps": (int, "sets `--global-batch-size`, or is compared with it"),
     CPU_CHECKPOINTING: (bool, "sets `--cpu-offload-activations` to the layers of a stage"),
@@ -463,7 +463,7 @@ LATER: Mapping[str, tuple[Any, str]] = {
     "tensorboard.job_name": (str, "a folder in `tensorboard.output_path`"),
     **{f"{name}.enabled": (bool, "turns its section on") for name in SWITCHED if name != "flops_profiler"},
 }
-"""Settings that others read, with their type and their effect."""
+"""Settings that are read together with others, with their type and their effect."""
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""The settings of a DeepSpeed JSON file, by what becomes of each: tables of facts.
+"""Tables of the settings of a DeepSpeed JSON file, by how megalite handles them.
 
-Names are dotted, such as ``zero_optimization.stage``. Defaults and schedules are those of DeepSpeed 0.19.8.
+Names are dotted, such as ``zero_optimization.stage``. Defaults and schedules are from DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ FIELDS: Mapping[str, str] = {
     "flops_profiler.top_modules": "profile_modules_top",
     "flops_profiler.output_file": "profile_modules_file",
 }
-"""Fields whose value is the setting's."""
+"""Settings whose value is copied to a field, with that field."""
 OF_FP16 = {
     "fp16.loss_scale_window": "loss_scale_window",
     "fp16.hysteresis": "hysteresis",
     "fp16.min_loss_scale": "min_loss_scale",
 }
-"""Fields of a dynamic loss scale."""
+"""Settings of a dynamic loss scale, with their fields."""
 SWITCHED = ("tensorboard", "wandb", "nebula", "flops_profiler")
 """Sections that have no effect unless `enabled`."""
 _WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
@@ -43,9 +43,9 @@ SCHEDULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "WarmupDecayLR": ("linear", (*_WARMUP, "warmup_min_lr", "warmup_max_lr", "total_num_steps")),
     "WarmupCosineLR": ("cosine", (*_WARMUP, "warmup_min_ratio", "cos_min_ratio", "total_num_steps")),
 }
-"""The decay after the warm-up of each scheduler, and its parameters."""
+"""For each scheduler, the decay after the warm-up and the scheduler's parameters."""
 OPTIMIZERS = ("adam", "adamw", "fusedadam")
-"""DeepSpeed ignores the case of their names."""
+"""Accepted optimizers. DeepSpeed ignores the case of their names."""
 SCHEDULE_DEFAULTS: Mapping[str, float | int | str] = {
     "warmup_min_lr": 0.0,
     "warmup_max_lr": 0.001,
@@ -54,7 +54,7 @@ SCHEDULE_DEFAULTS: Mapping[str, float | int | str] = {
     "warmup_min_ratio": 0.0,
     "cos_min_ratio": 0.0001,
 }
-"""Parameters of a scheduler that are not set; without warmup_max_lr a WarmupLR has the optimizer's lr."""
+"""Defaults of a scheduler's parameters. Without warmup_max_lr, a WarmupLR uses the optimizer's lr."""
 _GATHERED = "weights are gathered layer by layer; --fsdp-reshard-after-forward sets how long they stay"
 NOT_NEEDED: Mapping[str, str] = {
     "zero_optimization.contiguous_gradients": "gradients are always in contiguous buffers",
@@ -127,4 +127,5 @@ REFUSED: Mapping[str, str] = {
     "elasticity": "remove it: a checkpoint resumes on any number of ranks",
     "autotuning": "remove it, and run tools/autotune.py",
 }
-"""Settings and sections that would change the run, with what to do; an off value is accepted."""
+"""Settings and sections that would change the run, with what to do instead; a value that means off is
+accepted."""

@@ -1,4 +1,4 @@
-"""The entry point of a program: how it ends on an error of the user, and without a reader of its output."""
+"""Run a program's main function: report user errors, and end quietly when nobody reads the output."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _SECONDS_FOR_THE_FIRST_RANK = 10.0
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 _BROKEN_PIPE = 141
-"""Exit status where the reader of the output has closed the pipe: that of a program that SIGPIPE ends."""
+"""Exit status after the reader of the output closed the pipe: the status of a program ended by SIGPIPE."""
 
 
 def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
     """Run a program; on a `UserError` print its lines and exit with status 1.
 
-    Rank 0 prints one `error: ` line per mistake; another rank prints only what it alone may have met.
+    Rank 0 prints one `error: ` line per mistake; another rank prints only errors that may be its alone.
     torchrun prints the lines again at the end of its report. Any other exception keeps its traceback.
 
-    A program whose reader closes the pipe (`| head`) ends silently when it prints more. What it printed last
-    may still be in Python's buffer at the end: then it is dropped, and the exit status is the program's own.
+    If the reader closes the pipe (`| head`), the program ends silently when it prints more. If its last
+    output is still in Python's buffer at the end, that output is dropped, and the exit status is the
+    program's own.
     """
     try:
         main(arguments)
@@ -65,9 +66,9 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
 def run_rank(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> NoReturn:
     """Run a program that may be one of several ranks, as `run_main` does, and end the process at once.
 
-    The functions of `atexit` are called, but Python does not finalize. There, a thread of torch.distributed
-    that waits for the interpreter is ended inside of C++, which aborts the process now and then ("terminate
-    called without an active exception"): torchrun would report a run that has succeeded as failed.
+    The functions of `atexit` are called, but Python does not finalize. Finalization would end a thread of
+    torch.distributed that waits for the interpreter inside C++, which sometimes aborts the process
+    ("terminate called without an active exception"): torchrun would then report a successful run as failed.
     """
     status = 0
     try:
@@ -92,7 +93,7 @@ def _output_has_no_reader() -> bool:
 
 
 def _flush_output() -> None:
-    """Write buffered output now: at exit, Python would report a closed pipe and change the exit status."""
+    """Flush the output now. At exit, Python would report a closed pipe and change the exit status."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

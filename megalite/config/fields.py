@@ -1,4 +1,4 @@
-"""The fields of the config as flags: their names, their types, and the nearest name to a typo."""
+"""The fields of the config as flags: their names, their types, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megalite.config.config import Config
 from megalite.config.flags import flag_of, flags_in
 
 _MIN_SIMILARITY = 0.7
-"""Least similarity (difflib's ratio, from 0 to 1) of a typo to a name that an error message suggests."""
+"""Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""
 MAX_INT = 2**63 - 1
-"""Largest whole number of a field: PyTorch's sizes and most file formats have no larger ones."""
+"""Largest whole number of a field. PyTorch's sizes and most file formats cannot be larger."""
 SYNONYMS = {
     "batch_size": "micro_batch_size",
     "dtype": "params_dtype",
@@ -67,11 +67,11 @@ SYNONYMS = {
     "dataset": "data_path",
     "train_data": "data_path",
 }
-"""Names of other programs, and the field that is meant."""
+"""Names that other programs use, and the field that each means."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is meant: a synonym, the shortest that begins with it, or the most similar.
+    """Return the known name that the user meant: a synonym, the shortest with this prefix, or the nearest.
 
     Args:
         name: what the user wrote.
@@ -92,7 +92,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:
-    """Return `; nearest is NAME` for an error message; nothing if no name is similar."""
+    """Return `; nearest is NAME` for an error message; empty if no name is similar."""
     guess = nearest(name, known)
     return "" if guess is None else f"; nearest is {guess}"
 
@@ -101,7 +101,7 @@ _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
 
 
 class ValueKind(NamedTuple):
-    """Hold the type of a field.
+    """The type of a field.
 
     Attributes:
         item: type of the value, or of an element of a tuple.
@@ -118,7 +118,7 @@ class ValueKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigField:
-    """Hold one field of one sub-config, with all its names on the command line."""
+    """A field of a sub-config, with all its names on the command line."""
 
     group: str
     name: str
@@ -129,7 +129,7 @@ class ConfigField:
     sets: Mapping[str, Any]
     """Flags without a value, each with the value that it sets."""
     choices: Mapping[str, str]
-    """The allowed values, and other programs' names of them, by their name in lower case."""
+    """The allowed values, by their names in lower case, including names that other programs use."""
 
 
 @functools.cache
@@ -150,12 +150,12 @@ def fields_by_flag() -> Mapping[str, ConfigField]:
 
 
 def normalised(name: str) -> str:
-    """Return a flag with dashes, as the tables have it: `--tensor_model_parallel_size` is also accepted."""
+    """Return a flag with dashes, as in the tables; `--tensor_model_parallel_size` is accepted too."""
     return name.replace("_", "-")
 
 
 def field_docs(group: str) -> dict[str, str]:
-    """Return the docstring under each field of a group, as one line; read from the source of the class."""
+    """Return the docstring under each field of a group, as one line, read from the source of the class."""
     source = textwrap.dedent(inspect.getsource(_GROUPS[group]))
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)

@@ -14,11 +14,11 @@ class Flags:
     """Declare the flags of a field besides its own name with dashes."""
 
     aliases: tuple[str, ...] = ()
-    """Further flags that take the field's value, such as `--tp`."""
+    """More flags that take the field's value, such as `--tp`."""
     sets: Mapping[str, Any] | None = None
     """Flags without a value, each with the value that it sets, such as `--swiglu`."""
     choices: Mapping[str, str] | None = None
-    """Other programs' names of values, each with the value that it means."""
+    """Names that other programs use for values, each with the value that it means."""
 
 
 def flags(
@@ -43,7 +43,7 @@ def flag_of(name: str) -> str:
 def flag_tokens(name: str, value: Any) -> list[str]:
     """Return a field and its value as tokens of a command line.
 
-    A field that is True is its flag alone, one that is False is ``--no-NAME``.
+    A field that is True becomes its flag alone, and a field that is False becomes ``--no-NAME``.
     """
     if isinstance(value, bool):
         return [flag_of(name) if value else f"--no-{flag_of(name)[2:]}"]

@@ -1,4 +1,4 @@
-"""The texts of `--help` and `--help-all`, from the fields and the docstrings under them."""
+"""Build the texts of `--help` and `--help-all` from the fields and the docstrings under them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXAMPLES: Mapping[Architecture, tuple[str, str]] = {
     ),
     "bert": ("110M parameters", "--preset bert-base --data-path my_text_sentence --vocab-file vocab.txt"),
 }
-"""Size, and model and data, of the short help's example."""
+"""Size of the model in the short help's example, and its flags for model and data."""
 
 
 def short_help(program: str, architecture: Architecture) -> str:
@@ -63,7 +63,7 @@ def _short_lines(program: str, architecture: Architecture) -> Iterator[str]:
             yield from _entry(_names(field), f"{field_docs(field.group)[name]} {_default(field)}")
     yield ""
     yield from _wrapped(
-        "--help-all lists all flags, --dry-run shows what a run would hold and send without training.", 0
+        "--help-all lists all flags; --dry-run shows what a run would hold and send, without training.", 0
     )
 
 
@@ -83,10 +83,10 @@ def _all_lines(program: str) -> Iterator[str]:
     yield from _entry(
         ["--config FILE.yaml"], "Read settings from a YAML file, as --print-config writes them."
     )
-    yield from _entry(["--deepspeed_config FILE.json"], "Read settings from a DeepSpeed file, and obey them.")
+    yield from _entry(["--deepspeed_config FILE.json"], "Read settings from a DeepSpeed JSON file.")
     yield from _entry(
         ["--override-flags"],
-        "Let flags after this one replace those before it: for scripts that pass on a user's flags.",
+        "Let flags after this one replace flags before it, for scripts that pass on a user's flags.",
     )
     for name, text in TOKEN_FLAGS.items():
         yield from _entry([f"{name} INT"], f"{text} Converted to samples of --seq-length tokens.")
@@ -100,7 +100,7 @@ def _all_lines(program: str) -> Iterator[str]:
             yield from ("", f"{group}:")
         yield from _entry(_names(field), f"{docs[field.name]} {_default(field)}")
     for title, flags in (
-        ("accepted for existing command lines, but not needed (the log says why)", accepted_flags()),
+        ("accepted from existing command lines, but not needed (the log says why)", accepted_flags()),
         ("not supported yet: an error says what to use instead", sorted(refused_flags())),
     ):
         yield from ("", f"{title}:")

@@ -20,20 +20,20 @@ class LoggingConfig:
     log_interval: int = 100
     """Iterations between log lines."""
     log_line: LogLine = field(default="megatron", metadata=flags(sets={"--deepspeed": "megatron-deepspeed"}))
-    """Fields of the log line: those of Megatron-LM, or also Megatron-DeepSpeed's consumed tokens, samples per
+    """Fields of the log line: Megatron-LM's, or Megatron-DeepSpeed's, which add consumed tokens, samples per
     second and TFLOPs."""
     profile_modules: int | None = None
-    """Log the parameters, operations, times and memory of each module, forward and backward, before this
+    """Log the parameters, operations, time and memory of each module's forward and backward, before this
     iteration."""
     profile_modules_depth: int | None = None
-    """With --profile-modules: depth of the module tree in the tables; 0 for the whole model alone. By default
-    all of it."""
+    """With --profile-modules: depth of the module tree in the tables; 0 shows only the whole model. By
+    default the tables show the whole tree."""
     profile_modules_top: int | None = None
-    """With --profile-modules: number of the most expensive submodules to show of each module. By default
-    all."""
+    """With --profile-modules: for each module, show only this many of its most expensive submodules. By
+    default all are shown."""
     profile_modules_file: str | None = None
-    """With --profile-modules: also write the tables to this text file. Pipeline ranks after the first add
-    their rank to the name."""
+    """With --profile-modules: also write the tables to this text file. Pipeline ranks after the first append
+    their rank to the file name."""
     log_throughput: bool = False
     """Log TFLOP/s per rank, in the log line and in TensorBoard."""
     log_params_norm: bool = False
@@ -47,7 +47,7 @@ class LoggingConfig:
     tensorboard_log_interval: int | None = None
     """Iterations between points in TensorBoard and Weights & Biases. By default --log-interval."""
     tensorboard_queue_size: int = 1000
-    """TensorBoard events to hold in memory before its file is written."""
+    """Number of TensorBoard events to buffer in memory before they are written to the file."""
     log_timers_to_tensorboard: bool = False
     """Log the timers to TensorBoard."""
     log_batch_size_to_tensorboard: bool = False
@@ -55,45 +55,45 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = False
     """Log the validation perplexity to TensorBoard."""
     log_memory_to_tensorboard: bool = False
-    """Log the memory of the reporting rank to TensorBoard."""
+    """Log the memory use of the rank that writes the log to TensorBoard."""
     log_optimizer_states_to_tensorboard: bool = False
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
     log_layer_grad_norms_interval: int | None = None
-    """Iterations between histograms of the layers' gradient norms in TensorBoard and Weights & Biases."""
+    """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
     wandb_project: str | None = None
-    """Weights & Biases project to log to; needs the package wandb."""
+    """Weights & Biases project to log to. It needs the package wandb."""
     wandb_exp_name: str | None = None
     """Name of the run in Weights & Biases. By default a random one."""
     wandb_save_dir: str | None = None
-    """Folder of wandb's own files. By default the --save folder, or the working directory."""
+    """Folder for wandb's own files. By default the --save folder, or the working directory."""
     metrics_file: str | None = field(default=None, metadata=flags(sets={"--no-metrics-file": ""}))
     """Write a JSON Lines file with an object for each logged iteration and evaluation. By default
     metrics.jsonl in the --save folder; --no-metrics-file writes none."""
     timing_log_level: int | None = None
-    """Detail of the timers. 0: evaluation, saving and so on; 1: the parts of an iteration; 2: the parts of a
+    """What timers measure. 0: evaluation, saving and so on; 1: the parts of an iteration; 2: the parts of a
     microbatch. By default 0, or 1 with --log-timers-to-tensorboard."""
     timing_log_option: TimingLogOption = "minmax"
-    """Timers to log: the maximum over ranks, the minimum and maximum, or every rank's."""
+    """How to log a timer: the maximum over ranks, the minimum and maximum, or every rank's value."""
     trace_pipeline: str | None = None
-    """Iterations to trace, for example 5:6. All actions and waits of all ranks go to one file for
+    """Iterations to trace, for example 5:6. The actions and waits of all ranks are written to one file for
     Perfetto."""
     trace_pipeline_path: str | None = None
-    """File of --trace-pipeline. By default pipeline_trace_FIRST-LAST.json in TensorBoard's folder, or the
-    --save folder."""
+    """File to write --trace-pipeline to. By default pipeline_trace_FIRST-LAST.json in TensorBoard's folder,
+    or in the --save folder."""
     profile_execution: bool = False
-    """Write a PyTorch profiler trace of three iterations of every rank to TensorBoard's folder."""
+    """Write a PyTorch profiler trace of three iterations on every rank to TensorBoard's folder."""
     profile_name: str | None = None
-    """Name of the PyTorch profiler's folder in TensorBoard's folder."""
+    """Name of the subfolder of TensorBoard's folder for PyTorch profiler traces."""
     profile: bool = False
     """Profile iterations on --profile-ranks with nsys, or with --use-pytorch-profiler."""
     profile_step_start: int = 10
-    """With --profile: iterations before the first profiled one."""
+    """With --profile: number of iterations before the first profiled iteration."""
     profile_step_end: int = 12
     """With --profile: the last profiled iteration."""
     profile_repeat: int = 1
-    """Number of times to profile; before each, as many iterations are skipped as before the first."""
+    """Number of times to profile. Before each, as many iterations are skipped as before the first."""
     profile_ranks: tuple[int, ...] = (0,)
-    """Ranks for --profile and --record-memory-history."""
+    """Ranks that --profile and --record-memory-history apply to."""
     use_pytorch_profiler: bool = False
     """With --profile: write a PyTorch profiler trace, as --profile-execution does."""
     pytorch_profiler_collect_shapes: bool = False
@@ -103,21 +103,21 @@ class LoggingConfig:
     pytorch_profiler_collect_memory: bool = False
     """Record each allocation in the PyTorch profiler's trace, for TensorBoard's memory view."""
     record_memory_history: bool = False
-    """Record GPU memory allocations. They are written at the end of the run, or when memory runs out."""
+    """Record GPU memory allocations, and write them at the end of the run or when memory runs out."""
     memory_snapshot_path: str = "snapshot.pickle"
-    """File of --record-memory-history, for pytorch.org/memory_viz. All but the first of --profile-ranks add
-    their number to the name."""
+    """File to write --record-memory-history to, for pytorch.org/memory_viz. All but the first of
+    --profile-ranks append their rank to the file name."""
 
     @property
     def timers_level(self) -> int:
-        """Return the detail of the timers, resolved."""
+        """Return --timing-log-level, with its default resolved."""
         if self.timing_log_level is not None:
             return self.timing_log_level
         has_dashboard = self.tensorboard_dir is not None or self.wandb_project is not None
         return 1 if self.log_timers_to_tensorboard and has_dashboard else 0
 
     def metrics_path(self, save: str | None) -> Path | None:
-        """Return the metrics file, resolved with the --save folder; None for no file."""
+        """Return the path of the metrics file, by default in the --save folder; None for no file."""
         if self.metrics_file is not None:
             return Path(self.metrics_file) if self.metrics_file else None
         return Path(save) / "metrics.jsonl" if save is not None else None
@@ -129,5 +129,5 @@ class LoggingConfig:
 
     @property
     def dashboard_interval(self) -> int:
-        """Return the iterations between points in TensorBoard and Weights & Biases, resolved."""
+        """Return --tensorboard-log-interval, with its default resolved."""
         return self.tensorboard_log_interval or self.log_interval

@@ -1,4 +1,4 @@
-"""The rules of Megatron-LM's and Megatron-DeepSpeed's flags that are not fields of the config."""
+"""Rules for the flags of Megatron-LM and Megatron-DeepSpeed that are not fields of the config."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, FlagIfOff
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Hold the whole command line, for the rule of one of its flags.
+    """The whole command line, as the rule of one of its flags sees it.
 
     Attributes:
-        config: the config of fields, YAML file and preset.
+        config: the config from flags of fields, YAML file and preset.
         flags: all flags, by their name with dashes.
         world_size: number of ranks, if the launcher sets it.
     """
@@ -35,7 +35,7 @@ _NEGATIONS = ("--no-", "--disable-")
 
 
 def _not_needed(why: str, num_values: int | None = 0) -> FlagRule:
-    """Return the rule of a flag that requests what is always the case; it takes this number of values."""
+    """Return the rule of a flag that requests the only behavior; it takes `num_values` values."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
         if num_values is not None and len(flag.values) != num_values:
@@ -65,7 +65,7 @@ def _only_off(entry: FlagIfOff) -> FlagRule:
 
 
 def _has_values_of(flag: FlagTokens, entry: FlagIfOff) -> bool:
-    """Return whether a flag has values, each of which turns its feature off."""
+    """Return whether a flag has values, and each of them turns its feature off."""
     return bool(flag.values) and all(
         any(_is_same(value, off) for off in entry.off.split()) for value in flag.values
     )
@@ -87,7 +87,7 @@ def _is_same(text: str, value: str) -> bool:
 
 
 def _unsupported(feature: UnsupportedFeature) -> FlagRule:
-    """Return the rule of a missing feature's flags; the feature may have a flag that turns it on."""
+    """Return the rule of an unsupported feature's flags. The feature may have a flag that turns it on."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
         if not feature.switch:
@@ -97,7 +97,7 @@ def _unsupported(feature: UnsupportedFeature) -> FlagRule:
         elif f"--{feature.switch}" not in line.flags or _is_off(line.flags[f"--{feature.switch}"]):
             values = " ".join((flag.name, *flag.values))
             diagnostics.notices.append(f"{values} has no effect: there is no {feature.what}")
-        # else the switch is refused, which is enough
+        # Otherwise the switch is refused, which is enough.
 
     return rule
 
@@ -106,7 +106,7 @@ def _no_position_embedding(flag: FlagTokens, line: CommandLine, diagnostics: Dia
     kind = line.config.model.position_embedding_type
     if kind == "learned_absolute":
         diagnostics.add_problem(
-            f"{flag.name} does not say which positions replace the embedding: pass "
+            f"{flag.name} does not say what replaces the position embedding: pass "
             "--position-embedding-type none, rope or alibi"
         )
     else:
@@ -123,18 +123,18 @@ def _no_pipeline_parallel(flag: FlagTokens, line: CommandLine, diagnostics: Diag
 
 
 def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    """Warn users of BLOOM's scripts of a difference; the flag itself is a field."""
+    """Warn users of BLOOM's scripts about a difference; the flag itself sets a field."""
     if flag.values == ("0",) and line.config.model.params_dtype == "bf16":
         diagnostics.notices.append(
             f"{flag.name} 0: every data-parallel rank holds the whole optimizer state. BLOOM's bf16 "
-            "optimizer sharded it at stage 0 too: pass --zero-stage 1 for that"
+            "optimizer sharded it at stage 0 too: pass --zero-stage 1 to shard it"
         )
 
 
 def _deepspeed(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
     diagnostics.notices.append(
-        f"{flag.name} adds Megatron-DeepSpeed's fields to the log line, no more: megalite does not use "
-        "DeepSpeed; --deepspeed_config sets what its file says"
+        f"{flag.name} only adds Megatron-DeepSpeed's fields to the log line: megalite does not use "
+        "DeepSpeed; --deepspeed_config reads settings from its file"
     )
 
 
@@ -156,11 +156,11 @@ def _group_query_attention(flag: FlagTokens, line: CommandLine, diagnostics: Dia
 
 
 def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    """Compare with LOCAL_RANK, which is used: old launchers set both."""
+    """Compare --local-rank with LOCAL_RANK, since old launchers set both. LOCAL_RANK is used."""
     if " ".join(flag.values) != os.environ.get("LOCAL_RANK"):
         diagnostics.add_problem(
             f"{flag.name} {' '.join(flag.values)} differs from LOCAL_RANK={os.environ.get('LOCAL_RANK', '')} "
-            "in the environment, which is used: start with torchrun, or set LOCAL_RANK"
+            "in the environment, which takes precedence: start with torchrun, or set LOCAL_RANK"
         )
 
 
@@ -174,12 +174,12 @@ _RULES: dict[str, FlagRule] = {
 """Flags whose value is checked against other settings."""
 
 REMARKS: dict[str, FlagRule] = {"--zero-stage": _zero_stage, "--deepspeed": _deepspeed}
-"""Flags of fields that users of other programs need a notice about."""
+"""Flags that set fields, but behave differently than users of other programs may expect."""
 
 
 @functools.cache
 def megatron_rules() -> Mapping[str, FlagRule]:
-    """Return the rule of every flag that is not a field's, by its name with dashes."""
+    """Return the rule of every flag that does not set a field, by its name with dashes."""
     rules: dict[str, FlagRule] = dict(_RULES)
     for accepted in ACCEPTED:
         for flag, num_values in accepted.num_values().items():
@@ -207,8 +207,8 @@ def _negated_rules() -> Mapping[str, FlagRule]:
 def rule_of(flag: str) -> FlagRule | None:
     """Return the rule of a flag; None for an unknown one.
 
-    Of the flags of a missing feature only the beginning may be known. Turning off what is missing, or what
-    changes nothing, is not needed.
+    For the flags of an unsupported feature, only a prefix may be known. A flag that turns off an unsupported
+    feature, or one that changes nothing, is accepted as not needed.
     """
     if rule := megatron_rules().get(flag):
         return rule
@@ -226,7 +226,7 @@ def _stem(flag: str) -> str:
 
 
 def missing_feature(flag: str) -> UnsupportedFeature | None:
-    """Return the missing feature that a flag requests."""
+    """Return the unsupported feature that a flag requests."""
     for feature in UNSUPPORTED:
         prefixes = tuple(f"--{prefix}" for prefix in feature.prefixes.split())
         if flag.startswith(prefixes) or flag[2:] in feature.flags.split():
@@ -235,10 +235,10 @@ def missing_feature(flag: str) -> UnsupportedFeature | None:
 
 
 def accepted_flags() -> list[str]:
-    """Return the flags that are not fields', without those that are always refused."""
+    """Return the flags that do not set fields, without the flags that are always refused."""
     return sorted(megatron_rules().keys() - refused_flags())
 
 
 def refused_flags() -> set[str]:
-    """Return the flags of missing features."""
+    """Return the flags of unsupported features."""
     return {f"--{flag}" for feature in UNSUPPORTED for flag in feature.flags.split()}

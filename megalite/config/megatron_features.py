@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class UnsupportedFeature(NamedTuple):
-    """Name a feature that megalite does not have.
+    """A feature that megalite does not have.
 
     Attributes:
         topic: a key of `TOPICS`.
-        what: its name.
+        what: the feature's name.
         fix: what to do instead.
         flags: the flags that request it, without their dashes.
-        prefixes: all flags that begin with one of these request it too.
-        switch: the flag that turns the feature on: without it the others change nothing.
+        prefixes: prefixes of further flags that request it.
+        switch: the flag that turns the feature on. Without it the other flags change nothing.
     """
 
     topic: str
@@ -41,21 +41,21 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "training",
         "results that do not depend on the batch",
-        "remove it; --deterministic makes them equal from run to run",
+        "remove it; --deterministic makes results equal from run to run",
         "",
         "batch-invariant-",
     ),
     UnsupportedFeature(
         "recompute",
-        "recomputation's inputs alone in host memory",
+        "offloading of only the inputs of recomputation",
         "remove it; --recompute-granularity full with --cpu-offload-activations and the number of a stage's "
-        "layers moves them to the host",
+        "layers offloads them",
         "checkpoint-in-cpu",
     ),
     UnsupportedFeature(
         "recompute",
-        "activations of chosen modules in host memory",
-        "remove it; --cpu-offload-activations moves those of a number of layers",
+        "offloading the activations of chosen modules",
+        "remove it; --cpu-offload-activations offloads the activations of a number of layers",
         """
         offload-modules min-offloaded-tensor-size delay-offload-until-cuda-graph
         delta-offload-bytes-across-pp-ranks activation-offload-fraction
@@ -169,8 +169,8 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "model",
-        "another gated activation than SwiGLU, or its width",
-        "pass --swiglu, and --ffn-hidden-size: 4 x --hidden-size by default in Megatron-DeepSpeed",
+        "a gated activation other than SwiGLU, or its width",
+        "pass --swiglu, and --ffn-hidden-size (by default 4 x --hidden-size in Megatron-DeepSpeed)",
         "glu-activation",
     ),
     UnsupportedFeature(
@@ -242,7 +242,7 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "optimizer",
-        "state in host memory between updates",
+        "moving state to host memory between updates",
         "remove it, and pass --optimizer-cpu-offload",
         "offload-optimizer-states",
     ),
@@ -254,7 +254,7 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "data",
-        "code of a tokenizer's author",
+        "running code from a tokenizer's folder",
         "remove it: megalite runs no code from a tokenizer's folder",
         "trust-remote-code",
     ),

@@ -2,8 +2,8 @@
 
 A flag is in one of three tables: it is accepted because it would change nothing (`ACCEPTED`), it is accepted
 with the value that turns its feature off (`ACCEPTED_IF_OFF`), or it is refused (`UNSUPPORTED`, in
-`megatron_features`). Its `--no-` and `--disable-` forms need no row: they are accepted too. A new feature
-removes its flags from these tables.
+`megatron_features`). Its `--no-` and `--disable-` forms need no row: they are accepted too. When megalite
+gains a feature, remove the feature's flags from these tables.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TOPICS = {
     "logging": "Logging and profiling",
     "dry_run": "Dry run",
 }
-"""Titles of the topics of flags: the groups of the config."""
+"""Titles of the topics of flags; the topics are the groups of the config."""
 
 
 class AcceptedFlags(NamedTuple):
-    """Name flags that change nothing.
+    """Flags that change nothing.
 
     Attributes:
         topic: a key of `TOPICS`.
-        why: why they are not needed, as a notice says it.
-        flags: without their dashes, separated by spaces; NAME=1 takes one value, NAME=* any number.
+        why: why they are not needed, as text for a notice.
+        flags: the flags without dashes, separated by spaces; NAME=1 takes one value, NAME=* any number.
     """
 
     topic: str
@@ -45,14 +45,14 @@ class AcceptedFlags(NamedTuple):
 
 
 class FlagIfOff(NamedTuple):
-    """Name flags whose feature is missing, and the values that turn the feature off.
+    """Flags of an unsupported feature, and the values that turn the feature off.
 
     Attributes:
         topic: a key of `TOPICS`.
-        flags: without their dashes, separated by spaces.
+        flags: the flags without dashes, separated by spaces.
         off: the accepted values, separated by spaces; numbers are compared as numbers.
         what: the feature.
-        fix: what to do instead of another value.
+        fix: what to do instead of passing another value.
     """
 
     topic: str
@@ -75,7 +75,7 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "model",
-        "weights of norms are not decayed, so their training does not depend on it; checkpoints hold the "
+        "weights of norms are not decayed, so training does not depend on it; checkpoints hold the "
         "whole weight",
         "apply-layernorm-1p layernorm-zero-centered-gamma",
     ),
@@ -95,8 +95,8 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "optimizer",
-        "an update in host memory is torch's and overlaps its copies, which backward and forward overlap; "
-        "gradients and buffers are pinned",
+        "torch updates the state in host memory; copies overlap with the update, with backward and with "
+        "forward; gradients and buffers are pinned",
         """
         overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload no-pin-cpu-grads no-pin-cpu-params
         cpu-torch-adam use-pin-memory
@@ -181,7 +181,7 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "data",
-        "training reads tokens, which the tokenizer of the preprocessing made",
+        "training reads tokens, which preprocessing has already made",
         """
         tokenizer-hf-use-fast tokenizer-hf-no-use-fast tokenizer-hf-include-special-tokens
         tokenizer-hf-no-include-special-tokens tokenizer-sentencepiece-legacy
@@ -191,7 +191,7 @@ ACCEPTED = (
     AcceptedFlags("training", _NO_RNG_STATE, "te-rng-tracker use-te-rng-tracker inference-rng-tracker"),
     AcceptedFlags(
         "training",
-        "the loss is always the mean over all tokens of the global batch that count",
+        "the loss is always the mean over all unmasked tokens of the global batch",
         "calculate-per-token-loss",
     ),
     AcceptedFlags(
@@ -201,12 +201,12 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "training",
-        "a signal of --exit-signals saves and ends the run, and there are no worker processes",
+        "a run saves and exits on --exit-signals, and it has no worker processes",
         "exit-signal-handler-for-training exit-signal-handler-for-dataloader",
     ),
     AcceptedFlags(
         "training",
-        "kernels accept every shape, and the start-up log names those that run",
+        "kernels accept every shape, and the start-up log names the kernels that run",
         "abort-on-unmet-fused-kernel-constraints",
     ),
     AcceptedFlags(
@@ -231,7 +231,7 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "training",
-        "a scale follows from the tensor that it scales, without a history",
+        "each scale is computed from the tensor itself, without a history",
         "fp8-amax-history-len=1 fp8-amax-compute-algo=1 fp8-interval=1 fp8-margin=1",
     ),
     AcceptedFlags(
@@ -242,7 +242,7 @@ ACCEPTED = (
     AcceptedFlags("training", "layers are megalite's own", "transformer-impl=1"),
     AcceptedFlags(
         "training",
-        "softmax, gradient sums and their communication are at least in fp32",
+        "softmax, gradient sums and their communication are in fp32 or higher precision",
         "attention-softmax-in-fp32 fp32-allreduce",
     ),
     AcceptedFlags("checkpoint", _NO_RNG_STATE, "no-load-rng no-save-rng"),
@@ -277,14 +277,14 @@ ACCEPTED = (
         """,
     ),
     AcceptedFlags("logging", "timers never make ranks wait for each other", "no-barrier-with-level-1-timing"),
-    AcceptedFlags("logging", "megalite sends nothing to a server but --wandb-project", "no-one-logger"),
+    AcceptedFlags("logging", "only --wandb-project sends anything to a server", "no-one-logger"),
     AcceptedFlags(
         "logging", "there is one level of messages", "logging-level=1 log-level=1 log-level-replica=1"
     ),
 )
 _MOE = "remove it to train a dense model"
 ACCEPTED_IF_OFF = (
-    FlagIfOff("model", "rotary-percent", "1", "rotary positions of a part of each head", "pass 1.0"),
+    FlagIfOff("model", "rotary-percent", "1", "rotary positions in a part of each head", "pass 1.0"),
     FlagIfOff(
         "model",
         "rotary-seq-len-interpolation-factor rotary-scaling-factor",
@@ -315,7 +315,7 @@ ACCEPTED_IF_OFF = (
         "optimizer",
         "main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
         "fp32",
-        "gradient sums and optimizer state in fewer bits",
+        "gradient sums and optimizer state in low precision",
         "remove it",
     ),
     FlagIfOff("optimizer", "head-lr-mult", "1", "a learning rate of the head", "remove it"),

@@ -17,8 +17,8 @@ LrStepTiming = Literal["megatron", "deepspeed"]
 
 MAX_LOSS_SCALE = 2.0**64
 """Largest loss scale. While gradients are zero, a dynamic scale doubles until it is infinite; then every
-later gradient is NaN, and the scale never decreases. Above this value, fp16 would only hold gradients below
-2**-48."""
+later gradient is NaN, and the scale never decreases. Above this value, fp16 could only represent gradients
+below 2**-48."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,29 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Minimum learning rate, at the end of the decay and after it."""
     decoupled_lr: float | None = None
-    """Peak learning rate of the word embedding and the output layer. By default that of the other weights."""
+    """Peak learning rate of the word embedding and the output layer. By default --lr."""
     decoupled_min_lr: float | None = None
-    """With --decoupled-lr: minimum of that learning rate. By default --min-lr."""
+    """With --decoupled-lr: minimum learning rate of the same layers. By default --min-lr."""
     lr_decay_style: LrDecayStyle = "linear"
     """Decay of the learning rate from peak to minimum. WSD (warm-up, stable, decay) stays at the peak
     first."""
     lr_decay_iters: int | None = None
-    """Iteration at which the decay ends. By default the last one."""
+    """Iteration at which the decay ends. By default the last iteration."""
     lr_decay_samples: int | None = None
-    """Consumed samples at which the decay ends, for a run with --train-samples. By default all of them."""
+    """Consumed samples at which the decay ends, for a run with --train-samples. By default the whole run."""
     lr_warmup_iters: int = 0
-    """Iterations of the warm-up of the learning rate."""
+    """Iterations of learning-rate warm-up."""
     lr_warmup_samples: int = 0
-    """Samples of the warm-up, for a run with --train-samples."""
+    """Samples of learning-rate warm-up, for a run with --train-samples."""
     lr_warmup_fraction: float | None = None
     """Length of the warm-up as a fraction of the decay's iterations or samples."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of the warm-up."""
     lr_warmup_style: LrWarmupStyle = "linear"
-    """Shape of the warm-up. log rises with the logarithm of the number of the iteration or sample."""
+    """Shape of the warm-up. With log, the rate grows with the logarithm of the iteration or sample number."""
     lr_step_timing: LrStepTiming = "megatron"
-    """Learning rate of update n: as Megatron-LM logs it for iteration n, or as DeepSpeed's update n has it,
-    which lags by one or two updates."""
+    """Which program's learning rate update n uses: the one Megatron-LM logs for iteration n, or the one
+    DeepSpeed uses in update n, which lags by one or two updates."""
     lr_wsd_decay_style: WsdDecayStyle = "exponential"
     """With WSD: shape of the decay at the end."""
     lr_wsd_decay_iters: int | None = None
@@ -72,7 +72,8 @@ class OptimizerConfig:
     weight_decay_incr_iters: int | None = None
     """Iterations until the weight decay reaches its end value. By default the whole run."""
     weight_decay_incr_samples: int | None = None
-    """Samples until the weight decay reaches its end value, with --train-samples. By default all."""
+    """With --train-samples: samples until the weight decay reaches its end value. By default the whole
+    run."""
     adam_beta1: float = 0.9
     """Adam's beta1: decay rate of the first moment."""
     adam_beta2: float = 0.999
@@ -88,19 +89,19 @@ class OptimizerConfig:
     loss_scale_window: int = 1000
     """With fp16: iterations without overflow after which the dynamic loss scale doubles, up to 2**64."""
     hysteresis: int = 2
-    """With fp16: overflows until the dynamic loss scale is halved; each further one halves it again, until it
-    doubles."""
+    """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
+    again, until the scale doubles."""
     clip_grad: float = 1.0
     """Clip the gradient to this global norm; 0 turns clipping off."""
     optimizer_cpu_offload: bool = field(default=False, metadata=flags("--cpu-optimizer"))
-    """Keep AdamW's moments, and the fp32 main weights of 16-bit weights, in host memory, and update them
+    """Keep AdamW's moments, and the fp32 main weights of a 16-bit model, in host memory, and update them
     there."""
     optimizer_nvme_offload: str | None = None
     """Keep the optimizer state in a file in this folder on a local disk, and read and write it in each
     update."""
     optimizer_offload_fraction: float = 1.0
-    """Share of the elements whose optimizer state the flags above offload, in whole gradient buckets, or with
-    --zero-stage 3 in whole parameters."""
+    """Share of the optimizer state that the flags above offload. It is rounded to whole gradient buckets, or
+    with --zero-stage 3 to whole parameters."""
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -55,13 +55,13 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
 
 
 def _tiny(family: ModelConfig) -> ModelConfig:
-    """Return a model of four layers; the vocabulary is that of the corpus's tokenizer."""
+    """Return a model of four layers; its vocabulary is the one of the corpus's tokenizer."""
     return replace(_sized(family, 4, 64, 4, 64), vocab_size=None, pad_vocab_size_to=None)
 
 
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2-124m": _sized(_GPT, 12, 768, 12, 1024),
-    # The paper has 24 heads of 128, which is not its hidden size of 2048; 16 heads is what is used.
+    # The paper has 24 heads of size 128, which does not match its hidden size of 2048. We use 16 heads.
     "gpt-1.3b": _sized(_GPT3, 24, 2048, 16, 2048),
     "gpt3-175b": _sized(_GPT3, 96, 12288, 96, 2048),
     "bloom-560m": _sized(_BLOOM, 24, 1024, 16, 2048),

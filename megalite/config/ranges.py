@@ -13,7 +13,7 @@ from megalite.errors import Problem, shortened
 
 
 class Range(NamedTuple):
-    """Hold the values that a field may have, and their description."""
+    """The values that a field may have, and their description."""
 
     holds: Callable[[float], bool]
     text: str
@@ -67,7 +67,7 @@ _FIELDS_OF_RANGE = {
     SEED: "seed",
 }
 RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()}
-"""The range of every numeric field; of each element if the field is a tuple."""
+"""The range of every numeric field. For a tuple, it applies to each element."""
 
 
 def range_problems(config: Config) -> Iterator[Problem]:

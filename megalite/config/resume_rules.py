@@ -1,4 +1,4 @@
-"""Rules for config fields that differ: between a run and its checkpoint, or between the ranks of a run."""
+"""Rules for config fields that differ between a run and its checkpoint, or between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalite.config.data import CORPUS_FIELDS, TOKENIZER_FIELDS
 
 
 class OnResume(Enum):
-    """List the consequences of resuming with another value than the checkpoint's."""
+    """What happens when a run resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"
@@ -88,9 +88,10 @@ RESUME_RULES: Mapping[str, OnResume] = {
 
 MAY_DIFFER_BETWEEN_RANKS = frozenset(
     (
-        "data_cache_path",  # may be on a node's own disk
-        "non_persistent_local_ckpt_dir",  # likewise
-        "optimizer_nvme_offload",  # likewise
+        # These may be on a node's own disk.
+        "data_cache_path",
+        "non_persistent_local_ckpt_dir",
+        "optimizer_nvme_offload",
         "num_threads",  # nodes may have different CPUs
         "keep_freed_memory",
         # These have no effect in a run of several ranks.

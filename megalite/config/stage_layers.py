@@ -1,4 +1,4 @@
-"""Pipeline stages: their number, and how many layers each holds."""
+"""The number of pipeline stages, and the number of layers in each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPLITS = (
     "account_for_loss_in_pipeline_split",
     "pp_partition_method",
 )
-"""Options that make stages uneven, besides --pipeline-layers."""
+"""Options other than --pipeline-layers that make stages uneven."""
 
 LAYER_CLASS = "ParallelTransformerLayerPipe"
 EMBEDDING_CLASS = "EmbeddingPipe"
@@ -53,7 +53,7 @@ def stage_map(config: Config) -> StageMap:
 def layers_per_stage(config: Config) -> tuple[int, ...]:
     """Return the number of layers of each global stage.
 
-    In a valid config none is negative and they sum to the model's layers.
+    In a valid config, no number is negative and the numbers sum to the model's layers.
     """
     parallel, layers = config.parallel, config.model.num_layers
     stages = num_stages(config)
@@ -75,7 +75,7 @@ def layers_per_stage(config: Config) -> tuple[int, ...]:
 
 
 def layers_per_rank_with_ends(config: Config) -> tuple[int, ...]:
-    """Return the layers of each rank where the first's or last's number is set; others share the rest."""
+    """Return the layers of each rank if the first's or last's number is set; other ranks share the rest."""
     parallel = config.parallel
     first = parallel.decoder_first_pipeline_num_layers
     last = parallel.decoder_last_pipeline_num_layers
@@ -98,7 +98,7 @@ def layers_of_stages(num_layers: int, counts: Sequence[int]) -> tuple[range, ...
 
 
 def even_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Split layers evenly, or with one more on the first stages: the last stage has the loss."""
+    """Split layers evenly, or with one more on the first stages, because the last stage computes the loss."""
     fewest, more = divmod(num_layers, num_stages)
     return tuple(fewest + (stage < more) for stage in range(num_stages))
 
@@ -106,11 +106,11 @@ def even_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def balanced_partition(
     weights: Sequence[int], num_stages: int, before: int = 0, after: int = 0
 ) -> tuple[int, ...]:
-    """Split layers so that the heaviest stage is as light as possible, then the sum of squares is smallest.
+    """Split layers to minimize the heaviest stage's weight, and then the sum of squared weights.
 
     Args:
-        weights: of each layer; there are at least as many layers as stages.
-        num_stages: each gets at least one layer.
+        weights: weight of each layer; there are at least as many layers as stages.
+        num_stages: number of stages; each gets at least one layer.
         before: weight of the first stage besides its layers.
         after: weight of the last stage besides its layers.
     """
@@ -131,7 +131,7 @@ def balanced_partition(
             own = sums[end] - sums[start] + extra
             (heaviest, squares), _ = best(stage + 1, end)
             choices.append(((max(own, heaviest), own * own + squares), -end))
-        cost, end = min(choices)  # among equal costs, the one with more layers in front
+        cost, end = min(choices)  # of equal costs, the one with more layers in front
         return cost, -end
 
     counts, start = [], 0
@@ -143,7 +143,7 @@ def balanced_partition(
 
 
 def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) -> tuple[int, ...]:
-    """Split layers by DeepSpeed's method, which also weighs the embedding and the output layer."""
+    """Split layers by DeepSpeed's method, which gives the embedding and the output layer weights too."""
     if method == "uniform":
         return even_partition(model.num_layers, stages)
     if method == "parameters":
@@ -154,7 +154,7 @@ def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) 
 
 
 def weights_by_name(model: ModelConfig, method: str) -> tuple[int, int, int]:
-    """Return what a method ``type:REGEX`` counts for the embedding, each layer and the output: 0 or 1.
+    """Return the weight, 0 or 1, of the embedding, of each layer and of the output under ``type:REGEX``.
 
     The output of a tied model has the embedding's class, as in BLOOM's ``type:transformer|embedding``: 70
     layers and two embeddings make 12 stages of 6.

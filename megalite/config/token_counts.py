@@ -1,4 +1,4 @@
-"""Lengths in tokens, as Megatron-DeepSpeed has them: the flags, and their conversion to samples."""
+"""Megatron-DeepSpeed's flags for lengths in tokens, and their conversion to samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megalite.config.ranges import range_problems
 from megalite.config.rules.training_rules import batch_size_schedule, ramp_up
 
 TOKEN_FLAGS = {
-    "--train-tokens": "End the run once it has consumed this many tokens, if it is not over before.",
+    "--train-tokens": "End the run once it has consumed this many tokens, if it has not ended earlier.",
     "--lr-decay-tokens": "Consumed tokens at which the decay of the learning rate ends.",
-    "--lr-warmup-tokens": "Tokens of the linear warm-up of the learning rate.",
+    "--lr-warmup-tokens": "Tokens of the learning rate's linear warm-up.",
 }
 """The flags, with their help."""
 _SCHEDULES = ("lr_decay", "lr_warmup", "lr_wsd_decay", "weight_decay_incr")
@@ -30,14 +30,14 @@ _REPLACED = {
 def with_token_counts(config: Config, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Config:
     """Return the config with lengths in tokens converted to samples of --seq-length tokens.
 
-    Such a run is counted in samples: lengths in iterations are converted too.
+    The length of such a run is counted in samples: lengths in iterations are converted too.
     """
     tokens = {name: count for name in TOKEN_FLAGS if (count := _count(name, flags, diagnostics)) is not None}
     if not tokens:
         return config
     if not _has_batches(
         config
-    ):  # the rules of the config say why; that no other flag sets the length is fine
+    ):  # the rules of the config report errors, except that a length set by no other flag is fine
         if config.training.train_iters is None and config.training.train_samples is None:
             config = replace(config, training=replace(config.training, train_samples=max(tokens.values())))
         return config
@@ -101,7 +101,7 @@ def _in_samples(config: Config, tokens: dict[str, int], diagnostics: Diagnostics
 def _with_run_length(config: Config, tokens: int | None, diagnostics: Diagnostics) -> Config:
     """Return the config with the samples of the iterations that consume these tokens.
 
-    The schedules keep the length that the run has without --train-tokens, as in Megatron-DeepSpeed.
+    As in Megatron-DeepSpeed, the schedules keep the length that the run would have without --train-tokens.
     """
     if tokens is None:
         return config
@@ -113,7 +113,7 @@ def _with_run_length(config: Config, tokens: int | None, diagnostics: Diagnostic
     samples = batch.consumed_before(iterations + 1)
     if longest is not None:
         if longest <= samples:
-            diagnostics.notices.append(f"--train-tokens {tokens} has no effect: the run ends before")
+            diagnostics.notices.append(f"--train-tokens {tokens} has no effect: the run ends earlier")
             return config
         diagnostics.notices.append(f"--train-tokens {tokens} ends the run after {iterations} iterations")
         optimizer = replace(optimizer, lr_decay_samples=optimizer.lr_decay_samples or longest)

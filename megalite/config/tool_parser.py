@@ -1,4 +1,4 @@
-"""The command line of a tool: argparse, with all errors at once."""
+"""A command-line parser for tools: argparse, but it reports all errors at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite.files import url_problem
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Fits texts to the terminal: commands are broken between flags, other text between words."""
+    """Wraps help texts to the terminal: commands between flags, other text between words."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = [part.splitlines() for part in re.split(r"\n\s*\n", text.strip())]
@@ -35,10 +35,10 @@ def _filled(lines: Sequence[str], width: int) -> list[str]:
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parse arguments, with all errors at once as a `ConfigError`; flags cannot be abbreviated.
+    """Parses arguments, and raises all errors at once as a `ConfigError`. Flags cannot be abbreviated.
 
     Args:
-        rest: flags, besides those of training, that the tool passes on to another parser.
+        rest: flags, besides the flags of training, that the tool passes on to another parser.
     """
 
     def __init__(self, rest: Collection[str] = (), **settings: Any) -> None:
@@ -49,7 +49,7 @@ class ToolParser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> frozenset[str]:
-        """Return the flags that this parser knows itself."""
+        """Return the parser's own flags."""
         return frozenset(self._option_string_actions)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
@@ -65,7 +65,7 @@ class ToolParser(argparse.ArgumentParser):
         """Parse a command line of the tool's own flags, and return its errors instead of raising them.
 
         Returns:
-            The values of the flags, the default of one that is wrong or missing; and a line for each error.
+            The values of the flags, or defaults for invalid or missing flags; and a line for each error.
         """
         found = argparse.Namespace() if namespace is None else namespace
         try:
@@ -77,7 +77,7 @@ class ToolParser(argparse.ArgumentParser):
         return found, self._problems
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the tool's own flags, and return the rest, which are flags of training."""
+        """Parse the tool's own flags, and return the rest: flags of training."""
         parsed = self._parse(args, namespace, {*known_flags(), *self._rest})
         if self._problems:
             raise ConfigError(self._problems)
@@ -86,16 +86,16 @@ class ToolParser(argparse.ArgumentParser):
     def _parse(
         self, args: Iterable[str] | None, namespace: Any, others: Collection[str]
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Collect errors in `self._problems`, and return the values and what is left of the command line."""
+        """Collect errors in `self._problems`; return the values and the rest of the command line."""
         tokens = sys.argv[1:] if args is None else list(args)
         self._problems = []
         return super().parse_known_args(self._corrected(tokens, others), namespace)
 
     def _corrected(self, tokens: list[str], others: Collection[str]) -> list[str]:
-        """Report unknown flags, and replace each by the nearest of this parser's: it is not missing as well.
+        """Report unknown flags, and replace each with this parser's nearest flag, so it is not missing too.
 
-        An unknown flag that is nearer to one of the others is left to the parser of those, which reports all
-        errors at once.
+        An unknown flag that is nearer to a flag of the other parser is left to that parser, which reports all
+        its errors at once.
         """
         own, corrected = self._option_string_actions, list(tokens)
         end = tokens.index("--") if "--" in tokens else len(tokens)  # only values follow
@@ -138,16 +138,16 @@ class ToolParser(argparse.ArgumentParser):
             return action.default
 
     def format_help(self) -> str:
-        """Return the text of --help, with commands named as the user types them."""
+        """Return the text of --help, with commands as the user types them."""
         return with_command_names(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error that argparse would print before it exits, with those before it."""
+        """Raise the error that argparse would print before exiting, together with earlier errors."""
         raise ConfigError([*self._problems, f"{message} (see --help)"])
 
 
 def _int(text: str) -> int:
-    """Return a whole number that PyTorch has, as the `type` of an argument."""
+    """Parse a whole number that fits in 64 bits; an argparse `type`."""
     value = int(text)
     if abs(value) > MAX_INT:
         raise argparse.ArgumentTypeError(f"{shortened(text)!r} is above 2**63 - 1")
@@ -155,28 +155,28 @@ def _int(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """Return a whole number above 0, as the `type` of an argument."""
+    """Parse a whole number above 0; an argparse `type`."""
     if not text.isdecimal() or _int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def whole_number(text: str) -> int:
-    """Return a whole number, 0 included, as the `type` of an argument."""
+    """Parse a whole number, 0 included; an argparse `type`."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return _int(text)
 
 
 def local_path(text: str) -> Path:
-    """Return a path of this machine, not a URL, as the `type` of an argument."""
+    """Parse a path on this machine, not a URL; an argparse `type`."""
     if problem := url_problem(text):
         raise argparse.ArgumentTypeError(problem)
     return Path(text)
 
 
 def positive_number(text: str) -> float:
-    """Return a finite number above 0, as the `type` of an argument."""
+    """Parse a finite number above 0; an argparse `type`."""
     try:
         value = float(text)
     except ValueError:

@@ -20,24 +20,24 @@ class TrainingConfig:
     micro_batch_size: int = 1
     """Samples per forward pass on one replica."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all replicas. By default micro-batch size x data-parallel size."""
+    """Samples per optimizer step, over all replicas. By default micro-batch size x data-parallel size."""
     rampup_batch_size: tuple[int, ...] | None = None
     """Ramp up the global batch size: START INCREMENT SAMPLES. It grows from START by INCREMENT at a time,
     over SAMPLES samples."""
     step_batch_size_schedule: tuple[str, ...] | None = None
-    """Change the global batch size at numbers of consumed tokens: TOKENS:SIZE ..., as in 0:16 2.4B:320
+    """Change the global batch size after given numbers of tokens: TOKENS:SIZE ..., as in 0:16 2.4B:320
     12B:1536. The last size is --global-batch-size."""
     train_iters: int | None = None
     """Length of the run in optimizer steps. Either this or --train-samples is required."""
     train_samples: int | None = None
-    """Length of the run in samples, instead of --train-iters. An incomplete batch at the end is dropped."""
+    """Length of the run in samples, instead of --train-iters. An incomplete last batch is dropped."""
     eval_interval: int = 1000
     """Iterations between evaluations on the validation set."""
     eval_iters: int | None = None
-    """Global batches per evaluation; 0 turns evaluation off. By default 100, or a tenth of a shorter run's
+    """Global batches per evaluation; 0 turns evaluation off. By default 100, or in short runs a tenth of the
     iterations."""
     exit_interval: int | None = None
-    """Save and exit at the first iteration that is a multiple of this."""
+    """Save and exit at the first iteration that is a multiple of this number."""
     exit_duration_in_mins: float | None = None
     """Save and exit after this many minutes, at the end of an iteration."""
     exit_signals: tuple[ExitSignal, ...] = field(
@@ -47,27 +47,27 @@ class TrainingConfig:
             sets={"--exit-signal-handler": ("SIGTERM", "SIGUSR1"), "--no-exit-signal-handler": ()},
         ),
     )
-    """Signals after which a run saves and exits with status 75. It finishes its iteration first. Ctrl-C does
-    the same with status 130."""
+    """Signals on which a run finishes its iteration, saves, and exits with status 75. Ctrl-C does the same
+    with status 130."""
     kill_switch_path: str | None = field(default=None, metadata=flags("--kill-switch-file"))
-    """File that makes a run save and exit as soon as it exists. It also keeps a run from starting."""
+    """File whose existence makes a run save and exit. If it exists at the start, the run does not start."""
     seed: int = 1234
-    """Random seed of initial weights, dropout and the order of samples."""
+    """Random seed for initial weights, dropout and the order of samples."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Skip updates with a NaN or infinite loss or gradient. The layer where it began is logged."""
+    """Skip updates whose loss or gradient is NaN or infinite, and log the layer where the NaN began."""
     check_for_spiky_loss: bool = False
-    """Skip updates whose loss is far above the previous ones. The samples that caused it are logged."""
+    """Skip updates whose loss is far above the previous losses, and log the samples that caused it."""
     spiky_loss_factor: float = 10.0
-    """With --check-for-spiky-loss: the limit of a loss, relative to the median of the last 100."""
+    """With --check-for-spiky-loss: largest accepted loss, as a multiple of the median of the last 100."""
     iterations_to_skip: tuple[str, ...] = field(default=(), metadata=flags("--skip-train-iteration-range"))
-    """Iterations whose samples are skipped without training. For example 120:125 (both included) or 130."""
+    """Iterations whose samples are skipped without training, such as 120:125 (both included) or 130."""
     hang_timeout: float | None = None
-    """Seconds without progress after which the watchdog reports and ends the run; 0 for never. By default
-    half of --distributed-timeout-minutes."""
+    """Seconds without progress before the watchdog writes a report and ends the run; 0 turns it off. By
+    default half of --distributed-timeout-minutes."""
     fp8_format: Fp8Format | None = field(
         default=None, metadata=flags(sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"})
     )
-    """Use 8-bit GEMMs in the linear layers of a bf16 model. e4m3, or hybrid: e4m3 with gradients in e5m2."""
+    """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
     compile: bool = False
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
     deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
@@ -75,7 +75,7 @@ class TrainingConfig:
 
     @property
     def is_counted_in_samples(self) -> bool:
-        """Return whether the run's length and its schedules are in samples, not in iterations."""
+        """Return whether the run's length and its schedules are counted in samples, not in iterations."""
         return self.train_samples is not None
 
     @property
@@ -109,7 +109,7 @@ def iteration_range(text: str) -> range | None:
 
 @dataclass(frozen=True)
 class DryRunConfig:
-    """Describe a dry run: what one rank would hold, compute and send, reported without other ranks."""
+    """Describe a dry run: it reports what one rank would hold, compute and send, without other ranks."""
 
     dry_run: bool = False
     """Report what one rank would hold, compute and send, and exit. Nothing is computed."""
@@ -118,7 +118,7 @@ class DryRunConfig:
     rank: int = 0
     """With --dry-run: the rank to report."""
     dry_run_json: str | None = None
-    """With --dry-run: write the report as a JSON object to this file too."""
+    """With --dry-run: also write the report to this file, as a JSON object."""
     verify_layouts: str | None = None
-    """Compare short runs in these layouts with one on one rank, and exit: tp2,pp2dp2+sp or all. It is for
-    programs with their own model; else use megalite verify."""
+    """Compare short runs in these layouts (tp2,pp2dp2+sp or all) with a run on one rank, and exit. Use it in
+    programs with their own model; otherwise use megalite verify."""

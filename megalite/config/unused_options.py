@@ -1,4 +1,4 @@
-"""Options that are set but have no effect, because of the other options."""
+"""Find options that are set but have no effect because of other options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unused_options(config: Config, world_size: int | None = None) -> list[str]:
     """Return a line with the reason for each option that differs from its default but has no effect.
 
     Args:
-        world_size: number of ranks, if it is known: there may be only one replica.
+        world_size: number of ranks, if it is known; it tells whether there is only one replica.
     """
     defaults = Config().values()
     changed = {name: value for name, value in config.values().items() if value != defaults[name]}
@@ -49,13 +49,13 @@ def unused_options(config: Config, world_size: int | None = None) -> list[str]:
 
 
 def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
-    """Yield the options that have no effect in this config, whether they are set or not, with the reason."""
+    """Yield each option that has no effect in this config, set or not, with the reason."""
     model, optimizer, logging = config.model, config.optimizer, config.logging
     if model.position_embedding_type != "learned_absolute":
         yield "max_position_embeddings", f"{model.position_embedding_type} positions have no table"
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
-            yield name, "only a bert has it (pretrain_bert.py)"
+            yield name, "it is an option of BERT (pretrain_bert.py)"
     if model.position_embedding_type != "rope":
         yield "rotary_base", f"positions are {model.position_embedding_type}, not rope"
     if model.pad_vocab_size_to is not None:
@@ -124,25 +124,25 @@ def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[s
     elif num_replicas is not None:
         one_node = num_replicas * parallel.tp
         if parallel.shard_degree_among(num_replicas, one_node) == 1:
-            reason = "each group of replicas that it shards within has one rank"
+            reason = "each group of replicas that it shards over has one rank"
             yield "zero_stage", f"{reason}: pass a larger --data-parallel-shard-degree"
 
 
 def loss_reasons(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the settings of the loss scale and of the spiky-loss check that have no effect, with reasons."""
+    """Yield settings of the loss scale and the spiky-loss check that have no effect, with reasons."""
     dtype, loss_scale = config.model.params_dtype, config.optimizer.loss_scale
     if not config.training.check_for_spiky_loss:
         yield "spiky_loss_factor", "--check-for-spiky-loss is off"
     if dtype != "fp16":
         for name in ("loss_scale", *_DYNAMIC_LOSS_SCALE):
-            yield name, f"{dtype} has no loss scale, only fp16 has"
+            yield name, f"{dtype} has no loss scale, only fp16 has one"
     elif loss_scale is not None:
         for name in _DYNAMIC_LOSS_SCALE:
             yield name, f"--loss-scale {loss_scale} is constant"
 
 
 def fill_in_middle_reasons(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings of fill-in-the-middle that have no effect, with reasons."""
+    """Yield settings of fill-in-the-middle that have no effect, with reasons."""
     if data.fim_rate == 0 or data.mock_data:
         reason = "--fim-rate is 0" if data.fim_rate == 0 else "--mock-data reads no corpus"
         for name in ("fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token"):
@@ -215,7 +215,7 @@ def _checkpoint_reasons(config: Config) -> Iterator[tuple[str, str]]:
         ):
             yield name, "--save is not set"
     elif not checkpoint.saves_at_intervals and checkpoint.non_persistent_save_interval is None:
-        yield "async_save", "only the end of the run is saved: pass --save-interval"
+        yield "async_save", "the run saves only at its end: pass --save-interval"
     if checkpoint.non_persistent_save_interval is None:
         for name in ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir"):
             yield name, "--non-persistent-save-interval is not set"

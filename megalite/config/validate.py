@@ -1,4 +1,4 @@
-"""Validation of a config: all its errors at once."""
+"""Validate a config, and report all its errors at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalite.config.rules import data_rules, logging_rules, model_rules, parall
 from megalite.errors import ConfigError, Problem, one_line
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
-"""Yields what is wrong with a config; the second argument is the number of ranks, None if it is unknown."""
+"""A function that yields a config's problems. Its second argument is the number of ranks, or None."""
 
 RULES: tuple[Rule, ...] = (
     model_rules.head_size,
@@ -80,18 +80,18 @@ def check_config(config: Config, world_size: int | None = None) -> None:
         world_size: number of ranks; None skips the rules that need it.
 
     Raises:
-        ConfigError: with all problems, each of which names the flags, their values and the fix.
+        ConfigError: with all problems. Each names the flags, their values and the fix.
     """
     if problems := problems_of(config, world_size):
         raise ConfigError(problems)
 
 
 def problems_of(config: Config, world_size: int | None, invalid_fields: Collection[str] = ()) -> list[str]:
-    """Return everything that is wrong with a config, one line per problem.
+    """Return all problems of a config, one line each.
 
     Args:
         world_size: number of ranks; None skips the rules that need it.
-        invalid_fields: fields that are already known to be invalid: rules that involve them are not reported.
+        invalid_fields: fields that are already known to be invalid; rules that involve them are skipped.
     """
     problems = [problem for problem in range_problems(config) if problem.fields[0] not in invalid_fields]
     invalid = {*invalid_fields, *(name for problem in problems for name in problem.fields)}
@@ -102,7 +102,7 @@ def problems_of(config: Config, world_size: int | None, invalid_fields: Collecti
 
 
 def _with_defaults(config: Config, names: Collection[str]) -> Config:
-    """Return the config with these fields at their defaults: a rule may divide by an invalid 0."""
+    """Return the config with these fields at their defaults, since a rule may divide by an invalid 0."""
     parts = {}
     for group in fields(config):
         part = getattr(config, group.name)

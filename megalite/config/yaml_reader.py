@@ -1,4 +1,4 @@
-"""Settings from YAML files: those of --config, and the model of a checkpoint."""
+"""Read settings from YAML files: --config, and the model in a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MAX_CONFIG_BYTES = 1 << 24
 
 
 def read_yaml(path: str, diagnostics: Diagnostics) -> dict[str, UserSetting]:
-    """Return the settings in a YAML file, by field; the groups of fields are optional.
+    """Return the settings in a YAML file, by field. Grouping the fields is optional.
 
-    Scalars are read from their text like the values of flags: `1e-5` and `220_000_000` mean the same in both.
+    Scalars are parsed like the values of flags: `1e-5` and `220_000_000` mean the same in both.
     """
     try:
         root = _compose(path)
@@ -80,7 +80,7 @@ def _settings(
             line = seen[name].start_mark.line + 1
             diagnostics.add_problem(f"{_line(key, path)}: {name} is already in line {line}: remove one", name)
         elif group is None and _is_group(name, value):
-            if not _is_null(value):  # null: all lines of the group are commented out
+            if not _is_null(value):  # it is null if all lines of the group are commented out
                 yield from _settings(value, name, path, diagnostics)
         elif _is_field(name, group):
             field = fields_by_flag()[f"--{normalised(name)}"]
@@ -117,7 +117,7 @@ def _is_field(name: str, group: str | None) -> bool:
 
 
 def _is_group(name: str, value: yaml.Node) -> bool:
-    """Return whether a top-level key names a group; `optimizer` is also a field, which has a plain value."""
+    """Return whether a top-level key names a group. `optimizer` with a plain value is a field."""
     return name in _GROUPS and (
         not isinstance(value.value, str) or _is_null(value) or not _is_field(name, None)
     )
@@ -134,16 +134,16 @@ def _line(node: yaml.Node, path: str) -> str:
 def read_checkpoint_model(checkpoint: CheckpointConfig, diagnostics: Diagnostics) -> dict[str, UserSetting]:
     """Return the model's settings in the checkpoint that --load names, for --use-checkpoint-args.
 
-    They are read from the resolved config in the checkpoint; its data, layout and so on are not used. Without
-    a checkpoint there are none, and a notice says so.
+    They are read from the resolved config in the checkpoint, whose data, layout and so on are not used. If
+    there is no checkpoint, the result is empty, and a notice says so.
     """
     if checkpoint.load is None:
         return {}  # reported by a rule of the config
     folder = _find_checkpoint(Path(checkpoint.load), checkpoint.load_iteration)
     if folder is None:
         diagnostics.notices.append(
-            f"--use-checkpoint-args: there is no checkpoint in --load {checkpoint.load} yet, so the model is "
-            "the one that the flags describe"
+            f"--use-checkpoint-args: there is no checkpoint in --load {checkpoint.load} yet, so the flags "
+            "define the model"
         )
         return {}
     settings = read_yaml(str(folder / "config.yaml"), diagnostics)
@@ -151,7 +151,7 @@ def read_checkpoint_model(checkpoint: CheckpointConfig, diagnostics: Diagnostics
 
 
 def _find_checkpoint(folder: Path, iteration: int | None) -> Path | None:
-    """Return the checkpoint to load, judged by its name alone: loading it checks what is in it."""
+    """Return the checkpoint to load, chosen by name alone; loading checks its content later."""
     if iteration is not None:
         names = [f"iter_{iteration:07d}"]
     else:

@@ -1,4 +1,4 @@
-"""A config as YAML text."""
+"""Write a config as YAML text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _UNPRINTABLE = re.compile("[^\x20-\x7e]")
 def to_yaml(config: Config) -> str:
     """Return the config as YAML, grouped by sub-config; `--config` reads it back to an equal config.
 
-    No YAML library is needed, so that checkpoints can be written without one: scalars and lists are JSON,
-    which is a subset of YAML, except for floats, where YAML 1.1 needs a point before the exponent.
+    Writing a checkpoint must not need a YAML library, so scalars and lists are written as JSON, a subset of
+    YAML. Floats are the exception: YAML 1.1 needs a point before the exponent.
     """
     lines: list[str] = []
     for group in fields(config):
@@ -34,7 +34,7 @@ def yaml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(yaml_value(item) for item in value) + "]"
     if isinstance(value, str):
-        # YAML's escapes reach beyond the 16 bits of JSON's.
+        # YAML's escapes are not limited to 16 bits as JSON's are.
         return _UNPRINTABLE.sub(
             lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False)
         )

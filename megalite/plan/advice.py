@@ -1,4 +1,4 @@
-"""Advice to a rank that ran out of memory: its planned memory, and the flags that would save most of it."""
+"""Advise a rank that ran out of memory: its planned memory, and the flags that would save most memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _GB = 1e9
 NUM_REMEDIES = 3
 """Remedies to report."""
 MIN_SHARE = 0.01
-"""Share of the memory that a remedy must save."""
+"""Smallest share of the memory that a remedy must save."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Describe the device of a rank.
+    """The device of a rank.
 
     Attributes:
         memory_bytes: memory that a process can use.
-        residual_bytes: memory of a process that no tensor holds.
-        is_host: its memory is the host's.
+        residual_bytes: memory of a process that is not in tensors.
+        is_host: whether its memory is the host's.
     """
 
     memory_bytes: float
@@ -36,14 +36,14 @@ class Device:
 
 
 class Change(NamedTuple):
-    """Hold flags that may save memory.
+    """Flags that may save memory.
 
     Attributes:
-        kind: one change of a kind is reported: the cheapest that suffices, or else the most effective.
+        kind: only one change of each kind is reported: the cheapest that suffices, or the most effective.
         flags: the flags as on a command line.
-        cost: what they cost.
-        config: the config with them.
-        world_size: number of ranks with them, if they change the layout; otherwise None.
+        cost: the cost of the flags, as text.
+        config: the config with the flags.
+        world_size: number of ranks with the flags, if they change the layout; otherwise None.
     """
 
     kind: str
@@ -54,11 +54,11 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """Hold a change, and what it would do.
+    """A change and its effect.
 
     Attributes:
         saved: bytes that it saves on the rank.
-        suffices: the plan of the rank does not fit, and that of the run with the change does.
+        suffices: whether the rank's plan does not fit, but fits with the change.
     """
 
     change: Change
@@ -68,11 +68,11 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """Hold the advice to a rank that ran out of memory.
+    """The advice to a rank that ran out of memory.
 
     Attributes:
         memory: planned memory of the rank.
-        remedies: the changes that suffice, the cheapest first; then those that save most.
+        remedies: the changes that suffice, cheapest first; then the changes that save most.
     """
 
     memory: RankMemory
@@ -90,7 +90,7 @@ class Advice:
 
 
 def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Advice:
-    """Plan the memory of a pipeline rank as it is, and with each change that training would accept."""
+    """Plan the memory of a pipeline rank now, and with each change that training would accept."""
     memory = _memories(planned_run_on(config, world_size, device))[pp_rank]
     available = TIGHT_SHARE * device.memory_bytes
     best: dict[str, Remedy] = {}
@@ -102,7 +102,7 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
         saved = memory.total - (totals[pp_rank] if change.world_size is None else max(totals))
         known = best.get(change.kind, Remedy(change, MIN_SHARE * memory.total))
         if saved > known.saved and not known.suffices:
-            best.pop(change.kind, None)  # the new one comes after what is cheaper
+            best.pop(change.kind, None)  # move it behind cheaper changes
             best[change.kind] = Remedy(change, saved, max(totals) <= available < memory.total)
     enough = [remedy for remedy in best.values() if remedy.suffices]
     others = sorted((each for each in best.values() if not each.suffices), key=lambda each: -each.saved)
@@ -110,10 +110,10 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
 
 
 def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRun:
-    """Return the plan of a run on ranks with this memory; the speed of GPU and links does not change it.
+    """Return the plan of a run on ranks with this memory. The speed of GPU and links does not matter for it.
 
     Args:
-        config: with a shard degree in numbers, since the plan does not know this machine's nodes.
+        config: the config, with its shard degree as a number, since the plan does not know the nodes.
     """
     gpu = replace(
         GPUS["a100-80"],
@@ -125,12 +125,12 @@ def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRu
 
 
 def _memories(run: PlannedRun) -> list[RankMemory]:
-    """Return the memory of each pipeline rank, with the weights that a run on this device would keep."""
+    """Return the memory of each pipeline rank, keeping gathered weights as a run on this device would."""
     return rank_memories(choose_gathering(run))
 
 
 def changes(config: Config, world_size: int) -> Iterator[Change]:
-    """Yield the changes to try, the cheapest first; training may reject some of them."""
+    """Yield the changes to try, cheapest first. Training may reject some of them."""
     parallel = config.parallel
     dp = world_size // (parallel.tp * parallel.pp)
     size = config.training.micro_batch_size
@@ -185,7 +185,7 @@ def _zero(config: Config, flags: str, stage: int, cost: str) -> Change:
 
 
 def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
-    """Yield the optimizer state's ways out of the device's memory."""
+    """Yield changes that move the optimizer state out of the device's memory."""
     if config.optimizer.offloads_optimizer:
         return
     if not is_host:
@@ -198,7 +198,7 @@ def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
 
 
 def _twice(config: Config, axis: str, cost: str, world_size: int) -> Change:
-    """Return the change to twice the ranks on an axis: half of the replicas, or twice the world size."""
+    """Return the change that doubles an axis: half as many replicas, or twice the world size."""
     name, flag = f"{axis}_model_parallel_size", {"tensor": "--tp", "pipeline": "--pp"}[axis]
     size = 2 * getattr(config.parallel, name)
     is_even = world_size // (config.parallel.tp * config.parallel.pp) % 2 == 0

@@ -1,4 +1,4 @@
-"""Measurement of this machine: rates of GEMMs, attention, copies, and a link if it has several ranks."""
+"""Measure this machine: rates of GEMMs, attention, copies, and of a link if there are several ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ LINK_ELEMENTS = 4_000_000
 
 
 def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
-    """Measure the first GPU of this machine, or one CPU core, as a type of GPU; ranks are its GPUs or cores.
+    """Measure this machine's first GPU, or one CPU core, as a type of GPU. Each rank has a GPU or a core.
 
-    The rates are those that programs reach, so their shares are 1, except for attention's.
+    The rates are measured, not from a data sheet, so the shares that programs reach are 1, except
+    attention's.
 
     Args:
         dtype: precision of the GEMMs.
@@ -38,7 +39,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
     num_threads = torch.get_num_threads()
     try:
         if device.type == "cpu":
-            torch.set_num_threads(1)  # as for ranks of training
+            torch.set_num_threads(1)  # as for training's ranks
         kind = DTYPES[dtype]
         gemm = _gemm_rate(device, kind, is_quick)
         attention = _attention_rate(device, kind, is_quick)
@@ -66,7 +67,7 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
 
 
 def with_local_defaults(config: Config) -> Config:
-    """Return the config with the defaults of training on this machine's CPU; with a GPU the plan has them."""
+    """Return the config with training's defaults on this machine's CPU; a plan for a GPU already has them."""
     if torch.cuda.is_available():
         return config
     overlap = config.parallel.gathers_under_forward("cpu")
@@ -79,7 +80,7 @@ def with_local_defaults(config: Config) -> Config:
 
 
 def _rate(work: float, function: Callable[[], object], device: torch.device, is_quick: bool) -> float:
-    """Return the work per second of the best of several runs."""
+    """Return the work per second in the best of several runs."""
     best, end = float("inf"), time.perf_counter() + (0.0 if is_quick else SECONDS)
     function()
     while True:
@@ -125,9 +126,9 @@ def _copy_rate(device: torch.device, is_quick: bool) -> float:
 
 
 def _host_link_rate(device: torch.device, copy: float, is_quick: bool) -> float:
-    """Return the bytes per second of a copy to pinned memory; on a CPU those of any copy, `copy` / 2."""
+    """Return the bytes per second of a copy to pinned memory; on a CPU, of any copy: `copy` / 2."""
     if device.type == "cpu":
-        return copy / 2  # which counts bytes read and written
+        return copy / 2  # `copy` counts bytes read and bytes written
     source = torch.zeros(1_000_000 if is_quick else 64_000_000, device=device)
     target = torch.empty(source.shape, pin_memory=True)
     return _rate(4.0 * source.numel(), lambda: target.copy_(source, non_blocking=True), device, is_quick)
@@ -150,7 +151,7 @@ def _memory_bytes(device: torch.device, ranks: int) -> float:
 
 
 def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
-    """Measure a copy between two GPUs, or an all-reduce of two processes; one rank has the rate of a copy."""
+    """Measure a copy between two GPUs, or an all-reduce of two processes; one rank has the rate of `copy`."""
     if ranks < 2:
         return copy / 1e9
     if device.type == "cuda":
@@ -162,6 +163,6 @@ def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
 
 
 def _all_reduce_rate(topology: Topology) -> float:
-    """Return the bytes per second that each of two ranks sends, which is the size of the message."""
+    """Return the bytes per second that each of two ranks sends; each sends as much as the message's size."""
     message = torch.zeros(LINK_ELEMENTS)
     return _rate(4.0 * LINK_ELEMENTS, lambda: dist.all_reduce(message), topology.device, True)

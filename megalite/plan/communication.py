@@ -10,7 +10,7 @@ from megalite.plan.planned_run import Cluster
 
 @dataclass(frozen=True)
 class Protocol:
-    """Describe one of NCCL's protocols. All latencies are in seconds.
+    """One of NCCL's protocols. All latencies are in seconds.
 
     Source: baseLatencies and hwLatencies of NCCL 2.2x, src/graph/tuning.cc.
 
@@ -19,7 +19,7 @@ class Protocol:
         start: latency of starting a collective.
         node_hop: latency of a ring's step between two GPUs of a node.
         network_hop: latency of a ring's step to another node.
-        tree_node_hop, tree_network_hop: the same for a tree.
+        tree_node_hop, tree_network_hop: the same latencies for a tree.
     """
 
     bandwidth: float
@@ -41,11 +41,11 @@ TREE_BANDWIDTH = 0.92
 
 @dataclass(frozen=True)
 class Group:
-    """Describe equally spaced ranks that communicate with each other.
+    """Equally spaced ranks that communicate with each other.
 
     Attributes:
         size: number of ranks.
-        stride: distance from one of them to the next, in ranks.
+        stride: distance from one rank to the next.
         one_adapter: a ring over nodes uses one network adapter of a node, however many ranks the node has.
     """
 
@@ -61,7 +61,7 @@ class Group:
 
     @property
     def ranks_per_node(self) -> int:
-        """Return how many of the group's ranks a node holds."""
+        """Return how many of the group's ranks are on one node."""
         if self.is_inside_node:
             return self.size
         return max(1, self.cluster.gpus_per_node // self.stride)
@@ -75,8 +75,8 @@ class Group:
     def bytes_per_second(self) -> float:
         """Return the bandwidth of each rank, while all groups of the same kind communicate.
 
-        A ring over nodes enters and leaves each node once. All of its ranks on the node share that traffic,
-        each with its own part of the network.
+        A ring over nodes enters and leaves each node once. All of its ranks on a node share that traffic,
+        each over its own part of the network.
         """
         cluster = self.cluster
         inside = cluster.node_gbps * 1e9 * cluster.gpu.link_share
@@ -88,7 +88,7 @@ class Group:
     def gather_seconds(self, num_bytes: float, num_calls: float = 1) -> float:
         """Return the seconds of an all-gather to, or a reduce-scatter of, `num_bytes` on each rank.
 
-        Each is a ring of size - 1 steps.
+        Both are rings of size - 1 steps.
 
         Args:
             num_calls: number of collectives that the bytes are split into.
@@ -127,7 +127,7 @@ class Group:
         return num_calls * (protocol.start + 2 * hops) + sent / rate
 
     def message_seconds(self, num_bytes: float) -> float:
-        """Return the seconds of a message to the next rank of the group, with the protocol Simple."""
+        """Return the seconds of a message to the group's next rank, with the protocol Simple."""
         if self.size == 1:
             return 0.0
         simple = PROTOCOLS[-1]

@@ -1,4 +1,4 @@
-"""The plan of one run: its memory, time and costs."""
+"""Plan one run: its memory, time and costs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megalite.plan.rank_memory import (
 _GB = 1e9
 _DAY = 86400.0
 _JSON_KINDS = {"gemms": "products", "memory_bound": "passes"}
-"""Names in --json of the kinds of `WorkSeconds` that have another name there."""
+"""Kinds of `WorkSeconds` that have another name in --json, with that name."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold what the costs of a run depend on besides its plan; None if it is unknown.
+    """Inputs to the costs of a run, besides its plan; each is None if it is unknown.
 
     Attributes:
         train_tokens: tokens of the whole run.
-        watts: power of one GPU with its part of the node.
-        price: price of a GPU for an hour.
+        watts: power of one GPU, with its part of the node's power.
+        price: price of a GPU per hour.
     """
 
     train_tokens: float | None = None
@@ -41,14 +41,14 @@ class Costs:
 
 
 class RunPlan:
-    """Plan a run; each number is computed when it is first requested."""
+    """The plan of a run. Each number is computed when it is first requested."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = choose_gathering(run)
 
     @cached_property
     def parameters(self) -> int:
-        """Return the parameters of the whole model, padding of the vocabulary included."""
+        """Return the number of parameters of the whole model, with the vocabulary's padding."""
         return total_parameters(self.run.config.model, self.run.tp)
 
     @cached_property
@@ -72,7 +72,7 @@ class RunPlan:
 
     @property
     def is_tight(self) -> bool:
-        """Return whether the run fits, but with less memory left than the typical error of a plan."""
+        """Return whether the run fits, but leaves less free memory than a plan's typical error."""
         return self.fits and self.memory_bytes > TIGHT_SHARE * self.run.cluster.gpu.memory_bytes
 
     @cached_property
@@ -90,12 +90,12 @@ class RunPlan:
         return self.tokens / self.time.seconds
 
     def tflops(self, flops_of_token: float) -> float:
-        """Return the TFLOP/s of a GPU for this many operations per token."""
+        """Return the TFLOP/s per GPU, for this many operations per token."""
         return flops_of_token * self.tokens_per_second / self.run.cluster.world_size / 1e12
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Return the TFLOP/s of a GPU, by `CONVENTION`."""
+        """Return the TFLOP/s per GPU, by `CONVENTION`."""
         return self.tflops(flops_per_token(self.run.config.model, self.run.tp))
 
     @property

@@ -1,4 +1,4 @@
-"""The time of an iteration: the pipeline's actions with the time of each, gradient reduction, and update."""
+"""Estimate the time of an iteration: the pipeline's actions, gradient reduction, and the update."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from megalite.plan.offloaded_state import largest_offloaded_state, offload_secon
 from megalite.plan.planned_run import PlannedRun
 
 MAX_ROUNDS = 3
-"""Microbatches per stage that are simulated; each further one takes as long as the last ones did."""
+"""Microbatches per stage to simulate. Each further microbatch takes as long as the last simulated ones."""
 
 Stage = Mapping[ActionKind, WorkSeconds]
-"""A stage's work on one microbatch, for each kind of action of its schedule."""
+"""A stage's work on one microbatch, by kind of action in its schedule."""
 
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Hold the time of one optimizer step.
+    """The time of one optimizer step.
 
     Attributes:
         seconds: time of the step.
-        work: work of the busiest rank; the rest of `seconds` it waits for other stages.
+        work: work of the busiest rank. During the rest of `seconds`, it waits for other stages.
         bubble: seconds that the average rank waits for other stages.
     """
 
@@ -72,7 +72,7 @@ class IterationTime:
 
 
 def time_iteration(run: PlannedRun) -> IterationTime:
-    """Return the time of all microbatches, then of the exchange between replicas, then of the update."""
+    """Return the time of a step: all microbatches, the exchange between replicas, and the update."""
     step = time_step(run)
     rest = exchange_seconds(run, step.last_backward.seconds) + update_seconds(run, step)
     return IterationTime(step.seconds + rest.seconds, step.work + rest, step.bubble)
@@ -80,13 +80,13 @@ def time_iteration(run: PlannedRun) -> IterationTime:
 
 @dataclass(frozen=True)
 class Step:
-    """Hold the time of the forward and backward of all microbatches.
+    """The time of forward and backward for all microbatches.
 
     Attributes:
-        seconds: from the start of the first action to the end of the last one.
+        seconds: time from the start of the first action to the end of the last one.
         work: work of the busiest rank on all its microbatches.
         last_backward: backward of the busiest rank for one microbatch.
-        first_forward: its forward.
+        first_forward: forward of the busiest rank for one microbatch.
         bubble: seconds that the average rank waits for other stages.
     """
 
@@ -116,7 +116,7 @@ def time_step(run: PlannedRun) -> Step:
 
 
 def least_seconds(run: PlannedRun) -> float:
-    """Return a lower bound of a step's time, the work of the busiest rank."""
+    """Return a lower bound of a step's time: the work of the busiest rank."""
     stages = _stages(run)
     ranks = ([stages[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp))
     busiest = max(sum(work.seconds for chunk in chunks for work in chunk.values()) for chunks in ranks)
@@ -124,7 +124,7 @@ def least_seconds(run: PlannedRun) -> float:
 
 
 def _stages(run: PlannedRun) -> list[Stage]:
-    """Return the work of every global stage; inner stages with the same number of layers are equal."""
+    """Return the work of every global stage. Inner stages with the same number of layers share theirs."""
     layer, last = layer_work(run), run.stages.num_stages - 1
     known: dict[tuple[int, bool, bool], Stage] = {}
     for stage, num_layers in enumerate(run.layers):
@@ -173,7 +173,7 @@ def _message(run: PlannedRun) -> WorkSeconds:
 
 
 def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:
-    """Return the seconds of all microbatches; for many, extrapolate from the steady state of a few."""
+    """Return the seconds of all microbatches. For many, extrapolate from the steady state of a few."""
     seconds = [{kind: work.seconds for kind, work in stage.items()} for stage in stages]
     if run.pp == 1:
         return sum(seconds[0].values()) * run.num_microbatches
@@ -203,18 +203,18 @@ def _actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) ->
 def _peaks(
     schedule: ScheduleName, stages: StageMap, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the microbatches in flight, and those with deferred weight gradients, of each rank."""
+    """Return, for each rank, the microbatches in flight, and those with deferred weight gradients."""
     actions = _actions(schedule, stages, num_microbatches)
     return tuple(map(peak_in_flight, actions)), tuple(map(peak_deferred, actions))
 
 
 def peaks_in_flight(run: PlannedRun) -> tuple[int, ...]:
-    """Return, per pipeline rank, the most microbatches whose activations it holds; each chunk counts."""
+    """Return, per pipeline rank, the peak number of microbatches in flight, summed over its chunks."""
     return _peaks_of(run)[0]
 
 
 def peaks_deferred(run: PlannedRun) -> tuple[int, ...]:
-    """Return, per pipeline rank, the most microbatches with deferred weight gradients; each chunk counts."""
+    """Return, per pipeline rank, the peak number of deferred weight gradients, summed over its chunks."""
     return _peaks_of(run)[1]
 
 
@@ -229,11 +229,11 @@ def _peaks_of(run: PlannedRun) -> tuple[tuple[int, ...], tuple[int, ...]]:
 USUAL_BUCKET = 40_000_000
 """Elements of a gradient bucket of a large model."""
 CONTENTION = 0.25
-"""Seconds of computation that a second of overlapped communication costs: they share the GPU."""
+"""Seconds of computation that a second of overlapped communication costs, since they share the GPU."""
 TENSORS = 6
-"""Parameters of a Llama's layer: four matrices and two norms."""
+"""Parameter tensors of a Llama layer: four matrices and two norms."""
 CLIPPING_BYTES = 8
-"""Bytes per parameter to divide its gradient, which a kernel of its own does where state is offloaded."""
+"""Bytes per parameter to divide its gradient, which is a separate kernel if state is offloaded."""
 UPDATE_BYTES = 36
 """Bytes per parameter that an update reads and writes: gradient, main weight, moments, weight, norm."""
 
@@ -244,7 +244,7 @@ def replicas_of(run: PlannedRun) -> Group:
 
 
 def sharing_of(run: PlannedRun) -> tuple[Group, Group]:
-    """Return the group of ranks that ZeRO shards over, and that of the ranks with the same shards."""
+    """Return the group of ranks that ZeRO shards over, and the group of ranks with the same shards."""
     degree = run.num_shards
     return (
         Group(run.cluster, degree, run.tp, run.program.one_adapter),
@@ -253,7 +253,7 @@ def sharing_of(run: PlannedRun) -> tuple[Group, Group]:
 
 
 def gradient_bytes(run: PlannedRun) -> int:
-    """Return the bytes of a gradient's element when it is communicated."""
+    """Return the bytes per element of a gradient in communication."""
     dtype = run.config.parallel.grad_communication_dtype
     if run.program.gradient_bytes == 2:
         return 2
@@ -261,18 +261,18 @@ def gradient_bytes(run: PlannedRun) -> int:
 
 
 def exposed_seconds(compute: float, communication: float) -> float:
-    """Return what communication costs that overlaps with computation."""
+    """Return the seconds that communication costs when it overlaps with computation."""
     return CONTENTION * min(compute, communication) + max(0.0, communication - compute)
 
 
 @dataclass(frozen=True)
 class ShardedStageSeconds:
-    """Hold the seconds of a stage's communication with ZeRO stage 3, for one microbatch.
+    """The seconds of a stage's communication with ZeRO stage 3, for one microbatch.
 
     Attributes:
-        edge_weights: all-gather of what is in no layer. Nothing overlaps with it in forward.
-        layer_weights: all-gathers of the layers' weights; for backward they are gathered again.
-        edge_gradients: reduction of what is in no layer. Nothing overlaps with it in backward.
+        edge_weights: all-gather of the weights outside the layers. In forward, nothing overlaps with it.
+        layer_weights: all-gathers of the layers' weights, which are gathered again for backward.
+        edge_gradients: reduction of the gradients outside the layers. In backward, nothing overlaps with it.
         layer_gradients: reductions of the layers' gradients.
     """
 
@@ -282,20 +282,20 @@ class ShardedStageSeconds:
     layer_gradients: float = 0.0
 
     def in_forward(self, work: WorkSeconds) -> WorkSeconds:
-        """Return what a forward of this work waits for."""
+        """Return the communication that a forward waits for."""
         return WorkSeconds(dp=self.edge_weights + exposed_seconds(work.seconds, self.layer_weights))
 
     def in_backward(self, work: WorkSeconds) -> WorkSeconds:
-        """Return what a backward waits for, the recomputed forward included."""
+        """Return the communication that a backward, with the recomputed forward, waits for."""
         overlapped = self.edge_weights + self.layer_weights + self.layer_gradients
         return WorkSeconds(dp=self.edge_gradients + exposed_seconds(work.seconds, overlapped))
 
     def in_backward_input(self, work: WorkSeconds) -> WorkSeconds:
-        """Return what the input gradients of a split backward wait for."""
+        """Return the communication that the input gradients of a split backward wait for."""
         return WorkSeconds(dp=exposed_seconds(work.seconds, self.layer_weights))
 
     def in_backward_weight(self, work: WorkSeconds) -> WorkSeconds:
-        """Return what the weight gradients of a split backward wait for."""
+        """Return the communication that the weight gradients of a split backward wait for."""
         return WorkSeconds(dp=self.edge_gradients + exposed_seconds(work.seconds, self.layer_gradients))
 
 
@@ -303,8 +303,8 @@ def zero3_communication(run: PlannedRun, num_layers: int, edge: float) -> Sharde
     """Return the seconds of a stage's communication with ZeRO stage 3; all are 0 with another stage.
 
     Args:
-        num_layers: number of layers of the stage.
-        edge: its parameters that are in no layer, which a pipeline gathers once per iteration.
+        num_layers: number of layers in the stage.
+        edge: number of its parameters outside the layers, which a pipeline gathers once per iteration.
     """
     if run.zero_stage != 3:
         return ShardedStageSeconds()
@@ -341,9 +341,9 @@ def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
 
 
 def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
-    """Return the time to reduce gradients and gather weights, as far as backward passes do not hide it.
+    """Return the time to reduce gradients and gather weights that backward passes do not hide.
 
-    What is communicated for each microbatch with ZeRO stage 3 is part of `zero3_communication`.
+    With ZeRO stage 3, communication for each microbatch is part of `zero3_communication` instead.
     """
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
     (group, copies), zero = sharing_of(run), run.zero_stage
@@ -377,7 +377,7 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
 def _slicing_seconds(run: PlannedRun) -> float:
     """Return the host's seconds to copy gathered weights into parameters, one slice per replica.
 
-    A slice takes a view and a copy of the host's time. The GPU is idle meanwhile.
+    Each slice costs the host a view and a copy. Meanwhile the GPU is idle.
     """
     if not run.program.copies_slices or run.zero_stage != 1 or run.num_sharing == 1:
         return 0.0
@@ -398,7 +398,7 @@ def _tied_seconds(run: PlannedRun) -> float:
 
 
 def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
-    """Return the time of the optimizer's update, besides what overlaps with the step's computation."""
+    """Return the time of the optimizer's update that does not overlap with the step's computation."""
     count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
     count /= run.num_shards if run.zero_stage else 1
     state = largest_offloaded_state(run)

@@ -1,4 +1,4 @@
-"""The time of one microbatch on one rank: GEMMs, attention, a layer, and the ends of the model."""
+"""Estimate the time of one microbatch on one rank: GEMMs, attention, a layer, and the model's ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megalite.plan.planned_run import PlannedRun
 from megalite.plan.saved_activations import group_elements
 
 LAUNCH_SECONDS = 7e-6
-"""Host time per kernel: the host runs ahead of the GPU, so only kernels that are shorter wait for it."""
+"""Host time per kernel. The host runs ahead of the GPU, so only shorter kernels wait for it."""
 
 
 @dataclass(frozen=True)
 class WorkSeconds:
-    """Hold the seconds of a piece of work on one rank, by kind; the kinds do not overlap.
+    """Seconds of a piece of work on one rank, by kind. The kinds do not overlap.
 
     Attributes:
         gemms: GEMMs outside of attention.
@@ -61,7 +61,7 @@ def total_work(works: Iterable[WorkSeconds]) -> WorkSeconds:
 
 @dataclass(frozen=True)
 class MicrobatchWork:
-    """Hold the work of one microbatch: forward, input gradient, and weight gradients."""
+    """The work of one microbatch: forward, input gradient, and weight gradients."""
 
     forward: WorkSeconds = WorkSeconds()
     backward_input: WorkSeconds = WorkSeconds()
@@ -85,14 +85,15 @@ class MicrobatchWork:
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-"""Rows and columns of a streaming multiprocessor's output tile, and its share of the best rate: a small tile
+"""Rows and columns of a streaming multiprocessor's output tile, and its share of the best rate. A small tile
 reads its inputs more often."""
 FILL_SECONDS = 0.8e-6
 """Latency until a tile's first operands arrive from GPU memory."""
 ALIGNED, WHOLE_LINES = 8, 64
 """Elements in 16 bytes, and in a cache line of 128 bytes."""
 UNALIGNED_RATE, BROKEN_LINE_RATE = 0.20, 0.80
-"""Share of the rate if rows do not start at a multiple of 16 bytes, or not at a cache line."""
+"""Share of the rate if rows do not start at a multiple of 16 bytes, and if they do not start at a cache
+line."""
 KERNEL_SECONDS = 4e-6
 """Time from the end of a kernel until the next one runs at full speed."""
 
@@ -123,19 +124,19 @@ def _tile_overhead(gpu: Gpu, num_bytes: int) -> float:
 
 
 def alignment_rate(*row_lengths: int) -> float:
-    """Return the share of the rate that rows of these lengths reach, judged by the worst of them."""
+    """Return the share of the rate that rows of these lengths reach; the worst row length decides."""
     if any(length % ALIGNED for length in row_lengths):
         return UNALIGNED_RATE
     return BROKEN_LINE_RATE if any(length % WHOLE_LINES for length in row_lengths) else 1.0
 
 
 def dtype_rate(element_bytes: int) -> float:
-    """Return the rate relative to that in 16 bits: half in 32 bits (TF32), hardly any in 64."""
+    """Return the rate relative to the 16-bit rate: half for 32 bits (TF32), very little for 64 bits."""
     return {2: 1.0, 4: 0.5}.get(element_bytes, 0.06)
 
 
 def memory_bandwidth(gpu: Gpu) -> float:
-    """Return the bytes per second that programs get from GPU memory."""
+    """Return the bytes per second that programs reach in GPU memory."""
     return gpu.memory_gbps * 1e9 * gpu.memory_share
 
 
@@ -149,27 +150,27 @@ def _gemm(run: PlannedRun, m: int, n: int, k: int, batch: int = 1) -> float:
 
 
 SCORES_IN_FORWARD, SCORES_IN_BACKWARD = 4.5, 6.0
-"""Unfused attention: how often the scores are read or written besides its GEMMs, for bias, softmax, dropout
+"""Unfused attention: how often the scores are read or written outside of GEMMs, for bias, softmax, dropout
 and its mask."""
 FUSED_BACKWARD = 2.5
-"""Fused attention: GEMMs of its backward over those of its forward, which it recomputes."""
+"""Fused attention: ratio of backward GEMMs to forward GEMMs. Backward recomputes the forward."""
 SHORT_LENGTH = 512
 """Sequence length at which fused attention has half of its rate. On an H100 with heads of 128,
 FlashAttention-2 has 191, 260, 298, 319, 333 and 335 TFLOP/s with 512, 1k, 2k, 4k, 8k and 16k causal positions
 in forward, and 214 to 322 in backward (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6)."""
 CUDNN_GAIN = 1.6
-"""Rate of cuDNN's fused attention over FlashAttention-2's on Hopper: 484 over 298 TFLOP/s with 2k causal
-positions in forward, 465 over 291 in backward (the same figures)."""
+"""Ratio of cuDNN's rate to FlashAttention-2's on Hopper: 484 to 298 TFLOP/s with 2k causal positions in
+forward, 465 to 291 in backward (the same figures)."""
 HOPPER_TFLOPS = 900
-"""Rate above which a GPU has the instructions that cuDNN's gain needs."""
+"""Rate above which a GPU has the instructions that make cuDNN faster."""
 TRITON_BACKWARD = 3.5
-"""Megalite's own attention: GEMMs of its backward over those of its forward. Both kernels compute the scores
-and the gradients of the weights (kernels/triton_attention.py)."""
+"""megalite's own attention: ratio of backward GEMMs to forward GEMMs. Both backward kernels compute the
+scores and the gradients of the attention weights (kernels/triton_attention.py)."""
 DROPOUT_OPERATIONS = 400
-"""Floating-point operations in whose time a GPU computes a weight's random number; backward does so twice.
-An estimate, as no GPU has timed our kernels: 20 instructions, a quarter of a block of ten Philox rounds, take
-0.31 clocks on the 64 integer lanes of an H100's multiprocessor, which has 418 operations in this time in
-FlashAttention-2. The GEMMs are taken to be as fast as FlashAttention-2's."""
+"""Cost of an attention weight's random number, in floating-point operations; backward computes it twice.
+This is an estimate, since our kernels have not been timed on a GPU: 20 instructions, a quarter of a block of
+ten Philox rounds, take 0.31 clocks on the 64 integer lanes of an H100's multiprocessor, which does 418
+operations in this time in FlashAttention-2. The GEMMs are assumed to be as fast as FlashAttention-2's."""
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
@@ -178,7 +179,7 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
 
 
 def _attention_sizes(run: PlannedRun) -> tuple[int, int, int, int]:
-    """Return samples x heads of a rank, queries, keys, and the size of a head."""
+    """Return a rank's samples x heads, number of queries, number of keys, and head size."""
     model = run.config.model
     heads = run.config.training.micro_batch_size * model.num_attention_heads // run.tp
     return max(heads, 1), model.seq_length // run.cp, model.seq_length, model.head_dim
@@ -201,7 +202,7 @@ def _fused_attention(run: PlannedRun) -> tuple[float, float]:
 
 
 def _unfused_attention(run: PlannedRun) -> tuple[float, float]:
-    """Count a batched GEMM for the scores, softmax, and one for the context; backward has two for each."""
+    """Count a batched GEMM for the scores, softmax, and a GEMM for the context; backward has two for each."""
     heads, queries, keys, size = _attention_sizes(run)
     gemms = _gemm(run, queries, keys, size, heads) + _gemm(run, queries, size, keys, heads)
     scores = memory_seconds(run, heads * queries * keys * run.element_bytes)
@@ -211,11 +212,11 @@ def _unfused_attention(run: PlannedRun) -> tuple[float, float]:
 HIDDEN_ACCESSES = 10.0
 """Reads and writes of the hidden states in a forward: two norms, two additions, dropout."""
 FUSED_SHARE = 0.7
-"""Share of these accesses that is left with fused kernels."""
+"""Share of these accesses that remains with fused kernels."""
 INNER_ACCESSES = 2.0
 """Accesses of each element inside a block: one write, one read."""
 BACKWARD_ACCESSES = 1.5
-"""Memory accesses of a backward over those of a forward."""
+"""Ratio of memory accesses in backward to memory accesses in forward."""
 KERNELS = 30
 """Kernels of a layer's forward; its backward has one and a half times as many."""
 
@@ -223,7 +224,7 @@ KERNELS = 30
 def layer_work(run: PlannedRun) -> MicrobatchWork:
     """Return the work of one layer, without recomputation."""
     shapes = weight_shapes(run)
-    # The input gradient has the GEMMs of the forward, with the two dims of each weight swapped.
+    # The input gradient needs the same GEMMs as the forward, with the two dims of each weight swapped.
     gemms = sum(_gemm(run, run.tokens, outputs, inputs) for outputs, inputs in shapes)
     weight_gemms = sum(_gemm(run, outputs, inputs, run.tokens) for outputs, inputs in shapes)
     forward_attention, backward_attention = attention_seconds(run)
@@ -246,7 +247,7 @@ def _with_launches(work: WorkSeconds, num_kernels: float) -> WorkSeconds:
 
 
 def weight_shapes(run: PlannedRun) -> list[tuple[int, int]]:
-    """Return the outputs and inputs of a layer's weights on one rank."""
+    """Return the output and input sizes of a layer's weights on one rank."""
     model, tp = run.config.model, run.tp
     heads = model.num_attention_heads * model.head_dim
     qkv = (heads + 2 * model.num_kv_heads * model.head_dim) // tp
@@ -319,10 +320,10 @@ def _recomputed_modules(run: PlannedRun, layer: MicrobatchWork) -> WorkSeconds:
 
 
 def offload_work(run: PlannedRun, layer: MicrobatchWork, num_layers: int) -> tuple[WorkSeconds, WorkSeconds]:
-    """Return what a stage's forward and backward of one microbatch wait for copies of activations.
+    """Return how long a stage's forward and backward of one microbatch wait for copies of activations.
 
-    The copies of a group overlap with the next group's computation, in the order of forward or backward. If
-    all groups are offloaded, those of the last one back to the GPU overlap with nothing.
+    A group's copies overlap with the next group's computation, in the order of forward or backward. If all
+    groups are offloaded, nothing overlaps with the last group's copies back to the GPU.
 
     Args:
         layer: the work of one layer.
@@ -345,7 +346,7 @@ def offload_work(run: PlannedRun, layer: MicrobatchWork, num_layers: int) -> tup
 
 
 def embedding_work(run: PlannedRun) -> MicrobatchWork:
-    """Return the work of the embedding: look-up, sum over tp, and the gradient of the table."""
+    """Return the work of the embedding: lookup, sum over tp, and the gradient of the table."""
     tp = Group(run.cluster, run.tp, 1).reduce_seconds(run.hidden_bytes)
     table = table_parameters(run.config.model, run.tp) / run.tp
     gradient = memory_seconds(run, 3 * run.hidden_bytes + (run.element_bytes * 2 + 8) * table)

@@ -1,4 +1,4 @@
-"""The layout of a config: its fields and flags, and pipeline stages for layers that they do not divide."""
+"""The layout of a config: its fields and flags, and pipeline stages that do not divide the layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUT_FIELDS = {
     "optimizer_cpu_offload": "optimizer",
     "optimizer_nvme_offload": "optimizer",
 }
-"""The fields that a search or the advice varies, each with its group in the config."""
+"""The fields that a search or memory advice varies, each with its group in the config."""
 _SHORT = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp"}
 
 
@@ -42,7 +42,7 @@ def with_layout(config: Config, **values: Any) -> Config:
 
 
 def changed_fields(config: Config) -> frozenset[str]:
-    """Return the fields of the layout that are not at their defaults."""
+    """Return the layout's fields that differ from their defaults."""
     parts = {name: getattr(config, group) for name, group in LAYOUT_FIELDS.items()}
     return frozenset(name for name, part in parts.items() if getattr(part, name) != getattr(type(part), name))
 
@@ -50,8 +50,9 @@ def changed_fields(config: Config) -> frozenset[str]:
 def with_even_stages(config: Config) -> Config:
     """Return the config with --pipeline-layers as even as possible, if the stages do not divide the layers.
 
-    The last stage, or the first and the last, which also have the embedding and the loss, get a layer less;
-    if that does not fit, some of the first stages get a layer more. A config with its own split is unchanged.
+    The last stage, or the first and the last, get one layer less, because they also have the embedding and
+    the loss. If that does not work out, some of the first stages get one layer more. A config with its own
+    split is unchanged.
     """
     parallel, layers = config.parallel, config.model.num_layers
     stages = num_stages(config)
@@ -88,7 +89,7 @@ def layout_name(run: PlannedRun) -> str:
 
 
 def layout_flags(config: Config) -> list[str]:
-    """Return the layout as tokens of a command line: the sizes, and what is not at its default."""
+    """Return the layout as command-line tokens: the sizes, and fields that differ from their defaults."""
     flags: list[str] = []
     for name, group in LAYOUT_FIELDS.items():
         part = getattr(config, group)

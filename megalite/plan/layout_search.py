@@ -1,4 +1,4 @@
-"""Search of all layouts of a model on a cluster."""
+"""Search all layouts of a model on a cluster."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ PIPELINE_FIELDS = {
     "num_layers_per_virtual_pipeline_stage",
     "pipeline_layers",
 }
-"""Fields of which any determines the pipeline."""
+"""Fields that determine the pipeline, if any of them is set."""
 CHEAP_MODULES = ("layernorm", "mlp_act")
-"""Modules that are cheap to recompute; core attention too, if its scores are saved."""
+"""Modules that are cheap to recompute. Core attention is too, if its scores are saved."""
 
 
 @dataclass
 class SearchResult:
-    """Hold the result of a search.
+    """The result of a search.
 
     Attributes:
         fitting: plans that fit in memory.
-        rejected: numbers of layouts that training would reject, by the problem of the first of each kind.
-        too_large: numbers of layouts that do not fit, by the largest kind of memory.
-        smallest: the plan that needs least memory of those that do not fit.
+        rejected: number of layouts that training would reject, by kind of problem, with its first message.
+        too_large: number of layouts that do not fit, by the kind of memory that takes most.
+        smallest: of the plans that do not fit, the one that needs the least memory.
     """
 
     fitting: list[RunPlan] = field(default_factory=list)
@@ -52,7 +52,7 @@ class SearchResult:
 
 
 Watch = Callable[[str], None]
-"""Shows a text that says how far a search is; it is called after each layout."""
+"""A function that shows the progress of a search; it is called with a text after each layout."""
 
 
 def watch_nothing(text: str) -> None:
@@ -60,7 +60,7 @@ def watch_nothing(text: str) -> None:
 
 
 def search_with_offload(request: Request, watch: Watch = watch_nothing) -> SearchResult:
-    """Plan every layout with the optimizer state in host memory, as far as a usual node has that memory."""
+    """Plan every layout with the optimizer state in host memory, if a usual node has enough memory."""
     config = with_layout(request.config, optimizer_cpu_offload=True)
     found = search(replace(request, config=config), watch=watch)
     found.fitting = [plan for plan in found.fitting if _fits_host(plan)]
@@ -70,7 +70,7 @@ def search_with_offload(request: Request, watch: Watch = watch_nothing) -> Searc
 def search(request: Request, cluster: Cluster | None = None, watch: Watch = watch_nothing) -> SearchResult:
     """Plan every layout; `fitting` is not sorted.
 
-    If none fits, plan those that offload all activations to the host.
+    If no layout fits, plan layouts that offload all activations to the host.
     """
     cluster = cluster or request.cluster
     found = _search(request, cluster, watch, offloads=False)
@@ -82,7 +82,7 @@ def search(request: Request, cluster: Cluster | None = None, watch: Watch = watc
 
 
 def _fits_host(plan: RunPlan) -> bool:
-    """Return whether a usual node has enough host memory for what its ranks offload."""
+    """Return whether a usual node has enough host memory for everything its ranks offload."""
     return node_host_bytes(plan.run) <= NODE_MEMORY_GB * 1e9
 
 
@@ -113,7 +113,7 @@ def _largest_kind(plan: RunPlan) -> str:
 
 
 def fastest(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:
-    """Return the `count` fastest plans; a lower bound without the bubble limits how many are simulated."""
+    """Return the `count` fastest plans. A lower bound without the bubble limits how many are simulated."""
     best: list[RunPlan] = []
     bounds = ((least_seconds(p.run), i, p) for i, p in enumerate(plans))
     for number, (bound, _, plan) in enumerate(sorted(bounds), 1):
@@ -125,7 +125,7 @@ def fastest(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> l
 
 
 def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
-    """Yield every layout whose sizes divide the cluster, with the options that have an effect in it."""
+    """Yield every layout whose sizes divide the cluster, with all options that have an effect in it."""
     base, ranks = request.config, cluster.world_size // request.cp
     if base.training.global_batch_size is None:
         raise UserError(
@@ -169,7 +169,7 @@ def _choices(request: Request, tp: int, pp: int, dp: int) -> Iterator[dict[str, 
 
 
 def _degree_within_node(request: Request, tp: int, dp: int) -> int | None:
-    """Return the replicas of a node to shard over, where a node has some but not all; None otherwise."""
+    """Return the number of replicas on a node to shard over; None unless a node has some but not all."""
     if request.fixed_fields & {"data_parallel_shard_degree", "num_distributed_optimizer_instances"}:
         return None
     degree = gcd(dp, request.cluster.gpus_per_node // tp)
@@ -197,7 +197,7 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
                 {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": count} for count in chunks
             ]
         elif schedule.num_chunks <= max(own, 1) and not schedule.keeps_all_microbatches:
-            fixed.append({"pipeline_schedule": name})  # GPipe takes 1F1B's time and more memory
+            fixed.append({"pipeline_schedule": name})  # GPipe takes as long as 1F1B, and more memory
     return fixed + chosen
 
 

@@ -1,21 +1,21 @@
-"""Model FLOPs, by the conventions in use."""
+"""Compute model FLOPs by the conventions in use."""
 
 from __future__ import annotations
 
 from megalite.config import ModelConfig
 
 CONVENTION = "model FLOPs, causal attention halved, recomputation not counted"
-"""The convention of TFLOP/s and MFU, in plans and in training's log."""
+"""The convention for TFLOP/s and MFU, in plans and in training's log."""
 
 
 def flops_per_token(model: ModelConfig, tp: int) -> float:
     """Return the floating-point operations of the whole model per token, forward and backward.
 
-    The convention of "model FLOPs": a multiply-add is two operations; only GEMMs count, and backward counts
-    twice the forward; causal attention counts half of the scores; recomputation does not count; the logits
-    count with the padded vocabulary, which depends on `tp`, and in BERT for the predicted tokens alone. This
-    is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed forward,
-    and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
+    By the convention of "model FLOPs", a multiply-add is two operations. Only GEMMs count, and backward
+    counts twice the forward. Causal attention counts half of the scores. Recomputation does not count. Logits
+    count with the padded vocabulary, which depends on `tp`; in BERT they count for the predicted tokens only.
+    This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
+    forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
     hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
     keys_and_values = 2 * model.num_kv_heads * model.head_dim
@@ -30,13 +30,13 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
 def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, float]:
     """Return the floating-point operations per token by each convention of the literature.
 
-    `causal` is that of `flops_per_token`. `full_attention` counts all scores (Korthikanti et al. 2022).
-    `hardware` also counts the forward of the layers that full recomputation repeats, whether or not the run
-    has it (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
+    `causal` is the convention of `flops_per_token`. `full_attention` counts all scores (Korthikanti et al.
+    2022). `hardware` also counts the layers' forward that full recomputation repeats, whether or not the run
+    recomputes (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
     """
     causal = flops_per_token(model, tp)
     scores = 6 * model.num_layers * model.num_attention_heads * model.head_dim * model.seq_length
-    scores = scores if model.is_causal else 0  # they count already
+    scores = scores if model.is_causal else 0  # otherwise all scores have been counted
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}

@@ -1,4 +1,4 @@
-"""Numbers of parameters: of a model, a layer, and a rank."""
+"""Count the parameters of a model, a layer, and a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def whole_layer_parameters(model: ModelConfig) -> int:
 
 
 def _sharded_biases(model: ModelConfig) -> int:
-    """Return the size of the biases that tp shards: of queries, keys and values, and of the MLP's input."""
+    """Return the size of the biases that tp shards: for queries, keys and values, and for the MLP's input."""
     if not model.add_bias_linear:
         return 0
     gates = 2 if model.is_gated else 1
@@ -36,14 +36,14 @@ def table_parameters(model: ModelConfig, tp: int) -> int:
 
 
 def embedding_extras(model: ModelConfig) -> int:
-    """Return the other parameters of the embedding: learned positions, types of tokens, a norm."""
+    """Return the other parameters of the embedding: learned positions, token types, a norm."""
     positions = model.num_positions if model.position_embedding_type == "learned_absolute" else 0
     rows = positions + model.num_token_types
     return rows * model.hidden_size + (norm_parameters(model) if model.embed_layernorm else 0)
 
 
 def sharded_head_parameters(model: ModelConfig, tp: int) -> int:
-    """Return the parameters of the head that tp shards, besides a weight: BERT's bias of the logits."""
+    """Return the parameters of the head that tp shards, except its weight: BERT's bias of the logits."""
     return model.padded_vocab_size(tp) if model.architecture == "bert" else 0
 
 
@@ -58,7 +58,7 @@ def replicated_head_parameters(model: ModelConfig) -> int:
 
 
 def total_parameters(model: ModelConfig, tp: int) -> int:
-    """Return the parameters of the whole model, padding of the vocabulary included."""
+    """Return the parameters of the whole model, with the vocabulary's padding."""
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     return (
         model.num_layers * whole_layer_parameters(model)
@@ -83,7 +83,7 @@ def rank_parameters(run: PlannedRun, rank: int) -> float:
 
 
 def edge_parameters(run: PlannedRun, is_first: bool, is_last: bool) -> float:
-    """Return the parameters that are in no layer, on one tp rank that holds the first or the last stage."""
+    """Return the parameters outside the layers, on one tp rank with the first or last stage."""
     model, count = run.config.model, 0.0
     table = table_parameters(model, run.tp) / run.tp
     if is_first:

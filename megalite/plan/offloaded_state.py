@@ -1,4 +1,4 @@
-"""Optimizer state outside of the GPU: its bytes on each rank, and the time of its update."""
+"""Estimate optimizer state outside of the GPU: its bytes on each rank, and the time of its update."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from megalite.plan.model_parameters import rank_parameters
 from megalite.plan.planned_run import PlannedRun
 
 NODE_MEMORY_GB = 1000.0
-"""Host memory of a usual node with 8 GPUs, in GB: a search offloads no more."""
+"""Host memory of a usual node with 8 GPUs, in GB. A search does not offload more."""
 NODE_MEMORY_GBPS = 200.0
-"""GB/s at which the cores of a node read and write its memory in an update: two sockets of 8 channels
-DDR4-3200 have 410 on paper, and streams reach half of it."""
+"""GB/s at which a node's cores read and write memory in an update. Two sockets with 8 channels of DDR4-3200
+have 410 on paper, and streams reach half of that."""
 NODE_DISK_GBPS = 6.0
 """GB/s of a node's disks, read and written together: one NVMe disk on PCIe 4.0."""
 
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """Hold the bytes of a rank's offloaded state, and what an update moves.
+    """The bytes of a rank's offloaded state, and the bytes that an update moves.
 
     Attributes:
         elements: parameters whose state is offloaded.
         state: bytes that the GPU does not hold.
-        host: bytes of host memory, with buffers, and with the gradients if a node has the memory.
+        host: bytes of host memory, with buffers, and with gradients if a node has enough memory.
         file: bytes on the disk.
-        gradients: bytes from the GPU to the host under backward.
-        down, up: bytes from the GPU to the host in an update, and back.
-        disk: bytes read and written.
+        gradients: bytes copied from the GPU to the host under backward.
+        down, up: bytes copied from the GPU to the host in an update, and back.
+        disk: bytes read from and written to the disk.
     """
 
     elements: float
@@ -44,8 +44,8 @@ class OffloadedState:
 def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
     """Return the offloaded state of a pipeline rank; None if it offloads none.
 
-    Gradients are kept in host memory if a node has it: that of `NODE_MEMORY_GB`.
-    Main weights are offloaded where they are separate from the model's: in 16 bits, without ZeRO 3.
+    Gradients are kept in host memory if they fit in a node's `NODE_MEMORY_GB`.
+    Main weights are offloaded if they are separate from the model's weights: in 16 bits, without ZeRO 3.
     """
     optimizer = run.config.optimizer
     if not optimizer.offloads_optimizer:
@@ -75,19 +75,20 @@ def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
 
 
 def largest_offloaded_state(run: PlannedRun) -> OffloadedState | None:
-    """Return the offloaded state of the rank with most parameters."""
+    """Return the offloaded state of the rank with the most parameters."""
     ranks = {0, run.pp - 1}
     return offloaded_state(run, max(ranks, key=lambda rank: rank_parameters(run, rank)))
 
 
 @dataclass(frozen=True)
 class OffloadSeconds:
-    """Hold the seconds of each part of an update on the host.
+    """Seconds of each part of an update on the host.
 
     Attributes:
         gradients: copies to the host under backward.
         down, up: copies over the GPU's link to the host in the update, each way.
-        update: the cores' update: gradient, main weight and moments read, all but the gradient written.
+        update: the update on the CPU: it reads gradient, main weight and moments, and writes all but the
+            gradient.
         disk: reads and writes.
     """
 
@@ -98,10 +99,9 @@ class OffloadSeconds:
     disk: float
 
     def exposed(self, backward_seconds: float, forward_seconds: float) -> float:
-        """Return the seconds that overlap with no computation.
+        """Return the seconds that no computation hides.
 
-        The slowest part limits the update, and a forward of as many seconds waits for one layer after the
-        other.
+        The slowest part limits the update. The next forward overlaps with it, layer by layer.
         """
         update = max(self.down, self.up, self.update, self.disk)
         return max(0.0, self.gradients - backward_seconds) + max(0.0, update - forward_seconds)
@@ -110,13 +110,13 @@ class OffloadSeconds:
 def updates_under_forward(run: PlannedRun) -> bool:
     """Return whether the next forward begins before all weights are updated.
 
-    It does not where weights are all-gathered before it.
+    It does not if weights are all-gathered before it.
     """
     return run.zero_stage in (0, 3) or run.gathers_under_forward
 
 
 def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
-    """Return the times of a rank's update; the ranks of a node share its memory and its disks."""
+    """Return the times of a rank's update. The ranks of a node share its memory and its disks."""
     cluster = run.cluster
     ranks = min(cluster.world_size, cluster.gpus_per_node)
     main, link = max(4, run.element_bytes), cluster.gpu.host_link_bandwidth * cluster.gpu.link_share

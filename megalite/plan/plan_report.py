@@ -1,4 +1,4 @@
-"""The output of the planner: a plan or a search, as text or JSON."""
+"""Print the planner's output: a plan or a search, as text or JSON."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _KINDS = {
     "launch": "kernel launches",
     "offload": "offloading",
 }
-"""Names of the fields of `WorkSeconds`."""
+"""Names of the fields of `WorkSeconds` in the output."""
 _COST_COLUMNS = {"days": "days", "MWh": "energy_mwh", "price": "price"}
-"""Columns of a search's table for a run with a length, with their keys in `run_costs`."""
+"""Columns of a search's table if the run has a length, with their keys in `run_costs`."""
 _WIDTHS = {"s/iter": 8, "TFLOP/s": 8, "MFU": 6, "GB ": 8, "bubble": 7, "days": 8, "MWh": 8, "price": 11}
-"""Widths of the columns of a search's table: it fits a terminal of 80 columns, with costs one of 100."""
+"""Column widths of a search's table. The table fits 80 columns, or 100 with costs."""
 NO_COMMAND = (
-    "this layout cannot be started: --search tries all other layouts on these GPUs, and if none fits, says "
-    "which cluster would be large enough"
+    "this layout cannot be started: --search tries all other layouts on these GPUs, and if none fits, it "
+    "names a cluster that is large enough"
 )
 _THRIFTY = {"micro_batch_size": 1, "recompute_granularity": "full", "pipeline_schedule": "1f1b"}
-"""Options that need the least memory: enough to see whether any layout fits."""
+"""Options that need the least memory. They suffice to find out whether any layout fits."""
 _MAX_GROWTH = 1024
 """Largest cluster to try if no layout fits, as a multiple of the requested one."""
 
@@ -187,13 +187,13 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
 
 
 def may_offload(request: Request) -> bool:
-    """Return whether a search may offload optimizer state: for megalite, unless a flag decides."""
+    """Return whether a search may offload optimizer state: it may for megalite, unless a flag sets it."""
     fixed = {"optimizer_cpu_offload", "optimizer_nvme_offload"}
     return request.program == OWN and not fixed & request.fixed_fields
 
 
 def _offload_lines(plan: RunPlan) -> Iterator[str]:
-    """Yield where offloaded optimizer state is, and what an update of it moves and takes."""
+    """Yield where the offloaded optimizer state is, and the traffic and time of its update."""
     run, state = plan.run, largest_offloaded_state(plan.run)
     if state is None:
         return
@@ -259,7 +259,7 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     yield "TFLOP/s: per GPU; GB (10^9 bytes): memory of the largest rank"
     costs = run_costs(best[0], request.costs)
     yield _cost_legend(request, costs) if costs else "bubble: share of the time, for the average rank"
-    yield "layout: as --verify-layouts names it; --json has the command of each"
+    yield "layout: in the notation of --verify-layouts; --json has the command for each"
     yield f"{_counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
     available = request.cluster.gpu.memory_bytes / _GB
     if any(plan.is_tight for plan in best):
@@ -280,7 +280,7 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
 
 
 def _row(request: Request, plan: RunPlan) -> dict[str, str]:
-    """Return the cells of a search's table by column: with costs, or with the bubble."""
+    """Return the cells of a search's table, by column: with costs, or with the bubble."""
     costs = run_costs(plan, request.costs)
     row = {
         "s/iter": f"{plan.time.seconds:.3f}",
@@ -301,7 +301,7 @@ def _cost_legend(request: Request, costs: Mapping[str, float]) -> str:
 
 
 def nothing_fits(request: Request, found: SearchResult, watch: Watch = watch_nothing) -> str:
-    """Return by how much the smallest layout is too large, and which cluster would be large enough."""
+    """Return by how much the smallest layout is too large, and a cluster that is large enough."""
     cluster, plan = request.cluster, found.smallest
     if plan is None:
         reasons = "; ".join(text for text, _ in found.rejected.most_common(3)) or "no tp x pp divides it"
@@ -339,7 +339,7 @@ def _large(number: float) -> str:
 
 
 def _plain(number: float) -> str:
-    """Return a number with at least four significant digits and never with an exponent."""
+    """Return a number with at least four significant digits and no exponent."""
     if number == 0:
         return "0"
     decimals = max(0, 3 - math.floor(math.log10(number)))
@@ -348,7 +348,7 @@ def _plain(number: float) -> str:
 
 
 def _duration(days: float) -> str:
-    """Return a length of time in the largest unit of which there is at least one."""
+    """Return a length of time in the largest unit that it contains at least once."""
     for name, unit in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
         if days * unit >= 1:
             return f"{_plain(days * unit)} {name}"

@@ -1,4 +1,4 @@
-"""The command line of the planner: its own flags, and those of training."""
+"""The planner's command line: its own flags, and training's flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megalite.plan.layout_fields import (
 )
 from megalite.plan.planned_run import OWN, PROGRAMS, Cluster, PlannedRun, program_named
 
-DESCRIPTION = """Plan a run before there is a cluster for it: memory per rank, time per iteration, price.
+DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
 
 megalite plan --preset gpt3-175b --gpu a100-80 --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536
 megalite plan --preset llama3-70b --gpu h100 --world-size 256 --global-batch-size 1024 --bf16 --search
@@ -41,12 +41,12 @@ DEFAULT_TOP = 10
 
 @dataclass(frozen=True)
 class Request:
-    """Hold what the command line requests.
+    """What the command line requests.
 
     Attributes:
-        config: the config, with the assumptions of the plan, and without the length and data that it ignores.
-        training_tokens: the flags of training, as tokens.
-        assumed_tokens: flags of training that the plan assumes, and that the command to start must have.
+        config: the config, with the plan's assumptions, and without the length and data, which it ignores.
+        training_tokens: training's flags, as tokens.
+        assumed_tokens: training's flags that the plan assumes and that the command to start needs.
         fixed_fields: fields that a flag or a file sets: a search does not change them.
         assumed: the assumptions, one line each.
         top: number of layouts that a search prints; None to plan one layout.
@@ -73,7 +73,7 @@ class Request:
         return PlannedRun(config, cluster, program_named(self.program, config.model, cluster.gpu), self.cp)
 
     def with_fixed(self, values: Mapping[str, Any]) -> Request:
-        """Return the request with these fields of the layout fixed too, unless they already are."""
+        """Return the request with these fields of the layout fixed too."""
         new = {name: value for name, value in values.items() if name not in self.fixed_fields}
         return replace(
             self, config=with_layout(self.config, **new), fixed_fields=self.fixed_fields | new.keys()
@@ -91,7 +91,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     if config.training.fp8_format is not None:
         raise UserError(
             f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
-            "was not measured: remove it to plan the run in bf16"
+            "has not been measured: remove it to plan the run in bf16"
         )
     notices += _unused_options(own, config)
     table, (flags, _) = fields_by_flag(), split_tokens(rest)
@@ -120,7 +120,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def planning_flags() -> frozenset[str]:
-    """Return the flags of a plan besides those of training."""
+    """Return the plan's own flags."""
     return _parser().flags
 
 
@@ -141,12 +141,12 @@ def _parser() -> ToolParser:
     add(
         "--node-gbps",
         type=positive_number,
-        help="gigabytes/s of a GPU to the others in its node, one way (default: as in usual servers)",
+        help="gigabytes/s from a GPU to others in its node, one way (default: as in usual servers)",
     )
     add(
         "--network-gbps",
         type=positive_number,
-        help="gigabytes/s of a GPU to other nodes, one way (default: as in usual servers)",
+        help="gigabytes/s from a GPU to other nodes, one way (default: as in usual servers)",
     )
     add(
         "--padded-vocab-size",
@@ -157,7 +157,7 @@ def _parser() -> ToolParser:
         "--context-parallel-size",
         type=positive_int,
         default=1,
-        help="context-parallel size of another program's run: megalite has none",
+        help="context-parallel size of another program's run; megalite has no context parallelism",
     )
     add(
         "--program",
@@ -166,17 +166,17 @@ def _parser() -> ToolParser:
         metavar="NAME",
         help=f"plan the run of another program: {', '.join(PROGRAMS)} (default: {OWN})",
     )
-    add("--train-tokens", type=positive_number, help="tokens of the whole run, for example 300e9: adds days")
-    add("--watts", type=positive_number, help="power of a GPU with its part of the node: adds the energy")
-    add("--price-per-gpu-hour", type=positive_number, help="price of a GPU for an hour: adds the price")
-    add("--search", action="store_true", help="try every layout; what the flags set stays fixed")
+    add("--train-tokens", type=positive_number, help="tokens of the whole run, such as 300e9, to show days")
+    add("--watts", type=positive_number, help="power of a GPU with its part of the node, to show the energy")
+    add("--price-per-gpu-hour", type=positive_number, help="price of a GPU per hour, to show the price")
+    add("--search", action="store_true", help="try every layout; options that flags set stay fixed")
     add("--top", type=positive_int, help=f"layouts that --search prints (default: {DEFAULT_TOP})")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def _unused_options(own: argparse.Namespace, config: Config) -> list[str]:
-    """Return a line for each option of the plan that has no effect with the others."""
+    """Return a line for each option of the plan that has no effect because of other options."""
     training, lines = config.training, list[str]()
     lengths = {"--train-iters": training.train_iters, "--train-samples": training.train_samples}
     other = [f"{flag} {value}" for flag, value in lengths.items() if value is not None]
@@ -197,14 +197,14 @@ def _unused_options(own: argparse.Namespace, config: Config) -> list[str]:
 def _complete(
     config: Config, own: argparse.Namespace, set_fields: Collection[str], has_model: bool
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
-    """Complete a config with what a plan needs and the flags do not set.
+    """Complete a config with assumptions for fields that a plan needs and flags do not set.
 
     Args:
         set_fields: fields that flags set.
-        has_model: a preset or a file sets the fields that flags do not.
+        has_model: whether a preset or a file sets the fields that flags do not set.
 
     Returns:
-        The config, the assumptions, and the flags that a command to start needs for them.
+        The config, the assumptions, and the flags that a command to start the run needs for them.
     """
     assumed, tokens = list[str](), list[str]()
     model = config.model
@@ -222,7 +222,7 @@ def _complete(
             model = replace(model, attention_dropout=0.0)
             tokens += ["--attention-dropout", "0"]
             assumed.append(
-                f"--attention-dropout 0, {why}: the default of training, 0.1, needs slower attention; pass "
+                f"--attention-dropout 0, {why}: training's default, 0.1, needs slower attention; pass "
                 "--attention-dropout 0.1 to plan it"
             )
     before = replace(config, model=model, data=DataConfig(mock_data=True))
@@ -236,7 +236,7 @@ def _complete(
 
 
 def _why_no_dropout(config: Config) -> str | None:
-    """Return why attention is planned without training's default dropout; None if it is planned with it."""
+    """Return why attention is planned without training's default dropout; None if it has that dropout."""
     if config.model.position_embedding_type == "rope":
         return "as is usual with rotary positions"
     recompute = config.recompute
@@ -249,7 +249,7 @@ def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
     if own.calibrate:
         if own.gpu is not None:
             raise UserError(
-                f"--calibrate plans for this machine, and --gpu {own.gpu} for another one: remove one"
+                f"--calibrate plans for this machine, and --gpu {own.gpu} for another: remove one"
             )
         from megalite.plan.calibrate import measured_gpu  # imports torch
 
@@ -278,7 +278,7 @@ def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
 
 
 def _changed(gpu: Gpu, changes: Sequence[str]) -> Gpu:
-    """Return the GPU with the changes of --gpu-set, each NAME=VALUE."""
+    """Return the GPU with --gpu-set's changes, each NAME=VALUE."""
     kinds = {name: kind for name, kind in get_type_hints(Gpu).items() if kind in (int, float)}
     for change in changes:
         name, _, text = change.partition("=")
@@ -295,7 +295,7 @@ def _changed(gpu: Gpu, changes: Sequence[str]) -> Gpu:
 
 
 def training_tokens(request: Request, config: Config) -> list[str]:
-    """Return the requested flags of training, with the layout of `config` and the assumptions of the plan."""
+    """Return the requested training flags, with `config`'s layout and the plan's assumptions."""
     table, (flags, _) = fields_by_flag(), split_tokens(request.training_tokens)
     kept: list[str] = []
     for flag in flags:

@@ -1,4 +1,4 @@
-"""A planned run: config, cluster and program, the sizes from which everything else is estimated."""
+"""A planned run: config, cluster and program, from which everything else is estimated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megalite.pipeline.schedules import SCHEDULES, StageMap
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe equal nodes of equal GPUs; ranks fill one node after the other.
+    """A cluster of equal nodes with equal GPUs. Ranks fill one node after the other.
 
     Attributes:
-        node_gbps: gigabytes per second of a GPU to the others in its node, one way.
-        network_gbps: gigabytes per second of a GPU to other nodes, one way, while all GPUs of its node send.
+        node_gbps: gigabytes per second from a GPU to others in its node, one way.
+        network_gbps: gigabytes per second from a GPU to other nodes, one way, while all GPUs of its node
+            send.
     """
 
     gpu: Gpu
@@ -31,34 +32,34 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes; the last one may be used in part."""
+        """Return the number of nodes. The last node may be used only in part."""
         return -(-self.world_size // self.gpus_per_node)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Describe a training program, as far as a plan depends on it. The defaults describe megalite.
+    """A training program, as far as a plan depends on it. The defaults describe megalite.
 
     Attributes:
-        fused_attention: attention scores are never in GPU memory.
+        fused_attention: attention scores are never stored in GPU memory.
         cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
         triton_attention: fused attention is megalite's own, with dropout.
         keeps_scores: the outputs of softmax and of its dropout are saved for backward.
-        fused_elementwise: norms, activations and additions of a layer run as few kernels.
+        fused_elementwise: norms, activations and additions of a layer run as a few kernels.
         tp_share: share of the tensor-parallel communication that is not hidden under split GEMMs.
         tp_hidden_share: share of the tensor-parallel communication in backward that runs under the GEMM of
-            the weight gradient. Megatron-LM overlaps them since the end of 2021.
-        fused_accumulation: the GEMM of a weight gradient adds it to its fp32 sum, and hides the memory
-            accesses. It has no effect with ZeRO 3, where each gradient is reduced at once.
-        gradient_bytes: bytes of a gradient that is kept between microbatches, with 16-bit weights.
-        shared_copy_bytes: bytes of a copy of it that is sharded with the optimizer's state.
+            the weight gradient. Megatron-LM has overlapped them since the end of 2021.
+        fused_accumulation: the weight gradient's GEMM adds it to its fp32 sum, and hides the memory accesses.
+            It has no effect with ZeRO 3, where each gradient is reduced at once.
+        gradient_bytes: bytes per element of the gradient kept between microbatches, with 16-bit weights.
+        shared_copy_bytes: bytes per element of a gradient copy that is sharded with the optimizer state.
         keeps_gathered: with sequence parallelism, a GEMM's gathered input is saved for backward.
         keeps_gate: SwiGLU saves the output of its gate besides both of its halves.
-        logit_copy_bytes: bytes per logit that the loss holds besides the 16-bit logits at its peak: 4 for a
+        logit_copy_bytes: bytes per logit that the loss needs at its peak besides the 16-bit logits: 4 for a
             copy in fp32, 8 for a copy and its softmax.
-        buffer_bytes: maximum of the communication buffers, three buckets of gradients. A bucket is never
-            larger than the rank's gradients. DeepSpeed's have 5e8 elements.
-        sum_buffer_bytes: maximum of a bucket of fp32 sums, which is flattened while it is reduced.
+        buffer_bytes: maximum size of the communication buffers: three buckets of gradients. A bucket is never
+            larger than the rank's gradients. DeepSpeed's buckets have 5e8 elements.
+        sum_buffer_bytes: maximum size of a bucket of fp32 sums, which is flattened while it is reduced.
         splits_messages: each tensor-parallel rank sends its part of the hidden states to the next stage,
             which gathers them inside its node (Narayanan et al. 2021, section 4.1).
         one_adapter: collectives over nodes have the bandwidth of one network adapter per node.
@@ -89,7 +90,7 @@ class Program:
 
 
 def own_program(model: ModelConfig, gpu: Gpu) -> Program:
-    """Return megalite, with the attention that this GPU runs."""
+    """Return megalite as a program, with the attention that this GPU runs."""
     has_dropout = model.attention_dropout > 0.0
     can_run_triton = gpu.has_triton and model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
     is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
@@ -102,7 +103,7 @@ def own_program(model: ModelConfig, gpu: Gpu) -> Program:
 
 
 MAX_TRITON_HEAD = 256
-"""Largest head of megalite's Triton attention."""
+"""Largest head size of megalite's Triton attention."""
 OWN = "megalite"
 _MEGATRON = Program(
     fused_attention=False,
@@ -127,17 +128,17 @@ PROGRAMS: Mapping[str, Program] = {
     "deepspeed-2021": replace(_MEGATRON, gradient_bytes=2, one_adapter=True),
     "plain-torch": Program(fused_attention=True, keeps_gate=True, logit_copy_bytes=4),
 }
-"""Other programs: Megatron-LM before fused attention, BLOOM's fork of it on DeepSpeed, NVIDIA's of 2024,
-DeepSpeed of early 2021, and programs on torch's own attention and sharding."""
+"""Other programs: Megatron-LM before fused attention, BLOOM's fork of it on DeepSpeed, NVIDIA's version of
+2024, DeepSpeed of early 2021, and programs that use torch's own attention and sharding."""
 
 
 def program_named(name: str, model: ModelConfig, gpu: Gpu) -> Program:
-    """Return the program of a name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
+    """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
     return own_program(model, gpu) if name == OWN else in_dtype(PROGRAMS[name], model.params_dtype)
 
 
 def in_dtype(program: Program, params_dtype: str) -> Program:
-    """Return a program as it trains in a precision: DeepSpeed has fp32 sums besides bf16 gradients only."""
+    """Return a program as it trains in a precision: DeepSpeed has fp32 sums only with bf16 gradients."""
     if program.shared_copy_bytes and params_dtype == "bf16":
         return replace(program, gradient_bytes=6, shared_copy_bytes=0, sum_buffer_bytes=2e9)
     return program
@@ -145,14 +146,14 @@ def in_dtype(program: Program, params_dtype: str) -> Program:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Hold a run as it is planned: what runs, and on which cluster.
+    """A planned run: the config, the program, and the cluster.
 
     Attributes:
         program: the training program.
-        cp: context-parallel size: ranks that share a sample's positions. megalite does not have it, but the
-            plan of another program's run may.
-        full_weights_fit: in a pipeline with ZeRO stage 3, a stage's full weights fit; `choose_gathering` sets
-            it.
+        cp: context-parallel size: number of ranks that share a sample's positions. megalite has no context
+            parallelism, but another program's run may have it.
+        full_weights_fit: in a pipeline with ZeRO stage 3, whether a stage's full weights fit. Set by
+            `choose_gathering`.
     """
 
     config: Config
@@ -181,7 +182,7 @@ class PlannedRun:
 
     @property
     def num_shards(self) -> int:
-        """Return the number of ranks that ZeRO shards over; the groups of them replicate the shards."""
+        """Return the number of ranks that ZeRO shards over. Groups of that size replicate the shards."""
         return self.config.parallel.shard_degree_among(self.num_sharing, self.cluster.gpus_per_node)
 
     @cached_property
@@ -210,10 +211,10 @@ class PlannedRun:
 
     @property
     def all_reduces_once(self) -> bool:
-        """Return whether ranks with the same shards all-reduce them once per iteration with ZeRO stage 3.
+        """Return whether, with ZeRO stage 3, ranks with the same shards all-reduce once per iteration.
 
-        They do so for each microbatch where messages have 16 bits, in which sums would lose digits, and where
-        a zero bubble reduces a layer's gradients in two messages.
+        They all-reduce for each microbatch if messages have 16 bits, since sums in 16 bits would lose digits,
+        and if a zero-bubble schedule reduces a layer's gradients in two messages.
         """
         parallel = self.config.parallel
         is_exact = parallel.grad_communication_dtype in (None, "fp32")
@@ -221,7 +222,7 @@ class PlannedRun:
 
     @property
     def gathers_under_forward(self) -> bool:
-        """Return whether updated weights are gathered under the next forward, where they are gathered."""
+        """Return whether updated weights, if they are gathered, are gathered under the next forward."""
         requested = self.config.parallel.overlap_param_gather
         return self.program.gathers_under_forward if requested is None else requested
 
@@ -241,7 +242,7 @@ class PlannedRun:
 
     @property
     def element_bytes(self) -> int:
-        """Return the bytes of a weight, and of an activation's element."""
+        """Return the bytes per element of weights and activations."""
         return {"fp64": 8, "fp32": 4}.get(self.config.model.params_dtype, 2)
 
     @property
@@ -251,16 +252,16 @@ class PlannedRun:
 
 
 _ANY_LENGTH = 1
-"""Iterations of a run without a length: a plan does not need one, and no rule of a layout depends on it."""
+"""Iterations of a run without a length. A plan does not need one, and no layout rule depends on it."""
 
 
 def run_problems(config: Config, cluster: Cluster, cp: int = 1) -> list[str]:
-    """Return the problems for which training would reject the run."""
+    """Return the problems because of which training would reject the run."""
     return problems_of(_with_length(config), cluster.world_size // cp)
 
 
 def first_problem(config: Config, cluster: Cluster, cp: int = 1) -> Problem | None:
-    """Return the first rule between fields that the layout of a valid config breaks."""
+    """Return the first rule between fields that the layout breaks; the fields themselves are valid."""
     config = _with_length(config)
     for rule in RULES:
         for problem in rule(config, cluster.world_size // cp):

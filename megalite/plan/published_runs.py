@@ -1,4 +1,4 @@
-"""Published runs, from the lines of a CSV file, as planned runs."""
+"""Read published runs from the lines of a CSV file, as planned runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalite.plan.layout_fields import with_even_stages
 from megalite.plan.planned_run import PROGRAMS, Cluster, PlannedRun, Program, in_dtype
 
 OTHER_NETWORKS = {"BigScience": 1.58, "DeepSpeed": 1.6}
-"""Gigabytes per second of a GPU to other nodes, in sources whose nodes are unusual.
+"""Gigabytes per second from a GPU to other nodes, in sources with unusual nodes.
 
 Jean Zay's nodes have four adapters of 100 Gb/s, but do not reach that: an all-reduce over four of the A100
-nodes had 40.5 Gb/s (bigscience-workshop/bigscience, experiments/bandwidth/README.md, early in 2022). If that
-is the bandwidth of a node, each of its GPUs has 0.63 GB/s; if it is that of one adapter, 2.53 GB/s. This is
-their geometric mean, over `link_share`. The nodes were repaired on 25 February 2022, during these runs.
+nodes had 40.5 Gb/s (bigscience-workshop/bigscience, experiments/bandwidth/README.md, early in 2022). If this
+is a node's bandwidth, each of its GPUs has 0.63 GB/s; if it is one adapter's, each has 2.53 GB/s. The value
+is their geometric mean, over `link_share`. The nodes were repaired on 25 February 2022, during these runs.
 
 The 16 V100s of the autotuner's table have one adapter of 100 Gb/s for eight GPUs."""
 _MODERN = PROGRAMS["plain-torch"]
@@ -37,7 +37,7 @@ PROGRAM_OF: Mapping[str, Program] = {
     "Llama-3": PROGRAMS["megatron-core"],
     "nanotron": replace(_MODERN, keeps_gathered=True, copies_slices=True),
 }
-"""Programs by the beginning of the source's name; other sources run programs with torch's fused attention."""
+"""Programs, by the prefix of the source's name. Other sources run programs with torch's fused attention."""
 ARCH_POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
 ARCH_ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "relu"}
 SELECTIVE_OP: tuple[Module, ...] = ("layernorm", "mlp_act", "core_attn")
@@ -46,13 +46,13 @@ SELECTIVE_OP: tuple[Module, ...] = ("layernorm", "mlp_act", "core_attn")
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """Hold a published run and its results.
+    """A published run and its results.
 
     Attributes:
-        seconds: seconds of an iteration; None if they were not published.
+        seconds: seconds per iteration; None if they were not published.
         memory_gb: memory of the largest rank; None if it was not published.
-        is_theoretical: the memory was computed, for tensors alone; otherwise it was measured.
-        ran_out_of_memory: the run failed for lack of memory.
+        is_theoretical: whether the memory was computed, for tensors only, rather than measured.
+        ran_out_of_memory: whether the run failed for lack of memory.
     """
 
     name: str
@@ -134,7 +134,7 @@ def _config(row: Mapping[str, str]) -> Config:
 
 
 def _chunks(row: Mapping[str, str]) -> int | None:
-    """Return the listed chunks; of interleaved runs without a number, those of two layers each."""
+    """Return the listed chunks per rank; for interleaved runs without a number, chunks of two layers."""
     if row["vpp"] or "interleaved 1F1B used" not in row["notes"]:
         return int(row["vpp"]) if row["vpp"] else None
     return -(-int(row["layers"]) // (2 * int(row["pp"])))

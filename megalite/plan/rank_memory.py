@@ -1,4 +1,4 @@
-"""Memory of a rank, by kind."""
+"""Estimate the memory of a rank, by kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megalite.plan.saved_activations import (
 )
 
 FRAGMENTS = 0.06
-"""Memory lost to fragmentation, as a share of what tensors hold."""
+"""Memory lost to fragmentation, as a share of the memory in tensors."""
 TIGHT_SHARE = 0.94
 """Share of a GPU's memory above which a plan that fits may still run out of memory.
 
@@ -33,7 +33,7 @@ Plans of published runs are typically off by 4 to 8%."""
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Hold the bytes of one rank.
+    """The bytes of one rank, by kind.
 
     Attributes:
         weights: parameters in the precision of the model.
@@ -42,7 +42,7 @@ class RankMemory:
         activations: activations saved for backward, at the peak.
         logits: logits and their gradients, on the last stage.
         workspace: temporary memory of a layer or a collective.
-        residual: memory that no tensor holds: the process, and fragmentation.
+        residual: memory outside of tensors: the process, and fragmentation.
     """
 
     weights: float
@@ -55,7 +55,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        # Written out: a search adds up the memory of a hundred thousand ranks.
+        # Written out for speed: a search adds up the memory of a hundred thousand ranks.
         return (
             self.weights
             + self.gradients
@@ -68,7 +68,7 @@ class RankMemory:
 
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
-    """Return the memory of each pipeline rank; ranks with the same stages differ in activations only."""
+    """Return the memory of each pipeline rank. Ranks with the same stages only differ in activations."""
     stages, last = _stage_activations(run), run.stages.num_stages - 1
     known: dict[tuple[int, bool, bool], _LastingMemory] = {}
     found = []
@@ -84,7 +84,7 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
 def choose_gathering(run: PlannedRun) -> PlannedRun:
     """Return the run as `--fsdp-reshard-after-forward default` runs it.
 
-    In a pipeline, ZeRO stage 3 gathers each weight once per iteration if the weights of every stage then fit
+    In a pipeline, ZeRO stage 3 gathers each weight only once per iteration if every stage's weights then fit,
     with the margin of `TIGHT_SHARE`.
     """
     once = replace(run, full_weights_fit=True)
@@ -95,7 +95,7 @@ def choose_gathering(run: PlannedRun) -> PlannedRun:
 
 
 def host_activations(run: PlannedRun) -> list[float]:
-    """Return the bytes of activations in host memory of each pipeline rank."""
+    """Return each pipeline rank's bytes of activations in host memory."""
     offloaded = [sum(offloaded_elements(run, num_layers)) for num_layers in run.layers]
     return [
         peak * _average(run, rank, offloaded) * run.element_bytes
@@ -104,7 +104,7 @@ def host_activations(run: PlannedRun) -> list[float]:
 
 
 def node_host_bytes(run: PlannedRun) -> float:
-    """Return the bytes of host memory of a node whose ranks all need as much as the one that needs most."""
+    """Return a node's bytes of host memory, if all its ranks need as much as the largest rank."""
     states = [offloaded_state(run, rank) for rank in range(run.pp)]
     both = [
         activations + (state.host if state else 0.0)
@@ -114,18 +114,18 @@ def node_host_bytes(run: PlannedRun) -> float:
 
 
 def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
-    """Return the mean over a rank's stages: each chunk in flight counts at the average size."""
+    """Return the mean over a rank's stages, since each chunk in flight counts with the average size."""
     stages = run.stages.stages_of(rank)
     return sum(by_stage[stage] for stage in stages) / len(stages)
 
 
 class _StageActivations(NamedTuple):
-    """Hold elements of one microbatch that a stage saves.
+    """Elements of one microbatch that a stage saves.
 
     Attributes:
-        held: on the device until backward.
-        moving: of the two largest offloaded groups, which are on the device at once.
-        deferred: of offloaded groups, what deferred weight gradients need.
+        held: elements on the device until backward.
+        moving: elements of the two largest offloaded groups, which are on the device at the same time.
+        deferred: elements of offloaded groups that deferred weight gradients need.
     """
 
     held: float
@@ -146,7 +146,7 @@ def _stage_activations(run: PlannedRun) -> list[_StageActivations]:
 
 
 class _LastingMemory(NamedTuple):
-    """Hold the bytes of a rank that do not depend on the microbatches in flight, as in `RankMemory`."""
+    """The bytes of a rank that do not depend on the microbatches in flight; see `RankMemory`."""
 
     weights: float
     gradients: float
@@ -160,7 +160,7 @@ def _lasting_memory(run: PlannedRun, rank: int) -> _LastingMemory:
     if (offloaded := offloaded_state(run, rank)) is not None:
         optimizer -= offloaded.state
     logits = _logits(run) if run.stages.num_stages - 1 in run.stages.stages_of(rank) else 0.0
-    workspace = max(0.0, _workspace(run, rank) - logits)  # never at the same time
+    workspace = max(0.0, _workspace(run, rank) - logits)  # they never exist at the same time
     workspace += _buffers(run, rank)
     return _LastingMemory(weights, gradients, optimizer, logits, workspace)
 
@@ -198,7 +198,7 @@ def _state(run: PlannedRun, rank: int) -> tuple[float, float, float]:
 
 
 def _kept_edge(run: PlannedRun, rank: int) -> float:
-    """Return the parameters in no layer, which stay full during an iteration in a pipeline with ZeRO 3."""
+    """Return the parameters outside layers, which a pipeline with ZeRO 3 keeps full during an iteration."""
     stages = run.stages.stages_of(rank)
     return edge_parameters(run, 0 in stages, run.stages.num_stages - 1 in stages) if run.pp > 1 else 0.0
 
@@ -206,7 +206,7 @@ def _kept_edge(run: PlannedRun, rank: int) -> float:
 def _tied_parameters(run: PlannedRun, rank: int) -> float:
     """Return the parameters of a tied embedding that a rank's stage shares with another stage.
 
-    ZeRO stage 2 keeps their gradient full until the parts of both stages are added.
+    ZeRO stage 2 keeps their gradient full until both stages' parts are added.
     """
     model, stages = run.config.model, run.stages.stages_of(rank)
     is_first_or_last = 0 in stages or run.stages.num_stages - 1 in stages
@@ -216,10 +216,10 @@ def _tied_parameters(run: PlannedRun, rank: int) -> float:
 
 
 def _activations(run: PlannedRun, rank: int, peak: int, stages: Sequence[_StageActivations]) -> float:
-    """Return the activations of the microbatches in flight that are on the device.
+    """Return the activations on the device of all microbatches in flight.
 
-    Of offloaded layers, those of the two groups on their way, and the linear layers' inputs of microbatches
-    whose weight gradients are deferred.
+    Of offloaded layers, they include two groups in transfer, and the linear layers' inputs of microbatches
+    with deferred weight gradients.
     """
     elements = peak * _average(run, rank, [stage.held for stage in stages])
     elements += max(stages[stage].moving for stage in run.stages.stages_of(rank))
@@ -229,7 +229,7 @@ def _activations(run: PlannedRun, rank: int, peak: int, stages: Sequence[_StageA
 
 
 def _logits(run: PlannedRun) -> float:
-    """Return this rank's columns, whose gradient replaces them; other programs have a copy in fp32."""
+    """Return the bytes of this rank's logits, with fp32 copies; the gradient replaces the logits in place."""
     model, copy = run.config.model, run.program.logit_copy_bytes
     elements = run.tokens * model.predicted_share * (model.padded_vocab_size(run.tp) // run.tp)
     return elements * (run.element_bytes + copy) / run.config.recompute.cross_entropy_chunks
@@ -247,7 +247,7 @@ def _workspace(run: PlannedRun, rank: int) -> float:
         work = longest * sum(parts.values())
     else:
         work = sum(parts.values()) - kept_elements(run)
-    # Gradients of the activations of the layer that runs.
+    # Gradients of the running layer's activations.
     work += 2 * run.tokens * (run.config.model.ffn_size / run.tp + run.config.model.hidden_size)
     if run.zero_stage == 3:
         work += _gathered_parameters(run, rank)
@@ -255,10 +255,10 @@ def _workspace(run: PlannedRun, rank: int) -> float:
 
 
 def _gathered_parameters(run: PlannedRun, rank: int) -> float:
-    """Return the elements of weights that ZeRO 3 gathers for a layer and the next one, and of gradients."""
+    """Return the elements of weights that ZeRO 3 gathers for two layers, and the elements of gradients."""
     layer = layer_parameters_of_rank(run)
     if run.gathers_once:
-        return max(layer, _kept_edge(run, rank))  # gradients alone: weights stay
+        return max(layer, _kept_edge(run, rank))  # only gradients: the weights stay gathered
     if run.pp > 1:
         return 2 * layer + max(layer, _kept_edge(run, rank))
     return 3 * layer + 2 * table_parameters(run.config.model, run.tp) / run.tp

@@ -1,8 +1,7 @@
-"""Activations that layers save for backward, and those that are offloaded.
+"""Count the activations that layers save for backward, and the offloaded ones.
 
-They are counted in elements per token, after Korthikanti et al. 2022 (table 2), but without dropout masks,
-which megalite does not save. tests/ranks/tensor_parallel/test_recompute.py compares the model with these
-numbers.
+Counts are elements per token, after Korthikanti et al. 2022 (table 2), but without dropout masks, which
+megalite does not save. tests/ranks/tensor_parallel/test_recompute.py compares them with the real model.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from megalite.plan.planned_run import PlannedRun
 
 
 def layer_elements(run: PlannedRun) -> dict[str, float]:
-    """Return the elements that one layer saves of a microbatch without recomputation, by part."""
+    """Return the elements that a layer saves per microbatch without recomputation, by part."""
     model, tp = run.config.model, run.tp
     hidden, program = model.hidden_size, run.program
     queries, keys = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -42,18 +41,18 @@ _DROPPED = {
     "mlp_act": ("activation",),
     "layernorm": ("attention norm", "mlp norm"),
 }
-"""Parts of `layer_elements` that a recomputed module does not save."""
+"""Parts of `layer_elements` that are not saved if a module is recomputed."""
 
 
 def kept_elements(run: PlannedRun) -> float:
-    """Return the elements that one layer saves of a microbatch, unless it is fully recomputed."""
+    """Return the elements that a layer saves per microbatch, unless it is fully recomputed."""
     parts = layer_elements(run)
     dropped = {part for module in run.config.recompute.modules for part in _DROPPED[module]}
     return sum(size for name, size in parts.items() if name not in dropped)
 
 
 def group_elements(run: PlannedRun, num_layers: int) -> list[float]:
-    """Return the elements that each group of a stage's layers saves of one microbatch."""
+    """Return the elements that each group of a stage's layers saves per microbatch."""
     recompute, hidden = run.config.recompute, run.config.model.hidden_size
     is_sharded = recompute.distribute_saved_activations or run.num_sequence_shards > 1
     group_input, layer = run.tokens * hidden / (run.tp if is_sharded else 1), kept_elements(run)
@@ -63,12 +62,12 @@ def group_elements(run: PlannedRun, num_layers: int) -> list[float]:
 
 
 def stage_elements(run: PlannedRun, num_layers: int) -> float:
-    """Return the elements that a stage saves of one microbatch."""
+    """Return the elements that a stage saves per microbatch."""
     return sum(group_elements(run, num_layers))
 
 
 def offloaded_elements(run: PlannedRun, num_layers: int) -> list[float]:
-    """Return the elements that each offloaded group of a stage's layers saves of one microbatch."""
+    """Return the elements that each offloaded group of a stage's layers saves per microbatch."""
     recompute = run.config.recompute
     if recompute.cpu_offload_activations == 0:
         return []
@@ -79,6 +78,6 @@ def offloaded_elements(run: PlannedRun, num_layers: int) -> list[float]:
 def linear_input_elements(run: PlannedRun) -> float:
     """Return the elements of the inputs of one layer's linear layers."""
     model = run.config.model
-    inputs = 2 * model.hidden_size / run.num_sequence_shards  # of the two column-parallel layers
+    inputs = 2 * model.hidden_size / run.num_sequence_shards  # for the two column-parallel layers
     inputs += (model.num_attention_heads * model.head_dim + model.ffn_size) / run.tp
     return run.tokens * inputs

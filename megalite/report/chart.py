@@ -1,6 +1,6 @@
-"""Charts of a report page: the curves of each, and all of them as one Plotly figure over one x axis.
+"""Charts of a report page: their curves, and one Plotly figure with all charts over one x axis.
 
-Figures are dictionaries in Plotly's schema, so that plotly itself is needed by the page alone.
+Figures are dictionaries in Plotly's schema, so that only the page itself needs plotly.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import numpy as np
 from megalite.report.series import Floats, Series, smooth, thin
 
 COLOURS = ("#2f81e0", "#e8743b", "#19a974", "#c954b0", "#bf9000", "#1797b5", "#8a63e0", "#8490a3")
-"""Colours of the runs, readable on a light and on a dark page."""
+"""Colours of the runs, readable on a light and a dark page."""
 GREY, RED = "#8490a3", "#d92d20"
 DASHES = ("solid", "dash", "dot", "dashdot")
 _ROW, _GAP, _LINE = 150, 36, 18
 """Pixels of a chart's height, between two charts, and of each line of a title between them."""
 _TITLE_WIDTH = 36
-"""Characters of a title's line; Plotly does not break lines, and a phone has 270 pixels for them."""
+"""Characters per line of a title. Plotly does not break lines, and a phone has 270 pixels for them."""
 _COLUMNS = 1000
 """Columns of pixels for which `thin` keeps the extremes of a curve: about as many as a chart is wide."""
 _MAX_TRIANGLES = 1000
 _AXIS = {"gridcolor": "rgba(132,144,163,0.22)", "zeroline": False, "ticks": "outside", "tickcolor": GREY}
 _TYPICAL_SHARE = 5.0
-"""Largest ratio of the range of all values to that of the middle 98 % at which a chart shows all values."""
+"""Largest ratio of the range of all values to the range of the middle 98 % at which a chart shows all."""
 _MIN_LOG_RATIO = 1.5
 """Smallest ratio of the largest to the smallest value for which a logarithmic scale is offered."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart.
+    """A line of a chart.
 
     Attributes:
         name: shown when hovering.
         run: index of its run, which chooses the colour.
-        part: which of the chart's metrics it is; empty if there is only one.
+        part: which of the chart's metrics it shows; empty if there is only one.
         dash: index into `DASHES`.
-        lost: values that were logged and then computed again after a restart.
+        lost: values that were logged, and then computed again after a restart.
         restarts: x of the first iteration of each restart.
-        width: number of points that the smoothed line averages; under 2: no smoothing.
-        has_dots: mark each point.
+        width: number of points that the smoothed line averages; below 2 there is no smoothed line.
+        has_dots: whether to mark each point.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Chart:
     """Curves over the x axis that all charts share.
 
     Attributes:
-        unit: of y, shown in the title.
-        from_zero: the y axis begins at 0.
+        unit: unit of y, shown in the title.
+        from_zero: whether the y axis begins at 0.
     """
 
     title: str
@@ -104,7 +104,7 @@ class Chart:
         return scale | {"range": [0.0 if starts_at_zero else low - pad, high + pad]}
 
     def note(self) -> str:
-        """Say what the linear chart does not show, and what its triangles are; empty if there is neither."""
+        """Describe values outside the linear chart, and its triangles; empty if there are neither."""
         parts, values = [], self.values
         low, high = self.axis().get("range", (values.min(), values.max()))
         if outside := int(((values < low) | (values > high)).sum()):
@@ -129,13 +129,13 @@ def figure_of(charts: Sequence[Chart], run_names: Sequence[str], x_name: str) ->
             **{"showspikes": True, "spikemode": "across", "spikethickness": 1, "spikecolor": GREY},
         },
         "hovermode": "x unified",
-        # With one run the box under the pointer has a line for each chart; with several it would be too long.
+        # With one run, the box at the pointer has a line for each chart. With several, it would be too long.
         "hoversubplots": "axis" if len(run_names) == 1 else "overlaying",
         "legend": {"orientation": "h", "y": 1 + 34 / height, "yanchor": "bottom"},
         "showlegend": len(run_names) > 1,
         "annotations": [],
     }
-    # A trace without points for each run: a click on its name in the legend hides the run in all charts.
+    # Add a trace without points for each run: a click on its name in the legend hides the run in all charts.
     empty = {"type": "scatter", "mode": "lines", "x": [None], "y": [None]}
     data = [
         {
@@ -170,7 +170,7 @@ def base_layout(height: int, top: int) -> dict[str, Any]:
     """Return the layout that all figures share, in colours for a light and a dark page.
 
     Args:
-        height: of the figure in pixels, margins included.
+        height: height of the figure in pixels, with margins.
         top: height of the upper margin.
     """
     return {
@@ -245,7 +245,7 @@ def _restart_lines(charts: Sequence[Chart]) -> list[dict[str, Any]]:
 
 
 def _scale_buttons(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    """Return a switch between linear and logarithmic y axes, of the charts for which that is of use."""
+    """Return a switch between linear and logarithmic y axes, for charts where the latter is useful."""
     numbered = [(number, chart) for number, chart in enumerate(charts, 1) if chart.has_log]
     if not numbered:
         return []
@@ -277,4 +277,4 @@ def short_number(value: float) -> str:
     for unit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= max(unit, 1e4):
             return f"{value / unit:.4g}{prefix}"
-    return f"{value + 0.0:.4g}"  # + 0.0 makes 0 of -0
+    return f"{value + 0.0:.4g}"  # + 0.0 turns -0 into 0

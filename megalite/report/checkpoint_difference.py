@@ -19,7 +19,7 @@ class FieldDifference:
     """A field of run.json.
 
     Attributes:
-        counts: whether it makes the two unequal; layout and versions do not.
+        counts: whether a difference makes the checkpoints unequal; layout and versions do not.
     """
 
     name: str
@@ -37,7 +37,7 @@ class TensorDifference:
     """A tensor that differs.
 
     Attributes:
-        what: the reason, if the numbers alone do not show it.
+        what: the reason, if the numbers do not show it.
         largest: largest difference of two elements.
         relative: norm of the difference divided by the norm of the first tensor.
     """
@@ -54,7 +54,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """Two checkpoints.
+    """The comparison of two checkpoints.
 
     Attributes:
         num_equal: number of tensors with the same bits.
@@ -66,7 +66,7 @@ class CheckpointComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether a run resumes from either in the same way."""
+        """Return whether a run resumes from both in the same way."""
         return not self.tensors and not any(field.counts for field in self.fields)
 
     def record(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class CheckpointComparison:
 
 
 def compare(one: FolderView, other: FolderView) -> CheckpointComparison:
-    """Compare field by field and tensor by tensor, with two tensors in memory at a time.
+    """Compare two checkpoints by field and by tensor, with two tensors in memory at a time.
 
     Raises:
         DamagedCheckpoint: a tensor cannot be read.
@@ -105,7 +105,7 @@ def lines_of(comparison: CheckpointComparison) -> Iterator[str]:
 def _fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[FieldDifference]:
     ones, others = dict(_flat(one)), dict(_flat(other))
     for name in dict.fromkeys((*ones, *others)):
-        if name.split(".")[0] == WRITTEN:  # the times differ between any two
+        if name.split(".")[0] == WRITTEN:  # these times always differ
             continue
         if ones.get(name) != others.get(name):
             counts = name.split(".")[0] in OF_A_RUN
@@ -143,7 +143,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Return the largest difference and the relative norm of it; a difference of NaN is infinite."""
+    """Return the largest difference and the difference's relative norm; a difference of NaN is infinite."""
     largest, squares, of_first = 0.0, 0.0, 0.0
     for one, other in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
         x, y = one.double(), other.double()

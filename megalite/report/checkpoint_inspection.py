@@ -29,7 +29,7 @@ from megalite.errors import UserError
 from megalite.report.time_report import format_time
 
 OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
-"""Parts of run.json that define the run; the rest says where and by which versions it was saved."""
+"""Parts of run.json that define the run. The other parts say where and by which versions it was saved."""
 
 
 _LINE_WIDTH = 100
@@ -40,8 +40,8 @@ class FolderView(Protocol):
     """A folder of tensors to inspect.
 
     Attributes:
-        folder: the folder that holds the files themselves.
-        description: its metadata, by part.
+        folder: the folder that holds the files.
+        description: the metadata, by part.
     """
 
     @property
@@ -63,7 +63,7 @@ class FolderView(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
     def damage(self, verify: bool) -> list[str]:
-        """Return the problems, with the files' names; `verify` reads every byte."""
+        """Return the problems, with file names; `verify` reads every byte."""
         ...
 
 
@@ -137,10 +137,10 @@ class HFView:
 
 
 def open_view(folder: Path, iteration: int | None = None) -> FolderView:
-    """Open a Hugging Face folder, or of a run's checkpoints the latest one or the one of `iteration`.
+    """Open a Hugging Face folder, or one of a run's checkpoints: `iteration`'s, by default the latest.
 
     Raises:
-        UserError: the folder is neither.
+        UserError: the folder is neither of them.
         DamagedCheckpoint: the checkpoint's table cannot be read.
     """
     if folder.is_dir() and (folder / CONFIG_FILE).is_file():
@@ -159,7 +159,7 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of a tensor's finite elements, and the number of those that are not finite."""
+    """Statistics of a tensor's finite elements, and the number of elements that are not finite."""
 
     norm: float
     minimum: float
@@ -175,10 +175,10 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class TensorLine:
-    """One tensor.
+    """A tensor in the report.
 
     Attributes:
-        figures: statistics of its elements, only if requested.
+        figures: statistics of its elements, if they were requested.
     """
 
     name: str
@@ -194,10 +194,10 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint.
+    """The report on a checkpoint.
 
     Attributes:
-        iterations: of all checkpoints in the run's folder.
+        iterations: iterations of all checkpoints in the run's folder.
         latest: content of the run's `latest` file.
         damage: problems, with the files' names.
     """
@@ -219,8 +219,8 @@ def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> C
     """Inspect every tensor, one at a time.
 
     Args:
-        verify: read every byte and compare it with the digests.
-        norms: read every tensor and compute its statistics, unless it is damaged.
+        verify: whether to read every byte and compare it with the digests.
+        norms: whether to compute the statistics of every undamaged tensor.
     """
     damage = tuple(view.damage(verify))
     tensors = list[TensorLine]()

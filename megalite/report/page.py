@@ -26,7 +26,7 @@ from megalite.report.time_report import (
 from megalite.report.trace_picture import read_trace, trace_figure
 
 MAX_RUNS = 8
-"""Number of runs that have a colour of their own."""
+"""Number of runs that can have their own colours."""
 RECENT_SHARE = 0.02
 """Share of a run's last lines that "last training loss" averages."""
 
@@ -95,7 +95,7 @@ def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    """Return a table of `_FACTS` with one column for each run; a row that is empty for all is omitted."""
+    """Return a table of `_FACTS` with one column per run; rows that are empty for all runs are omitted."""
     heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     rows = "".join(
         f"<tr><th>{name}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
@@ -139,7 +139,7 @@ def _loss(run: Run) -> str:
 
 
 def _evaluation(run: Run) -> str:
-    """Return the last loss of each dataset, and the best one if that is another."""
+    """Return the last loss of each dataset, and the best loss if it is a different one."""
     parts = []
     all_rows = [row for row in run.history.evaluations if "lm_loss" in row.values]
     for name in dict.fromkeys(row.name for row in all_rows):
@@ -168,7 +168,7 @@ def _restarts(run: Run) -> str:
 
 
 def _parts(run: Run) -> str:
-    """Return which files of the run were found besides its metrics, and which were not."""
+    """Return which of the run's files were found besides its metrics, and which were not."""
     parts = {
         "checkpoints": bool(run.checkpoints),
         "config": bool(run.config),
@@ -181,7 +181,7 @@ def _parts(run: Run) -> str:
 
 
 def _model(run: Run) -> str:
-    """Return the shape of the model, by the newest checkpoint."""
+    """Return the shape of the model, from the newest checkpoint."""
     if run.manifest is None:
         return ""
     model = run.manifest.description["model"]
@@ -201,13 +201,13 @@ def _parameters(run: Run) -> str:
 
 
 def _layout(run: Run) -> str:
-    """Return the number of ranks by axis, by the newest checkpoint."""
+    """Return the number of ranks per axis, from the newest checkpoint."""
     sizes = {} if run.manifest is None else run.manifest.description.get("layout", {})
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def _device(run: Run) -> str:
-    """Return the device's type by the metrics, and its name and the number of ranks by the checkpoint."""
+    """Return the device's type from the metrics, and its name and the number of ranks from the checkpoint."""
     kind = {"cpu": "CPU", "cuda": "GPU"}.get(run.history.device, "")
     description = {} if run.manifest is None else run.manifest.description
     if "device" not in description:
@@ -268,7 +268,7 @@ def _traces(runs: Sequence[Run]) -> Iterator[str]:
         except UserError as error:
             if run.is_trace_requested:
                 raise
-            # Found by its name alone, so that it need not be a trace at all.
+            # It was found by its name alone, so it may not be a trace at all.
             yield f'<p class="note">{escape(f"not drawn: {error}")}</p>'
             continue
         figure, legend, note = trace_figure(trace)

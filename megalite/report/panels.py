@@ -21,11 +21,11 @@ X_NAMES = {"iteration": "iteration", "samples": "consumed_samples", "tokens": "c
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart and its metrics, each a line of its own.
+    """A chart and its metrics. Each metric has its own line.
 
     Attributes:
-        metrics: name of each in the metrics file, and its name in the legend (empty if it is the only one).
-        factor: from the metrics file's unit to `unit`.
+        metrics: each metric's name in the metrics file, and its name in the legend (empty for a single one).
+        factor: factor from the metrics file's unit to `unit`.
     """
 
     title: str
@@ -90,11 +90,11 @@ _NOT_DRAWN = {
 }
 """Counters, and metrics that a chart shows under another name."""
 _ON_CPU = {"memory_allocated_mb": "resident", "memory_reserved_mb": "peak resident"}
-"""Legend of metrics that measure something else on a CPU than on a GPU: see `ProcessMemory`."""
+"""Legend for metrics that measure different things on a CPU and on a GPU; see `ProcessMemory`."""
 
 
 def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
-    """Return the charts that have something to show, and a line about each metric that never changes.
+    """Return the charts that have data to show, and a line about each metric that never changes.
 
     Args:
         x: a key of `X_NAMES`.
@@ -105,7 +105,7 @@ def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
     found, constants = list[Chart](), list[str]()
     for run in runs:
         if x != "iteration" and not any(X_NAMES[x] in row.values for row in run.history.iterations):
-            raise UserError(f"--x {x}: {run.source} has no {X_NAMES[x]}: drop --x")
+            raise UserError(f"--x {x}: {run.source} has no {X_NAMES[x]}: remove --x")
     evaluations = [curve for index, run in enumerate(runs) for curve in _evaluations(index, run, x)]
     found_curves = [(panel, _curves(panel, runs, x)) for panel in (LOSS, *PANELS, *_others(runs))]
     found_curves.insert(1, (Panel("Validation loss", ()), evaluations))
@@ -127,7 +127,7 @@ def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
 
 
 def _others(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Yield a panel for each metric that is not in `PANELS`, such as one of a later version."""
+    """Yield a panel for each metric that is not in `PANELS`, such as a later version's metric."""
     known = {name for panel in (LOSS, *PANELS) for name, _ in panel.metrics} | _NOT_DRAWN
     names = {name for run in runs for row in run.history.iterations for name in row.values} - known
     for name in sorted(names):
@@ -176,7 +176,7 @@ def _series(
 
 
 def _x_of(run: Run, x: str) -> Callable[[list[int]], Floats]:
-    """Return a function from iterations to x; an evaluation has the x of its iteration."""
+    """Return a function from iterations to x. An evaluation has the x of its iteration."""
     if x == "iteration":
         return lambda iterations: np.asarray(iterations, np.float64)
     rows = [row for row in run.history.iterations if X_NAMES[x] in row.values]

@@ -24,10 +24,10 @@ from megalite.report.tensorboard_events import EVENTS, config_in, read_events
 from megalite.report.trace_picture import is_pipeline_trace
 
 _DEPTH = 3
-"""Levels of folders that are searched, the run's own included."""
+"""Number of folder levels to search, including the run's own folder."""
 _MAX_CONFIG_BYTES = 1 << 24
 _MANY = 20_000
-"""Entries that are read of each folder: one with more holds a dataset, not a run."""
+"""Maximum number of entries to read from a folder. A larger folder holds a dataset, not a run."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Checkpoint:
     """A checkpoint of the run.
 
     Attributes:
-        start_time: when the first rank began to write it, in seconds since 1970; None if it does not say.
-        end_time: when all tensors were written; None likewise.
+        start_time: when the first rank began to write it, in seconds since 1970; None if unknown.
+        end_time: when all tensors were written, in the same way.
     """
 
     iteration: int
@@ -50,11 +50,11 @@ class Run:
     """A run and its files.
 
     Attributes:
-        source: file or folder that the metrics are from.
-        config: resolved, as YAML; empty if neither a checkpoint nor TensorBoard's files have it.
-        manifest: of the newest checkpoint; None without one, or if its text files are damaged.
-        trace: file with a trace of its pipeline.
-        is_trace_requested: the trace was named by the user, not found.
+        source: file or folder that the metrics come from.
+        config: resolved config, as YAML; empty if neither a checkpoint nor TensorBoard's files have it.
+        manifest: manifest of the newest checkpoint; None without one, or if its text files are damaged.
+        trace: file with a trace of the run's pipeline.
+        is_trace_requested: whether the user named the trace.
     """
 
     name: str
@@ -74,14 +74,14 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
 
     Args:
         path: a folder or a metrics file.
-        trace: pipeline trace to use instead of one that is found.
-        logs: logs to use besides those that are found.
+        trace: pipeline trace to use instead of searching for one.
+        logs: logs to use besides the logs that are found.
 
     Raises:
-        UserError: there are no metrics, or those of several runs.
+        UserError: there are no metrics, or metrics of several runs.
     """
     if not path.exists():
-        raise UserError(f"{path} does not exist: pass a run's folder, or the file of its --metrics-file")
+        raise UserError(f"{path} does not exist: pass a run's folder, or its metrics file")
     folder = path if path.is_dir() else path.parent
     files = list(_files(folder, _DEPTH))
     metrics = [path] if path.is_file() else [file for file in files if _is_metrics(file)]
@@ -161,7 +161,7 @@ def _checkpoints(files: list[Path]) -> Iterator[Checkpoint]:
 
 
 def _times(file: Path) -> dict[str, float]:
-    """Return when a checkpoint was written, by its run.json; empty for one that does not say."""
+    """Return when a checkpoint was written, according to its run.json; empty if it does not say."""
     with suppress(OSError, ValueError):
         return times_written(parse_json(read_regular(file, _MAX_CONFIG_BYTES)))
     return {}
@@ -178,7 +178,7 @@ def _manifest(checkpoints: tuple[Checkpoint, ...]) -> Manifest | None:
 
 
 def _config(checkpoints: tuple[Checkpoint, ...], events: list[Path]) -> tuple[str, str]:
-    """Return the config of the newest checkpoint, else TensorBoard's, and its source."""
+    """Return the config of the newest checkpoint, or else TensorBoard's, and its source."""
     for checkpoint in sorted(checkpoints, key=lambda each: each.iteration, reverse=True):
         file = checkpoint.folder / CONFIG
         with suppress(OSError):

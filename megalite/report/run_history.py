@@ -1,4 +1,4 @@
-"""Read a run's metrics file: its rows in the order in which they were written, split at restarts."""
+"""Read a run's metrics file: its rows in the order they were written, split at restarts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megalite.errors import UserError
 from megalite.files import parse_json
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Spelling of the floats that JSON has no numbers for."""
+"""Spelling of the floats that JSON cannot represent."""
 _MAX_ITERATION = 2**53
-"""Above it a float cannot hold every integer."""
+"""Above this, a float cannot represent every integer."""
 _SMALLEST, _LARGEST = 1e-100, 1e100
-"""Smaller values are read as 0 and larger ones as infinite, so that ratios stay within a float's range."""
+"""Smaller values are read as 0, and larger values as infinite, so that ratios stay within a float's range."""
 _POSITIONS = {
     "num_iterations",
     "train_iters",
@@ -25,15 +25,15 @@ _POSITIONS = {
     "start_time",
     "wall_time",
 }
-"""Metrics that order the rows: one that is not finite is dropped."""
+"""Metrics that order the rows. A row where one is not finite is dropped."""
 
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """One logged iteration or evaluation.
+    """A logged iteration or evaluation.
 
     Attributes:
-        values: metrics by their names in the file; those that the line lacks are missing.
+        values: the metrics in the line, by their names in the file.
         name: split and dataset of an evaluation; empty for an iteration.
         device: type of the device that it ran on, "cpu" or "cuda"; empty if the line does not say.
     """
@@ -59,7 +59,7 @@ class RunSegment:
     """Rows that the run logged from one of its starts to the next.
 
     Attributes:
-        num_kept: rows of `iterations` that count; a later segment repeated the rest.
+        num_kept: number of rows in `iterations` that count; a later segment repeated the rest.
     """
 
     iterations: list[HistoryRow] = field(default_factory=list)
@@ -76,7 +76,7 @@ class RunSegment:
 
     @property
     def rows(self) -> list[HistoryRow]:
-        """Iterations and evaluations in the order in which they were written."""
+        """Iterations and evaluations, in the order they were written."""
         return sorted([*self.iterations, *self.evaluations], key=lambda row: (row.iteration, bool(row.name)))
 
 
@@ -85,7 +85,7 @@ class History:
     """Everything that a run logged.
 
     Attributes:
-        num_broken: lines that are not a complete record, as a killed run or a full disk leaves them.
+        num_broken: number of incomplete lines, as a killed run or a full disk leaves them.
     """
 
     segments: list[RunSegment]
@@ -103,7 +103,7 @@ class History:
 
     @property
     def evaluations(self) -> list[HistoryRow]:
-        """Return the evaluations that count, likewise."""
+        """Return the evaluations that count: the last one of each repeated evaluation."""
         found = {(row.name, row.iteration): row for segment in self.segments for row in segment.evaluations}
         return sorted(found.values(), key=lambda row: row.iteration)
 
@@ -112,7 +112,7 @@ def read_history(file: Path) -> History:
     """Read a metrics file.
 
     Raises:
-        UserError: the file cannot be read, or has no iteration in it.
+        UserError: the file cannot be read, or has no iterations.
     """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -136,7 +136,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
     """Group rows by the process that wrote them: by start time, or else at each step back in the iterations.
 
     A process that outlives its launcher may write at the same time as its successor. It is the earlier
-    segment, and of what both computed the later segment's rows count.
+    segment. Of iterations that both computed, the later segment's rows count.
     """
     found: dict[float, RunSegment] = {}
     last: HistoryRow | None = None
@@ -158,7 +158,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
 
 
 def _row(line: str) -> HistoryRow | None:
-    """Parse a line; None if it is not a complete record."""
+    """Parse a line; return None if it is not a complete record."""
     try:
         record = parse_json(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Points of a curve: smoothed, and thinned without hiding a spike."""
+"""Smooth the points of a curve, and thin them without hiding a spike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Series:
 
     @staticmethod
     def of(x: Any, y: Any) -> Series:
-        """Make a series of two sequences of numbers of one length."""
+        """Make a series from two sequences of numbers of equal length."""
         return Series(np.asarray(x, np.float64), np.asarray(y, np.float64))
 
     def __len__(self) -> int:
@@ -40,10 +40,10 @@ class Series:
 
 
 def smooth(series: Series, width: int) -> Series:
-    """Return the mean over the `width` finite points around each point, the same number on either side.
+    """Return the mean over the `width` finite points around each point, as many on each side.
 
-    Being centred, it does not lag as a running average does. Towards the ends the mean is over fewer points,
-    but at least over `width // 8` on each side that has them: an end is less noisy than a single point.
+    A centred mean does not lag as a running average does. Towards the ends it covers fewer points, but at
+    least `width // 8` on each side that has them, so that the ends are less noisy than single points.
     """
     finite = series.finite
     count = len(finite)
@@ -60,8 +60,8 @@ def smooth(series: Series, width: int) -> Series:
 def thin(series: Series, num_columns: int) -> Series:
     """Keep the first, lowest, highest and last finite point in each of `num_columns` parts of the x range.
 
-    A line through them covers the same pixels as a line through all points, as long as the parts are no wider
-    than a pixel: no spike is lost, and none is invented.
+    A line through them covers the same pixels as a line through all points, as long as the parts are not
+    wider than a pixel: the line neither loses nor adds a spike.
     """
     finite = series.finite
     if len(finite) <= 4 * num_columns:

@@ -28,7 +28,7 @@ _TAGS = {
     "mem-allocated-bytes": ("memory_allocated_mb", 2.0**-20),
     "mem-reserved-bytes": ("memory_reserved_mb", 2.0**-20),
 }
-"""TensorBoard's tag: name of the metric in a metrics file, and the factor to its unit."""
+"""For each TensorBoard tag, the metric's name in a metrics file, and the factor to its unit there."""
 _SPLITS = {"lm loss validation": "valid", "lm loss test": "test"}
 _NAMED = "lm-loss-validation/"
 
@@ -45,7 +45,7 @@ def read_events(folders: Sequence[Path]) -> History:
             rows += _rows(_open(file), _start_time(file))
     except ImportError:
         raise UserError(
-            f"{folders[0]} has TensorBoard's files only, and reading them needs tensorboard: pip install "
+            f"{folders[0]} has only TensorBoard files, and reading them needs tensorboard: pip install "
             "tensorboard, or train with --metrics-file"
         ) from None
     if not any(not row.name for row in rows):
@@ -54,7 +54,7 @@ def read_events(folders: Sequence[Path]) -> History:
 
 
 def config_in(folders: Sequence[Path]) -> str:
-    """Return the config of the last start; empty if there is none or tensorboard is not installed."""
+    """Return the config of the last start; empty without one, or if tensorboard is not installed."""
     for file in reversed(_event_files(folders)):
         try:
             text = "\n".join(_texts(_open(file)))
@@ -66,7 +66,7 @@ def config_in(folders: Sequence[Path]) -> str:
 
 
 def _event_files(folders: Sequence[Path]) -> list[Path]:
-    """Return the file of each start of the run, in their order."""
+    """Return the file of each start of the run, in order."""
     return sorted(
         {path for folder in folders for path in folder.glob(f"{EVENTS}*")},
         key=lambda file: _start_time(file) or 0.0,
@@ -74,7 +74,7 @@ def _event_files(folders: Sequence[Path]) -> list[Path]:
 
 
 def _open(file: Path) -> Any:
-    """Open one file; a reader of the whole folder would drop repeated iterations.
+    """Open one file. A reader of the whole folder would drop repeated iterations.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -87,7 +87,7 @@ def _open(file: Path) -> Any:
 
 
 def _start_time(file: Path) -> float | None:
-    """Return the start time in the file's name; None for a name in another pattern."""
+    """Return the start time in the file's name; None if the name has another pattern."""
     parts = file.name.split(".")  # events.out.tfevents.SECONDS.HOST…
     return float(parts[3]) if len(parts) > 3 and parts[3].isdecimal() else None
 
@@ -104,7 +104,7 @@ def _rows(events: Any, start_time: float | None) -> list[HistoryRow]:
             elif tag in _TAGS:
                 key, factor = _TAGS[tag]
                 iterations.setdefault(event.step, times)[key] = event.value * factor
-    # Each row sums up the iterations since the row before.
+    # Each row covers the iterations since the previous row.
     steps = sorted(iterations)
     for step, before in zip(steps, [None, *steps], strict=False):
         count = 1 if before is None else step - before
@@ -115,7 +115,7 @@ def _rows(events: Any, start_time: float | None) -> list[HistoryRow]:
 
 
 def _evaluation(tag: str) -> str:
-    """Return split and dataset of an evaluation's tag; empty for other tags."""
+    """Return the split and dataset in an evaluation's tag; empty for other tags."""
     if tag.startswith(_NAMED):
         dataset, _, tag = tag.removeprefix(_NAMED).rpartition("/")
         return f"{_SPLITS[tag]} {dataset}" if tag in _SPLITS else ""

@@ -16,7 +16,7 @@ from megalite.report.run_folder import Run
 from megalite.report.run_history import History, HistoryRow, RunSegment
 
 SPENT_ON = ("training", "repeated", "evaluation", "start-up", "saving and other", "down")
-"""Uses of wall-clock time; "repeated": iterations that a later start ran again."""
+"""Uses of wall-clock time. "repeated" means iterations that a later start ran again."""
 NUM_SLOWEST = 8
 NUM_LINES = 12
 _NOTABLE = re.compile(r"straggler: |^(warning|error|critical): |^exiting |^received SIG|requeued")
@@ -33,9 +33,9 @@ class Table:
 
 
 def time_spent(history: History) -> dict[str, float]:
-    """Return the seconds between the first start and the last line by use (`SPENT_ON`).
+    """Return the seconds between the first start and the last line, by use (`SPENT_ON`).
 
-    The result is empty if the file has no wall-clock times. An iteration's time does not contain evaluations
+    The result is empty if the file has no wall-clock times. An iteration's time does not include evaluations
     and saves: time outside of iterations and evaluations was spent on saving, logging or anything else.
     """
     spent = dict.fromkeys(SPENT_ON, 0.0)
@@ -78,7 +78,7 @@ def _seconds(row: HistoryRow | None) -> float:
 
 
 def tables(run: Run) -> Iterator[Table]:
-    """Yield tables of what was slow; one without rows is omitted."""
+    """Yield tables of slow iterations, starts and so on; empty tables are omitted."""
     yield from _filled(
         "Slowest iterations",
         ("iteration", "ms", "times the median", "when (UTC)", "note"),
@@ -116,7 +116,7 @@ def _slowest(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _notes(run: Run) -> Iterator[tuple[int, str]]:
-    """Yield the id of each row and what may explain its time."""
+    """Yield the id of each row, and what may explain its time."""
     saved = {checkpoint.iteration for checkpoint in run.checkpoints}
     for number, segment in enumerate(run.history.segments):
         evaluated = {row.iteration for row in segment.evaluations}

@@ -17,9 +17,9 @@ from megalite.files import parse_json
 from megalite.report.chart import COLOURS, base_layout
 
 _MAX_BOXES = 4000
-"""Number of boxes that are drawn; of a longer trace the beginning is shown."""
+"""Maximum number of boxes to draw. Only the beginning of a longer trace is shown."""
 _LANE = 28
-"""Pixels of a lane's height."""
+"""Height of a lane in pixels."""
 _ITERATION = "iteration"
 """Kind of the boxes around all others in megalite's own traces."""
 _BACKGROUND = "rgba(132,144,163,0.25)"
@@ -33,7 +33,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class TraceBox:
-    """One event with a duration; times in microseconds.
+    """An event with a duration; times are in microseconds.
 
     Attributes:
         depth: number of boxes around it.
@@ -52,7 +52,7 @@ class Trace:
     """Boxes ordered by start, and the names of the lanes from the top.
 
     Attributes:
-        verdict: the time breakdown that the trace itself holds; empty if there is none.
+        verdict: the time breakdown in the trace itself; empty if there is none.
     """
 
     lanes: tuple[str, ...]
@@ -60,11 +60,11 @@ class Trace:
     verdict: str
 
     def shares(self) -> dict[str, float]:
-        """Return each kind's share of all lanes' time without the boxes inside of it, the largest first."""
+        """Return each kind's share of all lanes' time, without boxes inside its boxes, largest first."""
         if not self.boxes:
             return {}
         begin, end = min(box.start for box in self.boxes), max(box.end for box in self.boxes)
-        # Time between iterations, such as that of an evaluation, does not count.
+        # Time between iterations, such as an evaluation's, does not count.
         iterations = sum(box.end - box.start for box in self.boxes if box.kind == _ITERATION)
         whole = max(iterations or (end - begin) * len(self.lanes), 1e-9)
         own: dict[str, float] = defaultdict(float)
@@ -79,7 +79,7 @@ class Trace:
 
 
 def is_pipeline_trace(file: Path) -> bool:
-    """Return whether a file has the name of a pipeline trace, not of a trace of PyTorch's profiler."""
+    """Return whether a file has the name of a pipeline trace, rather than of a PyTorch profiler trace."""
     name = file.name
     return "trace" in name and name.endswith((".json", ".json.gz")) and ".pt.trace." not in name
 
@@ -149,7 +149,7 @@ def _lane_names(keys: Sequence[tuple[str, str]], metadata: Sequence[Mapping[str,
 
 def _boxes(events: Sequence[Mapping[str, Any]], lanes: Mapping[tuple[str, str], int]) -> Iterator[TraceBox]:
     origin = min(float(event["ts"]) for event in events)
-    # Of two that start together the longer one is around the shorter.
+    # Of two boxes that start together, the longer one is around the shorter one.
     ordered = sorted(events, key=lambda event: (float(event["ts"]), -float(event.get("dur", 0))))
     open_until: dict[int, list[float]] = defaultdict(list)
     for event in ordered:
@@ -181,7 +181,7 @@ def trace_figure(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str]], s
     """Draw the last iteration.
 
     Returns:
-        The Plotly figure; its legend, a colour and a text for each kind; and a note on what it shows.
+        The Plotly figure; its legend: a colour and a text for each kind; and a note on which part it shows.
     """
     name, boxes = _last_iteration(trace)
     shown = boxes[:_MAX_BOXES]
@@ -189,7 +189,7 @@ def trace_figure(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str]], s
     end, whole = (max(box.end for box in some) - begin for some in (shown, boxes))
     shares = trace.shares()
     colours = {kind: _COLOURS.get(kind, COLOURS[n % len(COLOURS)]) for n, kind in enumerate(sorted(shares))}
-    # Boxes by depth, so that those inside of another are drawn over it: what is seen is each kind's own time.
+    # Draw boxes by depth, so that inner boxes cover outer ones and each kind's own time is visible.
     groups: dict[tuple[int, str], list[TraceBox]] = defaultdict(list)
     for box in shown:
         groups[box.depth, box.kind].append(box)
@@ -227,7 +227,7 @@ def _bars(boxes: Sequence[TraceBox], begin: float) -> dict[str, Any]:
 
 
 def _last_iteration(trace: Trace) -> tuple[str, tuple[TraceBox, ...]]:
-    """Return the name of the last iteration and its boxes on all ranks; all boxes if none is an iteration."""
+    """Return the last iteration's name and its boxes on all ranks, or all boxes if none is an iteration."""
     iterations = [box for box in trace.boxes if box.kind == _ITERATION]
     if not iterations:
         return "", trace.boxes

@@ -83,7 +83,7 @@ def test_the_best_of_three(tmp_path: Path) -> None:
         (("--dry-run",), "--dry-run computes nothing"),
         (
             ("--calibrate",),
-            "--calibrate plans for this machine, and --gpu a100-80 for another one: remove one",
+            "--calibrate plans for this machine, and --gpu a100-80 for another: remove one",
         ),
         (("--world-size", "4096"), "--world-size 4096 is too large for the"),
         (("--tp", "64"), "--world-size 2: training rejects every layout"),

@@ -106,7 +106,7 @@ MISTAKES = (
     (generate, (), "one of the arguments --prompt --prompt-file is required"),
     (evaluate, ("--text", "nowhere.txt"), "--text nowhere.txt cannot be read"),
     (evaluate, ("--data-path", "nowhere"), "no such dataset file: nowhere.bin"),
-    (evaluate, ("--split", "valid", "--stride", "3"), "drop --seq-length and --stride"),
+    (evaluate, ("--split", "valid", "--stride", "3"), "remove --seq-length and --stride"),
     (evaluate, ("--text", "README.md", "--stride", "99"), "--stride 99 is more than the 32 tokens"),
     (evaluate, ("--text", "README.md", "--seq-length", "64"), "more than the model's 32 positions"),
 )

@@ -22,13 +22,13 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class Conversion:
-    """Describe a conversion.
+    """A conversion.
 
     Attributes:
-        source, target: names in KINDS and TARGETS; None to find the source's from its folder, and to use the
-            other one as the target.
-        iteration: of a source that has several; None for its latest.
-        max_bytes: of one of Hugging Face's files.
+        source, target: names in KINDS and TARGETS. None detects the source from its folder, and makes the
+            target the other format.
+        iteration: iteration of a source that has several; None for the latest.
+        max_bytes: maximum size of one of Hugging Face's files.
         settings: the user's changes to the model and tokenizer.
     """
 
@@ -70,13 +70,13 @@ class Conversion:
 
 
 def _parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full parameters in the target's type; log the progress of long work."""
+    """Yield the full parameters in the target's dtype; log the progress of long conversions."""
     done, last_line = 0, time.monotonic()
     for name, spec in plan.specs.items():
         full = source.tensor(name)
         if tuple(full.shape) != tuple(spec.used_shape):
             raise UserError(
-                f"{name} is {list(full.shape)}, and the config says {list(spec.used_shape)}: does the config "
+                f"{name} is {list(full.shape)}, but the config says {list(spec.used_shape)}: does the config "
                 "belong to another model?"
             )
         full = rounded(name, full, plan.dtype)

@@ -1,8 +1,7 @@
-"""Read tensors from files of other programs (safetensors, torch.save) without running their code.
+"""Read tensors from other programs' files (safetensors, torch.save) without running their code.
 
-A pickle can name any function to be called when it is read. Here torch's weights-only unpickler reads it,
-which only calls the constructors of tensors. Tensors are mapped into memory, not read: a file may be larger
-than memory.
+A pickle can call any function when it is read. We read it with torch's weights-only unpickler, which only
+calls the constructors of tensors. Tensors are memory-mapped, so a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _MAX_LINE = 200
 INERT = (
     "megatron.", "deepspeed.", "transformer_engine.", "apex.", "fp16.", "numpy.", "pathlib.", "signal.",
 )  # fmt: skip
-"""Packages whose objects may be in a file beside the weights: each becomes a `StandIn`."""
+"""Packages whose objects may be in a file beside the weights. Each object becomes a `StandIn`."""
 
 
 class StandIn:
-    """Replace an object of another program: it keeps its arguments and does nothing.
+    """Replaces an object of another program. It keeps the object's arguments and does nothing.
 
     Attributes:
-        arguments: what the object would have been constructed with.
+        arguments: arguments that the object would have been constructed with.
     """
 
     def __new__(cls, *arguments: object) -> StandIn:
@@ -50,7 +49,7 @@ class StandIn:
 
 
 class SafetensorsFile(Mapping[str, Tensor]):
-    """Map a safetensors file as a mapping; a tensor is a view of the file."""
+    """A memory-mapped safetensors file as a mapping; tensors are views of the file."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -73,7 +72,7 @@ class SafetensorsFile(Mapping[str, Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, from the header alone."""
+        """Return a tensor's shape, reading only the header."""
         return tuple(self._file.get_slice(name).get_shape())
 
 
@@ -95,22 +94,23 @@ def open_weights(file: Path) -> Mapping[str, Tensor]:
     """Open a file that holds tensors by name.
 
     Raises:
-        UserError: it cannot be read, would run code, or holds something else.
+        UserError: the file cannot be read, would run code, or holds something else.
     """
     _check_file(file)
     if file.suffix == ".safetensors":
         return SafetensorsFile(file)
     found = read_pickled(file)
     if not isinstance(found, Mapping):
-        raise UserError(f"{file} holds no tensors by name")
+        raise UserError(f"{file} does not hold tensors by name")
     return {str(name): tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def read_pickled(file: Path, allow_inert: bool = False) -> Any:
-    """Return what torch.save wrote to the file: tensors, numbers, text and containers of them.
+    """Load a file that torch.save wrote: tensors, numbers, text and containers of them.
 
     Args:
-        allow_inert: accept objects of `INERT`, and an argparse.Namespace, which only holds values.
+        allow_inert: accept objects of packages in `INERT`, and an argparse.Namespace, which only holds
+            values.
 
     Raises:
         UserError: the file cannot be read, or names something that could run code.
@@ -135,14 +135,14 @@ def read_pickled(file: Path, allow_inert: bool = False) -> Any:
 
 
 def _check_file(file: Path) -> None:
-    """Refuse a file that is not regular: opening a pipe would wait for its other end."""
+    """Refuse a file that is not regular, since opening a pipe would wait for its other end."""
     if file.exists() and not file.is_file():
         raise UserError(f"{file} cannot be read: it is not a regular file")
 
 
 @contextmanager
 def _no_safe_globals() -> Iterator[None]:
-    """Forget in the block what other packages have declared safe to construct."""
+    """Ignore, within the block, the classes that other packages have declared safe to construct."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -171,5 +171,5 @@ def _inert(name: str) -> Any:
 
 @functools.cache
 def _stand_in(name: str) -> type[StandIn]:
-    """Return a class for each name, so that an enum's member can be recognised."""
+    """Return a class for each name, so that an enum's members can be recognised."""
     return type(name.rpartition(".")[2], (StandIn,), {})

@@ -1,4 +1,4 @@
-"""Read our config of a model from the ``config.json`` of transformers' GPT-2, BLOOM, Llama and BERT."""
+"""Read our config for a model from the ``config.json`` of transformers' GPT-2, BLOOM, Llama and BERT."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HFConfig = Mapping[str, Any]
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KEPT = ("model_type", "activation_function", *TOKEN_IDS, "pretraining_tp", "slow_but_exact")
-"""Settings for which megalite's config has no field: a conversion records them, to write them back."""
+"""Settings without a field in megalite's config. A conversion records them, to write them back later."""
 RECORDED = "hugging_face"
-"""Their name in a checkpoint's run.json."""
+"""Key of these settings in a checkpoint's run.json."""
 
 HF_ACTIVATIONS = {
     "gelu_new": "gelu",
@@ -26,8 +26,8 @@ HF_ACTIVATIONS = {
     "gelu": "gelu_exact",
     "relu": "relu",
 }
-"""Our activation for each of transformers' names of one without a gate. ``silu`` is not among them: Llama's
-is the gate of SwiGLU, and megalite has no MLP with SiLU and no gate."""
+"""Our activation for each of transformers' names for ungated activations. ``silu`` is missing: in Llama it is
+the gate of SwiGLU, and megalite has no ungated MLP with SiLU."""
 
 
 def config_of(hf: HFConfig) -> ModelConfig:
@@ -37,7 +37,7 @@ def config_of(hf: HFConfig) -> ModelConfig:
         hf: ``config.json`` read as JSON, or a config's ``to_dict()``.
 
     Raises:
-        UserError: an architecture, or an option of one, that megalite's model does not have.
+        UserError: megalite does not have the architecture, or one of its options.
     """
     kind = hf.get("model_type")
     if kind not in READERS:
@@ -51,7 +51,7 @@ def _check_types(model: ModelConfig) -> None:
     """Check that fields have their type, and numbers their range.
 
     Raises:
-        UserError: the first one that has not.
+        UserError: the first field that is invalid.
     """
     kinds = {int: ((int,), "a number"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
     for field in config_fields():
@@ -66,11 +66,11 @@ def _check_types(model: ModelConfig) -> None:
 
 
 def recorded_of(hf: Any, settings: Settings) -> dict[str, Any] | None:
-    """Return those of `KEPT` that are present, to be written again; None if there are no such settings.
+    """Return the settings of `KEPT` that are present, to be written back; None if there are none.
 
     Args:
-        hf: ``config.json``, or what an earlier conversion has recorded of one.
-        settings: another tokenizer that they name has token ids of its own.
+        hf: ``config.json``, or the settings that an earlier conversion recorded.
+        settings: the user's settings; if they name another tokenizer, it has its own token ids.
     """
     if not isinstance(hf, Mapping) or settings.change_tokenizer:
         return None
@@ -78,10 +78,10 @@ def recorded_of(hf: Any, settings: Settings) -> dict[str, Any] | None:
 
 
 def rounding_note(hf: HFConfig) -> str | None:
-    """Return which sums a model computes in another order than here; None if in the same.
+    """Return a note on sums that a model computes in a different order than here; None if there are none.
 
-    BLOOM's `slow_but_exact` and the Llama of older versions of transformers sum the GEMMs of `pretraining_tp`
-    slices one after another, as the tensor-parallel ranks of its pretraining did.
+    BLOOM's `slow_but_exact`, and Llama in older versions of transformers, sum the GEMMs of `pretraining_tp`
+    slices one after another, as the tensor-parallel ranks of the pretraining did.
     """
     slices, kind = hf.get("pretraining_tp") or 1, hf.get("model_type")
     if slices == 1 or (kind == "bloom" and not hf.get("slow_but_exact", False)):
@@ -119,7 +119,7 @@ def _bloom(hf: HFConfig) -> dict[str, Any]:
     _require(hf, "bloom", apply_residual_connection_post_layernorm=False)
     return {
         "num_layers": _first(hf, "n_layer", "num_hidden_layers"),
-        "hidden_size": _first(hf, "n_embed", "hidden_size"),  # as transformers: the old name wins
+        "hidden_size": _first(hf, "n_embed", "hidden_size"),  # the old name wins, as in transformers
         "num_attention_heads": _first(hf, "n_head", "num_attention_heads"),
         "seq_length": hf.get("seq_length", 2048),
         "vocab_size": hf["vocab_size"],
@@ -163,7 +163,7 @@ def _llama(hf: HFConfig) -> dict[str, Any]:
 def _bert(hf: HFConfig) -> dict[str, Any]:
     _require(hf, "bert", is_decoder=False, add_cross_attention=False, tie_word_embeddings=True)
     if hf.get("position_embedding_type", "absolute") != "absolute" or hf.get("type_vocab_size", 2) != 2:
-        raise UserError("bert can only be converted with absolute positions and 2 token types")
+        raise UserError("a bert can only be converted with absolute positions and 2 token types")
     architectures = hf.get("architectures") or ["BertForPreTraining"]
     return {
         "architecture": "bert",
@@ -190,11 +190,11 @@ READERS: dict[str, Callable[[HFConfig], dict[str, Any]]] = {
     "llama": _llama,
     "bert": _bert,
 }
-"""Returns our fields for each `model_type`."""
+"""For each `model_type`, a function that returns our fields."""
 
 
 def _first(hf: HFConfig, *names: str) -> Any:
-    """Return the value under the first of its names in use; attributes were renamed over the years."""
+    """Return the value under the first of these names that is present, since attributes have been renamed."""
     for name in names:
         if hf.get(name) is not None:
             return hf[name]
@@ -215,7 +215,7 @@ def _activation(name: str) -> str:
 
 
 def _rotary_base(hf: HFConfig) -> float:
-    """Return the base of the angles; since version 5 of transformers it is among the `rope_parameters`."""
+    """Return the base of the angles. Since version 5 of transformers it is in `rope_parameters`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

@@ -1,4 +1,4 @@
-"""Write the ``config.json`` from which transformers builds a model of ours; `hf_config` reads it back."""
+"""Write the ``config.json`` from which transformers builds our model; `hf_config` reads it back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hf_config_of(
 
     Args:
         eod: id of the token that ends a document.
-        recorded: those of `KEPT` that the model's own config.json had, if it came from one.
+        recorded: the settings of `KEPT` in the config.json that the model came from, if it came from one.
 
     Raises:
         UserError: transformers has no such model.
@@ -31,7 +31,7 @@ def hf_config_of(
         "vocab_size": config.vocab_size,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        "bos_token_id": eod if family.model_type == "gpt2" else None,  # GPT-2 begins a text with it too
+        "bos_token_id": eod if family.model_type == "gpt2" else None,  # GPT-2 also begins texts with it
         "eos_token_id": eod,
         "torch_dtype": dtype_name(DTYPES[config.params_dtype]),
     }
@@ -39,7 +39,7 @@ def hf_config_of(
         return written
     kept = {name: value for name, value in recorded.items() if name in KEPT}
     if HF_ACTIVATIONS.get(kept.get("activation_function", "")) != config.activation:
-        kept.pop("activation_function", None)  # the activation was changed since, or has no other name
+        kept.pop("activation_function", None)  # the activation has changed since, or has no other name
     # transformers has a default for a token that config.json does not name; null would change it.
     return {name: value for name, value in written.items() if name not in TOKEN_IDS} | kept
 
@@ -118,4 +118,4 @@ WRITERS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "llama": _llama,
     "bert": _bert,
 }
-"""Returns the settings that each `model_type` has under names of its own."""
+"""For each `model_type`, a function that returns the settings under that type's own names."""

@@ -25,7 +25,7 @@ from megalite.log import log
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of a model in one file; ``.index.json`` is appended for several. The first that exists is read."""
+"""File names of a model in one file; ``.index.json`` is appended for several. The first existing is read."""
 ORDER_WEIGHT = "cls.seq_relationship.weight"
 """A tensor of BERT's binary head."""
 SECOND_NAMES = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
@@ -39,14 +39,14 @@ _NOT_WEIGHTS = re.compile(
 
 
 class HFFolder:
-    """Read the tensors of such a folder under their own names; files are opened on first use.
+    """Reads the tensors of a Hugging Face folder under their own names. Files are opened on first use.
 
     Attributes:
         config: config.json.
         files: the file that each tensor is in.
 
     Raises:
-        UserError: it is not such a folder, or a file of it is missing or cannot be read.
+        UserError: it is not such a folder, or a file in it is missing or cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class HFFolder:
         self.files = self._weight_map()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor as it is in its file: a view of it."""
+        """Return a tensor as a view of its file."""
         weights = self._open(self.files[name])
         if name not in weights:
             raise UserError(f"{self.folder / self.files[name]} lacks {name}, which the index names")
@@ -92,13 +92,13 @@ class HFFolder:
 
 
 class HFSource:
-    """Read such a folder as a source of our full tensors.
+    """Reads a Hugging Face folder as a source of our full tensors.
 
     Args:
         settings: the user's changes.
 
     Raises:
-        UserError: we do not have the architecture, or the folder lacks tensors or has others.
+        UserError: we do not have the architecture, or the folder's tensors are missing or unknown.
     """
 
     progress = TrainingProgress()
@@ -108,7 +108,7 @@ class HFSource:
         if "quantization_config" in self._files.config:
             raise UserError(f"{folder} holds quantized weights: convert the model before its quantization")
         model = _model_of(folder, self._files.config)
-        if model.num_layers > len(self._files.files):  # before a list of all layers is made
+        if model.num_layers > len(self._files.files):  # check before a list of all layers is made
             raise UserError(
                 f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
                 "layers: does config.json belong to another model?"
@@ -128,7 +128,7 @@ class HFSource:
         return self._files.tensor(self._names[self._entries[name].theirs[0]]).dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of our tensors; of the vocabulary, the rows of tokens."""
+        """Return one of our tensors; vocabulary tensors have only the rows of tokens."""
         entry = self._entries[name]
         theirs = {their: self._files.tensor(self._names[their]) for their in entry.theirs}
         if entry.transform is not VOCABULARY:
@@ -151,7 +151,7 @@ class HFSource:
             )
 
     def _dtype_of_first(self, model: ModelConfig) -> torch.dtype:
-        """Return the type of the word embedding, which is that of most tensors."""
+        """Return the dtype of the word embedding, which most tensors share."""
         (name,) = end_entries(model)[0].theirs
         if name not in self._names:
             raise UserError(f"{self._files.folder} lacks {name}: does config.json belong to another model?")

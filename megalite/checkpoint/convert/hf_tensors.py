@@ -1,4 +1,4 @@
-"""Map our tensors to those of transformers' models that hold the same numbers."""
+"""Map our tensors to the tensors of transformers' models that hold the same numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parts = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Transform:
-    """Convert one full tensor of ours to transformers' parts of it, and back."""
+    """Converts one of our full tensors to transformers' parts of it, and back."""
 
     to_hf: Callable[[Tensor, ModelConfig], Parts]
     from_hf: Callable[[Parts, ModelConfig], Tensor]
@@ -40,7 +40,7 @@ def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
     if config.vocab_size is not None and table.shape[0] < config.vocab_size:
         raise UserError(
             f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
-            "pass a smaller one"
+            "pass a smaller size"
         )
     return torch.cat((table, table.new_zeros(config.padded_vocab_size(1) - table.shape[0], *table.shape[1:])))
 
@@ -59,11 +59,12 @@ CONV_QKV = Transform(
 
 @dataclass(frozen=True)
 class Module:
-    """Describe a module's tensors in both programs; ``{}`` is the layer's number.
+    """A module's tensors in both programs; ``{}`` stands for the layer's number.
 
     Attributes:
-        kind: says whether it has a bias: a table never, a norm if it is a LayerNorm, a linear layer if the
-            config adds biases to linear layers. A vector is one tensor, whose name has no suffix.
+        kind: determines whether the module has a bias: a table never has one, a norm does if it is a
+            LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
+            no suffix.
     """
 
     kind: Literal["table", "norm", "linear", "vector"]
@@ -88,7 +89,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Entry:
-    """Pair one tensor of ours with the tensors of theirs that hold the same numbers."""
+    """One of our tensors, and the tensors of theirs that hold the same numbers."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -102,10 +103,10 @@ class Entry:
     def from_hf(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
         """Return our tensor, contiguous; padding rows are zero, as many as one tensor-parallel rank needs.
 
-        For ranks among which these cannot be divided, use a config with a suitable `pad_vocab_size_to`.
+        If more ranks cannot divide the rows, use a config with a suitable `pad_vocab_size_to`.
 
         Raises:
-            UserError: one of their tensors is missing, or has another shape than the config says.
+            UserError: one of their tensors is missing, or its shape differs from the config's.
         """
         if missing := [name for name in self.theirs if name not in tensors]:
             raise UserError(
@@ -117,22 +118,22 @@ class Entry:
         except RuntimeError:
             shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
             raise UserError(
-                f"{shapes}: the config says other shapes; does config.json belong to another model?"
+                f"{shapes}: the config has other shapes; does config.json belong to another model?"
             ) from None
 
 
 OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""Names of a norm's parameters in the files of the published BERT, and today's names."""
+"""Names of norm parameters in the published BERT files, and today's names."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Describe one of transformers' architectures.
+    """One of transformers' architectures.
 
     Attributes:
-        prefix: of the names, which the hub's files of a bare model lack.
-        heads: prefixes of the names outside of the bare model.
-        fixed: what the architecture fixes, by attribute of the config.
+        prefix: prefix of the names; the hub's files of a bare model lack it.
+        heads: prefixes of names outside of the bare model.
+        fixed: values that the architecture fixes, by attribute of the config.
         ends: modules before and after the layers.
         layer: modules of one layer.
     """
@@ -145,13 +146,13 @@ class Family:
     layer: tuple[Module, ...]
 
     def full_name(self, name: str) -> str:
-        """Return the name of a tensor with the prefix, which it may lack, and with today's names of norms."""
+        """Return a tensor's name with the prefix, which it may lack, and with today's names for norms."""
         for old, new in OLD_NAMES.items():
             name = name.replace(old, new)
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
 
     def problems(self, config: ModelConfig) -> list[str]:
-        """Return which values of the config this architecture does not support."""
+        """Return the config's values that this architecture does not support."""
         return [
             f"{name} {getattr(config, name)} (needs {value})"
             for name, value in self.fixed(config).items()
@@ -235,7 +236,7 @@ BLOOM = Family(
     ),
     (
         Module("norm", "layers.{}.attention_norm", ("transformer.h.{}.input_layernorm",)),
-        # Its rows are grouped by head, [n, 3, d]: ours with r = 1.
+        # The rows are grouped by head, [n, 3, d], which is our layout with r = 1.
         Module("linear", "layers.{}.attention.qkv", ("transformer.h.{}.self_attention.query_key_value",)),
         Module("linear", "layers.{}.attention.projection", ("transformer.h.{}.self_attention.dense",)),
         Module("norm", "layers.{}.mlp_norm", ("transformer.h.{}.post_attention_layernorm",)),
@@ -310,14 +311,14 @@ BERT = Family(
 )
 
 FAMILIES = {"learned_absolute": GPT2, "alibi": BLOOM, "rope": LLAMA}
-"""Architectures of a gpt by their position embedding: no two share one."""
+"""Architectures of a gpt, by position embedding. Each has a different one."""
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the architecture of transformers that the config describes.
+    """Return the transformers architecture that the config describes.
 
     Raises:
-        UserError: there is none; the message names the fields that prevent it.
+        UserError: transformers has none; the message names the fields that prevent it.
     """
     family = BERT if config.architecture == "bert" else FAMILIES.get(config.position_embedding_type)
     if family is None:
@@ -352,7 +353,7 @@ def all_entries(config: ModelConfig) -> Iterator[Entry]:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape full tensors of ours, all or some of them, to transformers'.
+    """Rename and reshape our full tensors, all or some of them, to transformers'.
 
     Raises:
         UserError: a name is not a parameter of the config's model, or transformers has no such model.
@@ -369,11 +370,10 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape transformers' tensors, of the whole model, to ours.
+    """Rename and reshape transformers' tensors of the whole model to ours.
 
-    Their names may lack the prefix (``h.0.ln_1.weight``), as in the hub's files of GPT-2 and BLOOM. Tensors
-    that no entry names are ignored: masks and rotary tables of old versions, the second name of a tied
-    weight.
+    Their names may lack the prefix (``h.0.ln_1.weight``), as in the hub's files of GPT-2 and BLOOM. Unknown
+    tensors are ignored, such as masks and rotary tables of old versions, or the second name of a tied weight.
 
     Raises:
         UserError: a tensor is missing or has another shape, or transformers has no such model.

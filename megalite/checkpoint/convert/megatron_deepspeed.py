@@ -1,8 +1,8 @@
 """Read Megatron-DeepSpeed's checkpoints, as BLOOM's: SAVE/global_step95000/layer_03-model_00-model_states.pt.
 
-There is a file for each layer of the pipeline (03) and tensor-parallel rank (00): the embedding, the
-transformer's layers, the last norm; numbers of layers without weights are skipped. The optimizer's files are
-not read: these files hold the weights in 16 bits.
+There is a file for each pipeline layer (03) and tensor-parallel rank (00): the embedding, the transformer's
+layers, and the last norm. Layers without weights have no file. The optimizer's files are not read, so the
+weights are in 16 bits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _STEP = "global_step"
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Return whether a folder looks like one of Megatron-DeepSpeed's, of all iterations or of one."""
+    """Return whether a folder looks like Megatron-DeepSpeed's, for all iterations or for one."""
     return any(folder.glob("layer_*-model_*-model_states.*")) or any(folder.glob(f"{_STEP}*"))
 
 
 def find_in_deepspeed(folder: Path, iteration: int | None) -> MegatronCheckpoint:
-    """Open all of a checkpoint's layer files; their tensors are mapped, not read.
+    """Open all of a checkpoint's layer files. Their tensors are memory-mapped, not read.
 
     Raises:
-        UserError: there is no such checkpoint, or a file of it is missing or cannot be read.
+        UserError: there is no such checkpoint, or one of its files is missing or cannot be read.
     """
     folder = _step_folder(folder, iteration)
     layers = _read_layers(folder)
@@ -85,7 +85,7 @@ def _read_layers(folder: Path) -> list[list[Mapping[str, Tensor]]]:
 
 
 def _one_chunk(layers: list[list[Mapping[str, Tensor]]]) -> ModelChunk:
-    """Return all layers as one part of a model, with Megatron-LM's names."""
+    """Return all layers as a single part of a model, with Megatron-LM's names."""
     parts: list[dict[str, Tensor]] = [{} for _ in layers[0]]
     num_layers = 0
     for ranks in layers:
@@ -98,7 +98,7 @@ def _one_chunk(layers: list[list[Mapping[str, Tensor]]]) -> ModelChunk:
 
 
 def _end_name(name: str) -> str:
-    # The last norm is a pipeline layer of its own, whose tensors are only called weight and bias.
+    # The last norm is a separate pipeline layer, whose tensors are just called weight and bias.
     return f"final_layernorm.{name}" if name in ("weight", "bias") else name
 
 

@@ -1,7 +1,7 @@
 """Read Megatron-LM's checkpoints: SAVE/iter_0000100/mp_rank_00_001/model_optim_rng.pt and the like.
 
-There is a file for each tensor-parallel (00) and pipeline rank (001), which holds a dict with ``model``, or
-with ``model0``, ``model1``, ... if the pipeline is interleaved.
+There is a file for each tensor-parallel (00) and pipeline rank (001). It holds a dict with ``model``, or with
+``model0``, ``model1``, ... if the pipeline is interleaved.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ModelChunk = Sequence[Mapping[str, Tensor]]
 
 
 def is_megatron(folder: Path) -> bool:
-    """Return whether a folder looks like one of Megatron-LM's, of all iterations or of one."""
+    """Return whether a folder looks like Megatron-LM's, for all iterations or for one."""
     return (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*/model_*rng.*")) or _is_new(folder)
 
 
 def find_in_megatron(folder: Path, iteration: int | None) -> MegatronCheckpoint:
-    """Open all of a checkpoint's files; their tensors are mapped, not read.
+    """Open all of a checkpoint's files. Their tensors are memory-mapped, not read.
 
     Raises:
-        UserError: there is no such checkpoint, or a file of it is missing or cannot be read.
+        UserError: there is no such checkpoint, or one of its files is missing or cannot be read.
     """
     folder = _iteration_folder(folder, iteration)
     if _is_new(folder):
@@ -59,7 +59,7 @@ def find_in_megatron(folder: Path, iteration: int | None) -> MegatronCheckpoint:
 
 
 def shards_of(chunks: Sequence[ModelChunk], folder: str) -> dict[str, list[Tensor]]:
-    """Return the shards of each parameter by our name; the layers of each chunk follow the previous one's.
+    """Return each parameter's shards, by our name. Each chunk's layers follow the previous chunk's.
 
     Raises:
         UserError: our model has no such parameter, or not every tensor-parallel rank has it.
@@ -89,7 +89,7 @@ def shards_of(chunks: Sequence[ModelChunk], folder: str) -> dict[str, list[Tenso
 
 
 def _iteration_folder(folder: Path, iteration: int | None) -> Path:
-    """Return the folder of the requested iteration, or of the last."""
+    """Return the folder of the requested iteration, or of the last iteration."""
     if iteration is not None:
         chosen = folder / f"iter_{iteration:07d}"
     elif (folder / TRACKER).is_file():
@@ -108,7 +108,7 @@ def _is_new(folder: Path) -> bool:
 
 
 def _read_states(folder: Path) -> dict[tuple[int, int], State]:
-    """Return what each file holds, by pipeline and tensor-parallel rank."""
+    """Return each file's content, by pipeline and tensor-parallel rank."""
     states: dict[tuple[int, int], State] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
@@ -139,7 +139,7 @@ def _read_state(folder: Path) -> State:
 
 
 def _chunks(states: Mapping[tuple[int, int], State]) -> Iterator[ModelChunk]:
-    """Yield the parts of the model in the order of its layers: chunk by chunk of an interleaved pipeline."""
+    """Yield the model's parts in the order of its layers: chunk by chunk if the pipeline is interleaved."""
     keys = [key for key in states[0, 0] if re.fullmatch(r"model\d*", key)]
     for key in sorted(keys, key=lambda key: int(key[5:] or 0)):
         for pp in sorted({pp for pp, _ in states}):

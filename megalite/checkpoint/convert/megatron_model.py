@@ -36,7 +36,7 @@ _REFUSED = {
     "num_experts": None,
     "glu_activation": None,
 }
-"""Switches that our model does not have, with the only value that it supports, also if they are missing."""
+"""Switches that our model does not have, with the only supported value; missing switches have it too."""
 
 _POSITIONS = {
     "learned_absolute": "learned_absolute",
@@ -54,11 +54,11 @@ def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
     """Return fields of our config.
 
     Args:
-        arguments: by name; an old version may have few.
-        base: the values of missing arguments.
+        arguments: Megatron's arguments, by name; old versions have only a few.
+        base: the config with the values for missing arguments.
 
     Raises:
-        UserError: an option that our model does not have.
+        UserError: an option is one that our model does not have.
     """
     _refuse_others(arguments)
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
@@ -91,7 +91,7 @@ def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
 
 
 def training_of(arguments: Arguments) -> dict[str, Any]:
-    """Return what the order of the samples depends on, so that a run can continue."""
+    """Return the values that determine the order of samples, so that a run can continue."""
     fields: dict[str, Any] = {name: arguments.get(name) for name in ("seed", "global_batch_size")}
     if ramp_up := arguments.get("rampup_batch_size"):
         fields["rampup_batch_size"] = tuple(int(number) for number in ramp_up)
@@ -126,7 +126,7 @@ def _positions(arguments: Arguments) -> str:
 def _activation(arguments: Arguments) -> str:
     if arguments.get("swiglu"):
         return "swiglu"
-    # Megatron's fused GELU, the default, is the tanh form; its unfused one is the erf form.
+    # Megatron's default, the fused GELU, is the tanh form; its unfused GELU is the erf form.
     tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"
 
@@ -136,13 +136,13 @@ _WORD, _OUTPUT = "embedding.word.weight", "output.weight"
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Hold what such a checkpoint has.
+    """The content of a Megatron checkpoint.
 
     Attributes:
-        folder: for messages.
-        shards: those of each tensor-parallel rank, by our name of the parameter.
-        arguments: what the run was started with; None if the checkpoint does not hold them.
-        version: of the checkpoint's format.
+        folder: the folder, for messages.
+        shards: each parameter's shards on the tensor-parallel ranks, by our name.
+        arguments: the run's arguments; None if the checkpoint does not hold them.
+        version: version of the checkpoint's format.
         why_unread: why the arguments could not be read; empty if they are just missing.
     """
 
@@ -155,10 +155,10 @@ class MegatronCheckpoint:
 
 
 class MegatronSource:
-    """Read the parameters, joined one at a time.
+    """Reads the parameters of a Megatron checkpoint, and joins their shards one parameter at a time.
 
     Raises:
-        UserError: it is not a model of ours, or tensors are missing or unknown.
+        UserError: megalite does not have the model, or tensors are missing or unknown.
     """
 
     hugging_face = None
@@ -170,8 +170,8 @@ class MegatronSource:
         self.config = settings.applied(_config_of(checkpoint, settings))
         if self.config.model.architecture != "gpt":
             raise UserError(
-                f"{checkpoint.folder}: of Megatron's checkpoints only those of a gpt can be converted, not a "
-                f"{self.config.model.architecture}'s: convert it to transformers' form with Megatron's tools"
+                f"{checkpoint.folder}: a {self.config.model.architecture} of Megatron cannot be converted, "
+                "only a gpt: convert it to transformers' format with Megatron's tools"
             )
         self._specs = parameters_of(self.config.model)
         self._check_names()
@@ -205,7 +205,7 @@ class MegatronSource:
 
 
 def _config_of(checkpoint: MegatronCheckpoint, settings: Settings) -> Config:
-    """Return the config that the arguments describe, or the base for one that the user's flags describe."""
+    """Return the config that the arguments describe, or the base config if the user's flags describe it."""
     dtype = precision_of(checkpoint.shards[_WORD][0].dtype)
     rows = sum(shard.shape[0] for shard in checkpoint.shards[_WORD])
     if settings.describe_model:
@@ -213,9 +213,9 @@ def _config_of(checkpoint: MegatronCheckpoint, settings: Settings) -> Config:
     arguments = checkpoint.arguments
     if arguments is None:
         reason = checkpoint.why_unread or f"{checkpoint.folder} does not say which model it holds"
-        raise UserError(f"{reason}; pass the model's flags, as --num-layers or --preset")
+        raise UserError(f"{reason}; pass the model's flags, such as --num-layers or --preset")
     base, vocab_size = Config(), arguments.get("vocab_size")
-    if not isinstance(vocab_size, int) or not vocab_size:  # only newer versions save it without padding
+    if not isinstance(vocab_size, int) or not vocab_size:  # only newer versions save the unpadded size
         vocab_size = rows
     fields = model_of(arguments, base.model)
     return replace(

@@ -1,4 +1,4 @@
-"""Map Megatron's parameter names of all versions to ours, and join its tensor-parallel shards."""
+"""Map parameter names of all Megatron versions to ours, and join its tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NORMS_INSIDE = {
     "self_attention.linear_qkv.layer_norm": "attention_norm",
     "mlp.linear_fc1.layer_norm": "mlp_norm",
 }
-"""Norms that Transformer Engine keeps in a linear layer, as ``layer_norm_weight``."""
+"""Norms that Transformer Engine stores in a linear layer, as ``layer_norm_weight``."""
 
 _FRAME = re.compile(r"(module\.|model\.|language_model\.|encoder\.|transformer\.|decoder\.)*")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -60,7 +60,7 @@ _TIED_COPY = "word_embeddings_for_head"
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts, with their keys joined by dots; everything else is skipped."""
+    """Yield the tensors in nested dicts, with their keys joined by dots, and skip everything else."""
     for key, value in nested.items():
         if isinstance(value, Mapping):
             yield from flattened(value, f"{prefix}{key}.")
@@ -69,9 +69,9 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def our_name(theirs: str) -> tuple[str, int | None] | None:
-    """Return a parameter's name here, with ``{}`` for the layer's number, and that number within its stage.
+    """Return our name of a parameter, with ``{}`` for the layer's number, and that number within its stage.
 
-    None for buffers, and for the copy of a tied table on the last stage.
+    Return None for buffers, and for the copy of a tied table on the last stage.
 
     Raises:
         KeyError: our model has no such parameter.
@@ -101,7 +101,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 _TABLES = ("embedding.word.weight", "output.weight")
-"""Parameters with a row for each token, and for padding."""
+"""Parameters with one row per token, and rows for padding."""
 
 
 def join(
@@ -109,14 +109,14 @@ def join(
 ) -> Tensor:
     """Return the full tensor without the vocabulary's padding.
 
-    A shard of theirs is the same slice as a shard of ours, in another shape: it has SwiGLU's gate and up one
-    after the other.
+    Their shards are the same slices as ours, but in another shape: SwiGLU's gate and up projections are
+    concatenated.
 
     Args:
-        version: of their checkpoint; before 2, queries, keys and values were in other orders.
+        version: version of their checkpoint; before 2, queries, keys and values had other orders.
 
     Raises:
-        UserError: the shards do not make the parameter's shape.
+        UserError: the shards do not add up to the parameter's shape.
     """
     if spec.shard is None:
         return _replicated(name, shards, spec)
@@ -136,7 +136,7 @@ def join(
 
 
 def _replicated(name: str, shards: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
-    """Return a tensor that every rank has; copies that differ, as BLOOM's norms, are averaged."""
+    """Return a tensor that every rank has. Copies that differ, as BLOOM's norms do, are averaged."""
     first = shards[0]
     if any(shard.shape != first.shape for shard in shards) or first.numel() != math.prod(spec.used_shape):
         raise _misshapen(name, shards, spec)

@@ -30,10 +30,10 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
     """Return every parameter of the whole model, as one rank would hold it, in the order of the layers.
 
     Args:
-        config: a valid one.
+        config: a valid config.
 
     Raises:
-        UserError: the vocabulary's size is unknown.
+        UserError: the vocabulary size is unknown.
     """
     context = LayerContext(_alone(), DTYPES[config.params_dtype], has_weights=False)
     stage = STAGES[config.architecture](config, context, range(config.num_layers))
@@ -47,10 +47,10 @@ def _alone() -> Topology:
 
 
 def precision_of(dtype: torch.dtype) -> ParamsDtype:
-    """Return our name of a type.
+    """Return our name for a dtype.
 
     Raises:
-        UserError: our models cannot have such weights.
+        UserError: our models cannot have weights of this dtype.
     """
     for name, known in DTYPES.items():
         if known == dtype:
@@ -59,20 +59,20 @@ def precision_of(dtype: torch.dtype) -> ParamsDtype:
 
 
 def none_if_default(value: int | None, default: int) -> int | None:
-    """Return None for a size that equals its default, so that a model has only one config."""
+    """Return None for a size that equals its default, so that a model has only one possible config."""
     return None if value == default else value
 
 
 def loses_digits(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether numbers of one type are rounded in the other."""
+    """Return whether numbers of one dtype are rounded in the other."""
     return torch.promote_types(source, target) != target
 
 
 def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in another type.
+    """Return the tensor in another dtype.
 
     Raises:
-        UserError: a number is too large for it.
+        UserError: a number is too large for the dtype.
     """
     if tensor.dtype == dtype:
         return tensor
@@ -89,25 +89,25 @@ _PRECISION = ("--params-dtype", "--bf16", "--fp16")
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold flags of megalite train for the model and its tokenizer."""
+    """The user's flags of megalite train for the model and its tokenizer."""
 
     flags: Sequence[str] = ()
 
     @property
     def describe_model(self) -> bool:
-        """Return whether they describe a whole model, not only changes to one."""
+        """Return whether the flags describe a whole model, not only changes to one."""
         return self._has(_WHOLE_MODEL)
 
     @property
     def change_tokenizer(self) -> bool:
-        """Return whether they name another tokenizer than the source's."""
+        """Return whether the flags name a tokenizer other than the source's."""
         return self._has([flag_of(name) for name in TOKENIZER_FIELDS])
 
     def applied(self, base: Config) -> Config:
         """Return the config of a source with the flags applied.
 
         Raises:
-            ConfigError: with all mistakes: of the flags, and of the resulting model.
+            ConfigError: with all mistakes in the flags and in the resulting model.
         """
         config = self._parsed(base) if self.flags else base
         model = config.model
@@ -150,7 +150,7 @@ def _refuse_unused(config: Config, base: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-    """Refuse a model that could not be trained on one rank; fields that only training needs are filled in."""
+    """Refuse a model that cannot be trained on one rank, after filling in fields that only training needs."""
     trained = Config(
         model=config.model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)
     )

@@ -1,4 +1,4 @@
-"""Define the source of a conversion, and read a checkpoint of ours as one."""
+"""Define the source of a conversion, and read our own checkpoints as a source."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megalite.errors import ConfigError, UserError, few
 
 
 class ConversionSource(Protocol):
-    """Read a model one tensor at a time.
+    """Reads a model one tensor at a time.
 
     Attributes:
-        config: of the model and its tokenizer, in the requested precision.
-        progress: of its training, if it is known.
-        hugging_face: settings of a Hugging Face config.json for which the config has no field; None if the
-            model did not come from one.
+        config: config of the model and its tokenizer, in the requested precision.
+        progress: progress of its training, if it is known.
+        hugging_face: settings of a Hugging Face config.json without a field in the config; None if the model
+            did not come from one.
     """
 
     @property
@@ -46,25 +46,25 @@ class ConversionSource(Protocol):
     def hugging_face(self) -> Mapping[str, Any] | None: ...
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the type in which the parameter is stored."""
+        """Return the dtype in which the parameter is stored."""
         ...
 
     def tensor(self, name: str) -> Tensor:
         """Return the full parameter under our name, without the vocabulary's padding.
 
         Raises:
-            UserError: it cannot be read, or has another shape than the config says.
+            UserError: it cannot be read, or its shape differs from the config's.
         """
         ...
 
 
 class MegaliteSource:
-    """Read a checkpoint of ours; only the files that are needed are read, and verified before.
+    """Reads one of our checkpoints. Only the needed files are read, after they have been verified.
 
-    If another precision than the model's is requested, the main weights are read, and rounded once.
+    If the requested precision is not the model's, the main weights are read and rounded once.
 
     Raises:
-        UserError: it is damaged, or lacks weights.
+        UserError: the checkpoint is damaged, or lacks weights.
     """
 
     def __init__(self, folder: Path, iteration: int | None, settings: Settings) -> None:
@@ -92,10 +92,10 @@ class MegaliteSource:
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
-    """Return one checkpoint's folder: the requested iteration's, the latest, or `folder` if it is one itself.
+    """Return the folder of the requested or latest checkpoint, or `folder` if it is a checkpoint itself.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such checkpoint.
     """
     if (folder / RUN).is_file() and iteration is None:
         return folder
@@ -115,7 +115,7 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
 
 @dataclass(frozen=True)
 class SourceKind:
-    """Describe a kind of folder that can be converted."""
+    """A kind of folder that can be converted."""
 
     title: str
     matches: Callable[[Path], bool]
@@ -155,7 +155,7 @@ def kind_of(folder: Path) -> str:
     """Return the kind of a folder.
 
     Raises:
-        UserError: it is not a folder, or of an unknown kind.
+        UserError: it is not a folder, or its kind is unknown.
     """
     if not folder.is_dir():
         fault = "is not a folder" if folder.exists() else "does not exist"
@@ -178,12 +178,12 @@ def _config_of(manifest: Manifest) -> Config:
 
 
 def _with_moved_tokenizer(config: Config, folder: Path) -> Config:
-    """Return the config with a converted checkpoint's own tokenizer, if its folder has been moved since."""
+    """Return the config with a converted checkpoint's own tokenizer, even if the folder has been moved."""
     is_there = all(file.is_file() for file in files_of(config.data).values())
     return config if is_there or not folder.is_dir() else replace(config, data=tokenizer_in(folder))
 
 
 def _stored_name(manifest: Manifest, name: str, is_same: bool) -> str:
-    """Return the tensor to read for a parameter: the model's weight, or a more precise main weight."""
+    """Return the tensor to read for a parameter: the model's weight, or the more precise main weight."""
     main = f"optimizer.{name}.main"
     return main if not is_same and main in manifest.tensors else f"model.{name}"

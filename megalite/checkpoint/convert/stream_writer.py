@@ -1,6 +1,7 @@
 """Write safetensors files one tensor at a time, so that at most one tensor is in memory.
 
-The format begins with a header of names, shapes and types: all tensors are declared before any is written.
+The format begins with a header of names, shapes and dtypes, so all tensors are declared before any is
+written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FileNames = Callable[[int, int], str]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Declare a tensor that will be written."""
+    """The declaration of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +34,7 @@ class TensorInfo:
 
 
 class StreamedFile:
-    """Write one file; its tensors come in the order in which they were declared."""
+    """Writes one file. Its tensors must be added in the order in which they were declared."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
         self.path = path
@@ -66,13 +67,13 @@ class StreamedFile:
 
 
 class ShardedWriter:
-    """Write several files of limited size, one after the other; a context manager.
+    """Writes several files of limited size, one after the other; a context manager.
 
     Args:
-        tensors: all of them, in the order in which they will come.
-        max_bytes: of one file's tensors, unless one tensor alone has more.
+        tensors: all tensors, in the order in which they will be added.
+        max_bytes: maximum size of a file's tensors, unless a single tensor is larger.
         name_file: returns a file's name for its number, from 1, and the number of files.
-        metadata: of each file.
+        metadata: metadata of each file.
 
     Attributes:
         files: the tensors of each file, known from the start.

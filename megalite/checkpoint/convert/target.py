@@ -1,4 +1,4 @@
-"""Write the target of a conversion: a folder that transformers loads, or a checkpoint of ours."""
+"""Write the target of a conversion: a folder that transformers loads, or one of our checkpoints."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ Parameters = Iterator[tuple[str, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class ConversionPlan:
-    """Describe what to write.
+    """What to write.
 
     Attributes:
         specs: every parameter of the model.
-        max_bytes: of one file of weights, if the format has several.
+        max_bytes: maximum size of a file of weights, if the format has several.
         final: the folder's name once it is complete.
-        hugging_face: as in the source.
+        hugging_face: as in `Source`.
     """
 
     config: Config
@@ -100,7 +100,7 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
 
 
 def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:
-    """Write a folder of one checkpoint, with only the weights, a file for each layer, and the tokenizer."""
+    """Write a folder with one checkpoint: only the weights, in a file per layer, and the tokenizer."""
     data = plan.config.data
     tokenizer = read_files(data)
     name = name_of(plan.progress.iteration)
@@ -127,20 +127,20 @@ TARGETS: Mapping[str, Callable[[Path, ConversionPlan, Parameters], None]] = {
     "hf": write_hf,
     "megalite": write_megalite,
 }
-"""Functions that write to an existing empty folder, by their name for --to."""
+"""Functions that write to an existing empty folder, by name for --to."""
 
 
 @contextmanager
 def whole_folder(final: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a folder to write to, which gets its name when the block ends; nothing stays if the block fails.
+    """Yield a folder to write to; it is renamed to `final` when the block ends, and deleted if that fails.
 
     Args:
-        final: does not exist, or is empty.
-        num_bytes: that will be written at least.
+        final: a folder that does not exist, or is empty.
+        num_bytes: number of bytes that will be written, at least.
 
     Raises:
-        UserError: the folder is not empty, another conversion writes to it, or there is no space or
-            permission.
+        UserError: the folder is not empty, another conversion writes to it, or space or permission is
+            missing.
     """
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"--save {final} exists and is not empty: pass a new folder, or delete it first")
@@ -178,19 +178,19 @@ def size_text(num_bytes: int) -> str:
 
 
 def _unit(name: str) -> str:
-    """Return what a parameter's file is named after: a layer, or a part before or after the layers."""
+    """Return the part of the model that a parameter's file is named after, such as a layer."""
     first, second = name.split(".")[:2]
     return f"layer{second}" if first == "layers" else first
 
 
 def _full_range(spec: ParameterSpec) -> ParameterRange:
-    """Return the range of a whole parameter; `dim` is the one that layouts cut it along."""
+    """Return the range of a whole parameter; `dim` is the dimension along which layouts cut it."""
     shape = spec.used_shape
     return ParameterRange(shape, spec.shard.dim if spec.shard else 0, 0, shape, 0, torch.Size(shape).numel())
 
 
 def _description(plan: ConversionPlan, *, has_tokenizer: bool) -> dict[str, object]:
-    """Return run.json; if the source knows no run, it has none, so that any run can continue from it."""
+    """Return run.json. Without a run in the source it names none, so that any run can continue from it."""
     config = plan.config
     training = config.training
     run: dict[str, object] = {}

@@ -1,7 +1,7 @@
 """Find and copy the files of a tokenizer, which belong with the model that was trained on its ids.
 
-A converted model is often published, and its source may come from anyone. So a file is copied only if it is
-what its name says, and in its folder: a symbolic link could lead to any file of this machine.
+A converted model is often published, and its source may come from anyone. So a file is only copied if its
+content fits its name, and if it is inside its folder: a symbolic link could lead to any file on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalite.files import parse_json, read_regular
 from megalite.log import log
 
 TOKENIZER = "tokenizer"
-"""Folder for the files beside a converted checkpoint."""
+"""Folder beside a converted checkpoint for the tokenizer's files."""
 
 _JSON, _PIECES = "tokenizer.json", "tokenizer.model"
 _GPT2 = ("vocab.json", "merges.txt")
@@ -56,9 +56,9 @@ def tokenizer_in(folder: Path) -> DataConfig:
 
 
 def files_of(data: DataConfig) -> dict[str, Path]:
-    """Return the files of the config's tokenizer by Hugging Face's names for them; some may be missing.
+    """Return the files of the config's tokenizer, by Hugging Face's names for them; some may be missing.
 
-    Empty for a tokenizer without files, or one that is named and is not a path on this machine.
+    The result is empty for a tokenizer without files, or for a name that is not a path on this machine.
     """
     kind = data.resolved_tokenizer_type
     if kind == "GPT2BPETokenizer":
@@ -77,7 +77,7 @@ def files_of(data: DataConfig) -> dict[str, Path]:
 
 
 def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Write files of these names.
+    """Write files with these names.
 
     Raises:
         OSError: a file cannot be written.
@@ -103,7 +103,7 @@ def moved_to(data: DataConfig, folder: Path) -> DataConfig:
 
 
 def settings_of(data: DataConfig) -> dict[str, dict[str, object]]:
-    """Return the files, by name, that transformers needs to read BERT's vocab.txt alike."""
+    """Return the files, by name, with which transformers reads BERT's vocab.txt as we do."""
     kind = data.resolved_tokenizer_type
     if kind not in _WORD_PIECE.values():
         return {}
@@ -111,7 +111,7 @@ def settings_of(data: DataConfig) -> dict[str, dict[str, object]]:
 
 
 def _ignores_case(settings: Path) -> bool:
-    """Return whether the settings beside a vocab.txt say so; it is transformers' default."""
+    """Return whether the settings beside a vocab.txt ask for lower case, as transformers does by default."""
     try:
         found = parse_json(settings.read_bytes())
     except (OSError, ValueError):
@@ -123,7 +123,7 @@ def read_files(data: DataConfig) -> dict[str, bytes]:
     """Return the contents of `files_of`, or nothing after a warning if one of them is missing.
 
     Raises:
-        UserError: a file cannot be read, is no file of a tokenizer, or is a symbolic link out of its folder.
+        UserError: a file cannot be read, is not a tokenizer's file, or is a symbolic link out of its folder.
     """
     files = files_of(data)
     missing = [str(file) for file in files.values() if not file.is_file()]
@@ -143,7 +143,7 @@ def _read(name: str, file: Path) -> bytes:
     if not _is_in_its_folder(file, target):
         raise UserError(
             f"the tokenizer's file {file} is a symbolic link to {target}, out of its folder: "
-            "replace it by a copy, or remove it and pass the tokenizer's flags with that file"
+            "replace it with a copy, or remove it and pass the tokenizer's flags with that file"
         )
     try:
         content = read_regular(target, _MAX_BYTES)
@@ -151,16 +151,16 @@ def _read(name: str, file: Path) -> bytes:
         raise UserError(f"the tokenizer's file {file} cannot be read: {error.strerror}") from None
     if not _is_of(name, content):
         raise UserError(
-            f"{file} is no {name} of a tokenizer, so it is not copied: replace it, or remove it and pass the "
+            f"{file} is not a tokenizer's {name}, so it is not copied: replace it, or remove it and pass the "
             "tokenizer's flags"
         )
     return content
 
 
 def _is_in_its_folder(file: Path, target: Path) -> bool:
-    """Return whether what a file links to is in the file's folder, or in the cache that the folder is in.
+    """Return whether a link's target is in the same folder, or in the Hugging Face cache around the folder.
 
-    Hugging Face's cache has links in snapshots/REVISION to files in blobs.
+    That cache has links in snapshots/REVISION to files in blobs.
     """
     folder = Path(os.path.realpath(file.parent))
     is_cached = folder.parent.name == "snapshots" and target.parent == folder.parents[1] / "blobs"
@@ -168,7 +168,7 @@ def _is_in_its_folder(file: Path, target: Path) -> bool:
 
 
 def _is_of(name: str, content: bytes) -> bool:
-    """Return whether a file of this name can have this content."""
+    """Return whether a file with this name can have this content."""
     if name == _PIECES:
         return _is_sentencepiece(content) or _TIKTOKEN_LINES.fullmatch(content) is not None
     try:
@@ -181,7 +181,7 @@ def _is_of(name: str, content: bytes) -> bool:
 
 
 def _is_sentencepiece(content: bytes) -> bool:
-    """Return whether the bytes are fields of a protocol buffer, a piece first, as in SentencePiece's."""
+    """Return whether the bytes are protocol buffer fields, a piece first, as in a SentencePiece model."""
     at, num_bytes = 0, len(content)
 
     def number() -> int:
@@ -195,7 +195,7 @@ def _is_sentencepiece(content: bytes) -> bool:
         return value
 
     while at < num_bytes:
-        kind = number() & 7  # of the field: a varint, 8 bytes, as many as the next number says, or 4 bytes
+        kind = number() & 7  # the field is a varint, 8 bytes, as many as the next number says, or 4 bytes
         if kind not in (0, 1, 2, 5):
             return False
         length = number() if kind in (0, 2) else {1: 8, 5: 4}[kind]
@@ -231,5 +231,5 @@ def _hugging_face_files(path: Path) -> dict[str, Path]:
 
 
 def _beside(file: Path, names: tuple[str, ...]) -> dict[str, Path]:
-    """Return those of the names that exist in the file's folder."""
+    """Return the names that exist in the file's folder."""
     return {name: file.with_name(name) for name in names if file.with_name(name).is_file()}

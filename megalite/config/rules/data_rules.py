@@ -14,7 +14,7 @@ from megalite.errors import Problem
 
 
 def corpus(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that there is a corpus, set in one way."""
+    """Check that there is a corpus, and that it is set in only one way."""
     data = config.data
     if data.mock_data:
         return
@@ -33,7 +33,7 @@ def corpus(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def training_split(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that separate validation or test data come with training data."""
+    """Check that separate validation or test data are passed together with training data."""
     data = config.data
     for way in [] if data.mock_data else data.corpus_options():
         others = [name for name in way if name.startswith(("valid_", "test_"))]
@@ -58,7 +58,7 @@ def weighted_split_files(config: Config, world_size: int | None) -> Iterator[Pro
 
 
 def fill_in_middle(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the tokenizer can split documents: it must be the corpus's own, and must not add tokens."""
+    """Check that the tokenizer can split documents: it must be the corpus's own and must not add tokens."""
     data = config.data
     kind = data.resolved_tokenizer_type
     unsuitable = (None, "byte", "NullTokenizer", "Llama2Tokenizer")
@@ -72,19 +72,19 @@ def fill_in_middle(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that options of document boundaries have a tokenizer: its end-of-document token is one."""
+    """Check that options for document boundaries have a tokenizer, whose end-of-document token marks them."""
     data = config.data
     options = data.document_options
     if options and data.resolved_tokenizer_type is None and not data.mock_data:
         yield Problem(
             (*options, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
-            f"{' '.join(map(flag_of, options))} with no tokenizer: pass the --tokenizer-type of the corpus, "
+            f"{' '.join(map(flag_of, options))} without a tokenizer: pass the corpus's --tokenizer-type, "
             "whose end-of-document token separates the documents",
         )
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the split is one to three weights."""
+    """Check that the split consists of one to three weights."""
     text = config.data.split
     if not split_weights(text):
         yield Problem(
@@ -94,7 +94,7 @@ def split(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the vocabulary size is set, or comes from a tokenizer that has its files."""
+    """Check that the vocabulary size is set, or that a tokenizer with all its files determines it."""
     data = config.data
     kind = data.resolved_tokenizer_type
     if kind is None or kind == "NullTokenizer":
@@ -113,7 +113,7 @@ def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def resumed_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that one schedule is selected to resume with."""
+    """Check that at most one schedule is selected to resume with."""
     override, keep = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
     if getattr(config.checkpoint, override) and getattr(config.checkpoint, keep):
         yield Problem(
@@ -124,7 +124,7 @@ def resumed_schedule(config: Config, world_size: int | None) -> Iterator[Problem
 
 
 def checkpoint_model(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that there is a checkpoint to read the model from."""
+    """Check that --load names a checkpoint to read the model from."""
     if config.checkpoint.use_checkpoint_args and config.checkpoint.load is None:
         yield Problem(
             ("use_checkpoint_args", "load"),
@@ -144,7 +144,7 @@ def finetune(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def no_load_optim(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a run that restarts does not drop the optimizer state that it saved."""
+    """Check that a restarted run does not drop the optimizer state that it saved."""
     checkpoint = config.checkpoint
     drops_own = not checkpoint.load_optim and checkpoint.save_optim and checkpoint.loads_own
     if drops_own and not checkpoint.finetune:
@@ -156,7 +156,7 @@ def no_load_optim(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def non_persistent(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that non-persistent saves have a folder, and a run with persistent checkpoints."""
+    """Check that non-persistent saves have a folder, and that the run has persistent checkpoints too."""
     checkpoint, interval = config.checkpoint, "non_persistent_save_interval"
     if checkpoint.non_persistent_save_interval is None:
         return
@@ -175,7 +175,7 @@ def non_persistent(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def dry_run_rank(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the rank of a dry run exists."""
+    """Check that the reported rank of a dry run exists."""
     dry_run = config.dry_run
     if dry_run.dry_run and world_size is not None and dry_run.rank >= world_size:
         yield Problem(
@@ -186,7 +186,7 @@ def dry_run_rank(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def dry_run_json(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the folder of the dry run's report exists, before any work is done."""
+    """Check that the folder for the dry run's report exists, before any work is done."""
     path = config.dry_run.dry_run_json
     if config.dry_run.dry_run and path is not None and not os.path.isdir(os.path.dirname(path) or "."):
         yield Problem(

@@ -27,7 +27,7 @@ def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def profiler(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that one profiler is selected, and has a folder and some iterations."""
+    """Check that at most one profiler is selected, and that it has a folder and iterations to profile."""
     logging = config.logging
     if logging.profile_execution and logging.tensorboard_dir is None:
         yield Problem(
@@ -51,7 +51,7 @@ def profiler(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("profile_step_start", "profile_step_end"),
             f"--profile-step-start {start} and --profile-step-end {end} leave no iteration to profile: the "
-            "first is the one after the start, the last is the end",
+            "first profiled iteration is the one after the start, and the last is the end",
         )
 
 

@@ -13,13 +13,13 @@ from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.errors import Problem
 
 MIN_BERT_LENGTH = 8
-"""Tokens of a sample: two short segments and the special tokens."""
+"""Minimum number of tokens of a sample: two short segments and the special tokens."""
 MIN_BERT_VOCABULARY = 8
-"""Tokens of random samples: the special ones, and some that are not."""
+"""Minimum vocabulary for random samples: the special tokens, and some others."""
 
 
 def _divisors_near(number: int, wanted: int) -> str:
-    """Return the divisors of a number next to `wanted`, which does not divide it: `8 or 12`."""
+    """Return the divisors of a number that are nearest to `wanted`, which does not divide it: `8 or 12`."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     divisors = sorted({*small, *(number // size for size in small)})
     below = [size for size in divisors if size < wanted][-1:]
@@ -57,7 +57,7 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a BERT has no option of generating models, and what its samples need."""
+    """Check that a BERT has no options of generating models, and that its samples are possible."""
     model, data = config.model, config.data
     if model.architecture != "bert":
         return
@@ -73,7 +73,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
     if model.position_embedding_type == "alibi":
         yield Problem(
             ("position_embedding_type", "architecture"),
-            "--position-embedding-type alibi with a bert, which attends to both sides: pass "
+            "--position-embedding-type alibi with a bert, whose attention is bidirectional: pass "
             "learned_absolute, rope or none",
         )
     if model.seq_length < MIN_BERT_LENGTH:
@@ -87,7 +87,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("mask_prob", "seq_length", "architecture"),
             f"--mask-prob {model.mask_prob:g} masks less than one of the {num_tokens} tokens of a sample "
-            f"(--seq-length {model.seq_length} without {NUM_BERT_SPECIAL} special tokens), so that there is "
+            f"(--seq-length {model.seq_length} without {NUM_BERT_SPECIAL} special tokens), so there is "
             f"nothing to predict: pass at least --seq-length {shortest} or --mask-prob "
             f"{math.ceil(1000 / num_tokens) / 1000:g}",
         )
@@ -118,15 +118,15 @@ def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout: only our own have counter-based masks."""
+    """Check that the attention backend supports dropout: only our own backends have counter-based masks."""
     model = config.model
     own = ("auto", "triton", "unfused", "local")
     if model.attention_dropout > 0.0 and model.attention_backend not in own:
         yield Problem(
             ("attention_backend", "attention_dropout"),
             f"--attention-backend {model.attention_backend} with --attention-dropout "
-            f"{model.attention_dropout}: only triton and unfused have dropout that is equal in any layout; "
-            "pass --attention-backend auto, or --attention-dropout 0",
+            f"{model.attention_dropout}: only triton and unfused have dropout that is the same in any "
+            "layout; pass --attention-backend auto, or --attention-dropout 0",
         )
 
 
@@ -166,14 +166,14 @@ def gradient_messages(config: Config, world_size: int | None) -> Iterator[Proble
     if messages is not None and weights == "fp64":
         yield Problem(
             fields,
-            f"--grad-communication-dtype {messages} with --params-dtype fp64, which is there to verify "
+            f"--grad-communication-dtype {messages} with --params-dtype fp64, which is meant to verify "
             "layouts: remove --grad-communication-dtype",
         )
     elif messages == "fp16" and weights != "fp16":
         yield Problem(
             fields,
-            f"--grad-communication-dtype fp16 with --params-dtype {weights}: only with fp16 weights does a "
-            "loss scale keep gradients within the range of fp16; pass --grad-communication-dtype bf16",
+            f"--grad-communication-dtype fp16 with --params-dtype {weights}: without fp16 weights, no loss "
+            "scale keeps gradients within the range of fp16; pass --grad-communication-dtype bf16",
         )
 
 

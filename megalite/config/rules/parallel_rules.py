@@ -46,7 +46,7 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
 
 
 def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that key/value heads can be split over tp ranks, or each of them over several tp ranks."""
+    """Check that key/value heads can be split over tp ranks, or that each can be split over several ranks."""
     model, tp, groups = config.model, config.parallel.tp, config.model.num_kv_heads
     if model.num_attention_heads % tp or model.num_attention_heads % groups:
         return  # reported by other rules
@@ -55,7 +55,7 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     if groups % tp and tp % groups:
         yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
     elif tp > groups:
-        # The ranks of a group divide its query heads, since tp divides all of them.
+        # The ranks of a group divide its query heads, since tp divides all query heads.
         ranks, rows = tp // groups, (model.num_attention_heads // groups + 2) * model.head_dim
         if rows % ranks:
             yield Problem(
@@ -97,7 +97,7 @@ def world(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def replicas(config: Config, world_size: int | None) -> int | None:
-    """Return the data-parallel size: as set, or world size / (tp x pp); None where it is not known."""
+    """Return the data-parallel size: as set, or world size / (tp x pp); None if it is not known."""
     dp, ranks = config.parallel.data_parallel_size, config.parallel.tp * config.parallel.pp
     if dp is not None or world_size is None or world_size % ranks:
         return dp
@@ -108,7 +108,7 @@ def batch(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the global batch is a whole number of microbatches, the same on every replica."""
     micro, given = config.training.micro_batch_size, config.training.global_batch_size
     dp = replicas(config, world_size)
-    samples = micro * (dp or 1)  # of one microbatch on every replica
+    samples = micro * (dp or 1)  # one microbatch on every replica
     if given is None or given % samples == 0:
         return
     divisor = f"--micro-batch-size {micro}"
@@ -125,7 +125,7 @@ _DEGREE, _INSTANCES = "data_parallel_shard_degree", "num_distributed_optimizer_i
 
 
 def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the groups that ZeRO shards within are equal, and that there is something to shard."""
+    """Check that ZeRO shards over groups of equal size, and that there is something to shard."""
     parallel, dp = config.parallel, replicas(config, world_size)
     degree, instances = parallel.data_parallel_shard_degree, parallel.num_distributed_optimizer_instances
     given = [_flag(parallel, name) for name in (_DEGREE, _INSTANCES) if getattr(parallel, name) is not None]
@@ -141,8 +141,8 @@ def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
     if config.dry_run.dry_run and parallel.shards_within_node:
         yield Problem(
             (_DEGREE, "dry_run"),
-            f"{requested} (--shard-within-node) with --dry-run, which knows no nodes: pass "
-            "--data-parallel-shard-degree N, the replicas of a node",
+            f"{requested} (--shard-within-node) with --dry-run, which has no nodes: pass "
+            "--data-parallel-shard-degree N, the number of replicas on a node",
         )
     if len(given) == 2 and (degree == 0 or (dp is not None and dp % (instances or 1) == 0)):
         if degree == 0 or degree != (dp or 0) // (instances or 1):
@@ -172,12 +172,12 @@ _SHAPE = (_PP, "pipeline_schedule", _CHUNKS, _CHUNK_LAYERS)
 
 
 def _flag(parallel: ParallelConfig, name: str) -> str:
-    """Return a field of `parallel` as flag and value."""
+    """Return a field of `parallel` as its flag and value."""
     return flag_with_value(name, getattr(parallel, name))
 
 
 def chunks(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that chunks are requested once, of a schedule that has them, on more than one rank."""
+    """Check that chunks are requested once, with a schedule that has them, on more than one rank."""
     parallel, layers = config.parallel, config.model.num_layers
     each = parallel.num_layers_per_virtual_pipeline_stage
     given = [name for name in (_CHUNKS, _CHUNK_LAYERS) if getattr(parallel, name) is not None]
@@ -215,7 +215,7 @@ def chunks(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that one option alone splits the layers, and that its value is valid."""
+    """Check that only one option splits the layers, and that its value is valid."""
     parallel = config.parallel
     ways = (("pipeline_layers",), (_FIRST, _LAST), (_EMBEDDING, _LOSS), (_METHOD,))
     given = [name for names in ways for name in names if getattr(parallel, name) not in (None, False)]
@@ -269,7 +269,7 @@ def layers(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that every stage has a layer, and that stages are equal unless an option splits them."""
     parallel = config.parallel
     if any([*chunks(config, world_size), *split(config, world_size)]):
-        return  # the number of stages, or how they share the layers, is not known
+        return  # the number of stages, or their split of the layers, is not known
     if parallel.pp == 1 and parallel.pipeline_layers is None:
         return
     if parallel.pipeline_layers is not None:
@@ -346,13 +346,13 @@ def _given_ends(config: Config) -> Iterator[Problem]:
     elif any(count % parts for count in by_rank):
         yield Problem(
             names,
-            f"{requested} make ranks of {format_value(by_rank)} layers, which {parts} chunks on each do "
-            "not divide: change one of them",
+            f"{requested} make ranks of {format_value(by_rank)} layers, not all divisible by {parts} chunks: "
+            "change one of them",
         )
 
 
 def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that there is a microbatch for each rank where the schedule needs it."""
+    """Check that there is a microbatch for each rank if the schedule needs one."""
     parallel, training = config.parallel, config.training
     if not SCHEDULES[parallel.schedule].needs_microbatch_per_rank:
         return
@@ -389,25 +389,25 @@ def modules(config: Config, world_size: int | None) -> Iterator[Problem]:
     if {"mlp", "mlp_act"} <= recompute.modules:
         yield Problem(
             ("recompute_modules",),
-            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} names mlp_act, which is a "
-            "part of mlp: remove one of them",
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} names mlp and its part "
+            "mlp_act: remove one of them",
         )
 
 
 def saved_slices(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a saved layer input can be cut into equal slices over tp."""
+    """Check that saved layer inputs can be cut into equal slices over tp."""
     recompute, tp, seq_length = config.recompute, config.parallel.tp, config.model.seq_length
     is_cut = recompute.distribute_saved_activations and recompute.recompute_granularity == "full"
     if is_cut and not config.parallel.sequence_parallel and seq_length % tp:
         yield Problem(
             ("distribute_saved_activations", "seq_length", _TP),
             f"--distribute-saved-activations with --seq-length {seq_length}, which is not divisible by "
-            f"--tp {tp}: change one, or keep the inputs whole",
+            f"--tp {tp}: change one of them, or remove --distribute-saved-activations",
         )
 
 
 def offloaded_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that some stage has as many layers as each is to offload."""
+    """Check that some stage has at least as many layers as each stage should offload."""
     number = config.recompute.cpu_offload_activations
     if number == 0 or any([*split(config, world_size), *layers(config, world_size)]):
         return

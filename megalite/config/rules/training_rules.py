@@ -44,7 +44,7 @@ def ramp_up(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the schedule of the batch size is one, and ends at the global batch size."""
+    """Check that the batch-size schedule is valid, and that it ends at the global batch size."""
     training = config.training
     if training.step_batch_size_schedule is None:
         return
@@ -77,10 +77,10 @@ def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Prob
 def _whole_microbatches(
     config: Config, world_size: int | None, field: str, sizes: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Check that every batch of a field is the same whole number of microbatches on every replica.
+    """Check that each batch size can be split into the same whole number of microbatches on every replica.
 
     Args:
-        sizes: batch sizes and differences of them, by what they are.
+        sizes: batch sizes, and increments of them, by description.
     """
     micro, dp = config.training.micro_batch_size, replicas(config, world_size)
     samples = micro * (dp or 1)
@@ -121,8 +121,8 @@ def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
     elif optimizer.decoupled_min_lr is not None:
         yield Problem(
             ("decoupled_min_lr", "decoupled_lr"),
-            f"--decoupled-min-lr {optimizer.decoupled_min_lr} needs --decoupled-lr: pass the peak of that "
-            "learning rate, or remove --decoupled-min-lr",
+            f"--decoupled-min-lr {optimizer.decoupled_min_lr} needs --decoupled-lr: pass the peak rate too, "
+            "or remove --decoupled-min-lr",
         )
     for name, peak in bounded:
         value, most = getattr(optimizer, name), getattr(optimizer, peak)
@@ -136,7 +136,7 @@ def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def unit(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the run and its schedules are in the same unit, iterations or samples."""
+    """Check that the run and its schedules use the same unit, iterations or samples."""
     training, optimizer = config.training, config.optimizer
     length, other = (
         ("train_samples", "iters") if training.is_counted_in_samples else ("train_iters", "samples")
@@ -153,7 +153,7 @@ def unit(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the warm-up is set once, and ends before the decay does."""
+    """Check that the warm-up is set once, and that it ends before the decay ends."""
     optimizer, (decay, decay_name) = config.optimizer, _decay(config)
     name = f"lr_warmup_{_unit(config)}"
     length = getattr(optimizer, name)
@@ -174,7 +174,7 @@ def warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def step_timing(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a schedule with DeepSpeed's timing is one that DeepSpeed has."""
+    """Check that a schedule with DeepSpeed's timing exists in DeepSpeed."""
     optimizer = config.optimizer
     if optimizer.lr_step_timing != "deepspeed":
         return
@@ -198,7 +198,7 @@ def step_timing(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def wsd(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the length of WSD's decay is set, and is not longer than the whole schedule."""
+    """Check that the length of WSD's decay is set, and that it is not longer than the whole schedule."""
     if config.optimizer.lr_decay_style != "WSD":
         return
     decay, decay_name = _decay(config)
@@ -218,7 +218,7 @@ def wsd(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def weight_decay(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a weight decay that changes has a start and an end, and a constant one has neither."""
+    """Check that a changing weight decay has a start and an end, and that a constant one has neither."""
     optimizer = config.optimizer
     style, ends = optimizer.weight_decay_incr_style, ("start_weight_decay", "end_weight_decay")
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -245,7 +245,7 @@ _UNIT_NAMES = {"iters": "iterations", "samples": "samples"}
 
 
 def _unit(config: Config) -> str:
-    """Return the ending of the names of fields that are in the run's unit."""
+    """Return the suffix of the names of fields that are in the run's unit."""
     return "samples" if config.training.is_counted_in_samples else "iters"
 
 
@@ -290,7 +290,7 @@ LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
 
 
 def local_paths(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that paths are not URLs, which would name a folder such as `s3:` in the working directory."""
+    """Check that paths are not URLs, which would create a folder such as `s3:` in the working directory."""
     for group, names in LOCAL_PATHS.items():
         for name in names:
             path = getattr(getattr(config, group), name)
@@ -299,7 +299,7 @@ def local_paths(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def run_length(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the length of the run is set once; it has no default."""
+    """Check that the length of the run, which has no default, is set once."""
     training = config.training
     if training.train_iters is None and training.train_samples is None:
         yield Problem(
@@ -315,7 +315,7 @@ def run_length(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def skipped_iterations(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that --iterations-to-skip has ranges of iterations."""
+    """Check that --iterations-to-skip consists of ranges of iterations."""
     for text in config.training.iterations_to_skip:
         if iteration_range(text) is None:
             yield Problem(
@@ -326,32 +326,32 @@ def skipped_iterations(config: Config, world_size: int | None) -> Iterator[Probl
 
 
 def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the watchdog reports before collectives fail, whose errors say less."""
+    """Check that the watchdog reports before collectives time out, since their errors say less."""
     minutes = config.parallel.distributed_timeout_minutes
     latest = minutes * 60 * 3 / 4  # the report waits for the other ranks
     if config.hang_timeout > latest:
         yield Problem(
             ("hang_timeout", "distributed_timeout_minutes"),
-            f"--hang-timeout {config.hang_timeout:g} leaves no time for its report before collectives fail "
-            f"after --distributed-timeout-minutes {minutes}: pass at most --hang-timeout {latest:g}, or a "
-            "larger --distributed-timeout-minutes",
+            f"--hang-timeout {config.hang_timeout:g} leaves no time for its report before collectives time "
+            f"out after --distributed-timeout-minutes {minutes}: pass at most --hang-timeout {latest:g}, or "
+            "a larger --distributed-timeout-minutes",
         )
 
 
 def optimizer_offload(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that optimizer state has one place, and that no save copies what was offloaded to a disk."""
+    """Check that optimizer state is offloaded to one place, and that saves do not copy it back to memory."""
     optimizer, folder = config.optimizer, config.optimizer.optimizer_nvme_offload
     if folder is None:
         return
     if optimizer.optimizer_cpu_offload:
         yield Problem(
             ("optimizer_cpu_offload", "optimizer_nvme_offload"),
-            f"--optimizer-cpu-offload and --optimizer-nvme-offload {folder} are two places for the same "
-            "state: pass only one of them",
+            f"--optimizer-cpu-offload and --optimizer-nvme-offload {folder} offload the same state: pass "
+            "only one of them",
         )
     if config.checkpoint.async_save:
         yield Problem(
             ("async_save", "optimizer_nvme_offload"),
-            "--async-save copies the optimizer state into host memory, which --optimizer-nvme-offload "
-            f"{folder} keeps out of it: remove it, or pass --optimizer-cpu-offload instead",
+            "--async-save copies the optimizer state into host memory, and --optimizer-nvme-offload "
+            f"{folder} keeps it out: remove --async-save, or pass --optimizer-cpu-offload instead",
         )

@@ -1,1 +1,1 @@
-"""Autotuning: run the planner's fastest layouts for a few iterations, and compare them."""
+"""Run the planner's fastest layouts for a few iterations, and compare them."""

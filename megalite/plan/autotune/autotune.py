@@ -1,4 +1,4 @@
-"""The command line of autotune: plan all layouts, run the fastest ones, and report the best."""
+"""The autotune command: plan all layouts, run the fastest ones, and report the best."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megalite.plan.plan_request import Request, planning_flags, read_request, st
 
 _GB = 1e9
 BEST_FILE = "best.yaml"
-"""Config of the fastest layout, in the folder of the tuning."""
+"""File name of the fastest layout's config, in the folder of the results."""
 _MAX_RANKS_PER_CORE = 8
 """A rank uses a third of a gigabyte without a model."""
 
@@ -93,7 +93,7 @@ def _length(own: argparse.Namespace) -> Length:
 
 
 def _check_costs(request: Request) -> None:
-    """Reject flags of the costs of the whole run: the table does not show them."""
+    """Reject flags for the costs of the whole run, since the table does not show them."""
     costs = {
         "--train-tokens": request.costs.train_tokens,
         "--watts": request.costs.watts,
@@ -101,7 +101,7 @@ def _check_costs(request: Request) -> None:
     }
     if flags := [flag for flag, value in costs.items() if value is not None]:
         raise UserError(
-            f"{', '.join(flags)}: only {command_name('plan')} shows the costs of a run; remove this"
+            f"{', '.join(flags)}: only {command_name('plan')} shows the costs of a run; remove it"
         )
 
 
@@ -120,14 +120,14 @@ def _check_machine(request: Request) -> None:
     if ranks > gpus:
         raise UserError(
             f"--world-size {ranks} is more than the {gpus} GPUs of this machine, on which the trials run: "
-            f"pass at most --world-size {gpus}, and the --global-batch-size of that part of the run"
+            f"pass at most --world-size {gpus}, and a proportionally smaller --global-batch-size"
         )
 
 
 def _check_host_memory(plans: Sequence[RunPlan]) -> None:
-    """Check that the memory of this machine, which all ranks share, can hold at least one trial."""
+    """Check that at least one trial fits in this machine's memory, which all ranks share."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # The residual memory of a process is planned for a GPU, and smaller here.
+    # The residual memory of a process is planned for a GPU; here it is smaller.
     ranks = [plan.run.cluster.world_size / len(plan.memories) for plan in plans]
     needed = min(
         count * sum(memory.total - memory.residual for memory in plan.memories)
@@ -153,7 +153,7 @@ def _check_length(request: Request, length: Length) -> None:
 
 
 def _about(request: Request, length: Length) -> dict[str, object]:
-    """Return what all trials of a table have in common."""
+    """Return the settings that all trials of a table have in common."""
     return {
         "version": megalite.__version__,
         "flags": list(request.training_tokens),
@@ -167,7 +167,7 @@ def _table(trials: Sequence[tuple[RunPlan, Trial]]) -> Iterator[str]:
         f"{'':14}{'s/iteration':>22}{'tokens/s':>11}{'GB':>16}\n"
         f"{'':14}{'planned':>11}{'measured':>11}{'measured':>11}{'planned':>8}{'measured':>9}  layout"
     )
-    # The fastest first; those without a time last, in the planner's order.
+    # Fastest first. Trials without a time come last, in the planner's order.
     for plan, trial in sorted(trials, key=lambda each: each[1].seconds or float("inf")):
         planned = f"{trial.status:14}{plan.time.seconds:11.3f}"
         memory = f"{plan.memory_bytes / _GB:8.2f}"
@@ -208,7 +208,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         "--warmup-iterations",
         type=whole_number,
         default=3,
-        help="how many of these are not measured (default: 3)",
+        help="how many of these iterations are not measured (default: 3)",
     )
     add(
         "--timeout",
@@ -220,7 +220,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         "--folder",
         type=local_path,
         default=Path("runs/autotune"),
-        help="folder of results and logs, from which a tuning resumes (default: runs/autotune)",
+        help="folder for results and logs; tuning resumes from it (default: runs/autotune)",
     )
     add("--retry", action="store_true", help="run failed layouts again")
     return parser

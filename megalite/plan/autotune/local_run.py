@@ -1,4 +1,4 @@
-"""Run of a program on several ranks of this machine, with a timeout."""
+"""Run a program on several ranks of this machine, with a timeout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GRACE_SECONDS = 15.0
-"""Time for the other ranks to report once one has failed, and for each to end after a signal."""
+"""Time for the other ranks to report after one has failed, and for each to end after a signal."""
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold how the ranks ended.
+    """How the ranks ended.
 
     Attributes:
         statuses: exit status of each rank, as in `subprocess`; None if it had to be killed.
-        timed_out: the ranks did not finish in time.
+        timed_out: whether the ranks did not finish in time.
     """
 
     statuses: tuple[int | None, ...]
@@ -38,7 +38,7 @@ class Outcome:
 def run_program(command: Sequence[str], num_ranks: int, folder: Path, timeout: float) -> Outcome:
     """Start `command` once per rank, with the environment that torchrun would set, and wait.
 
-    No rank outlives the call, however it ends. Their output goes to ``folder/rank_N.log``.
+    No rank outlives the call, however it ends. Each rank's output goes to ``folder/rank_N.log``.
 
     Args:
         timeout: seconds until the ranks are killed.

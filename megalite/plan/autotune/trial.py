@@ -1,4 +1,4 @@
-"""A trial of one layout for some iterations, and the results file, with which a tuning can resume."""
+"""Run a trial of one layout for some iterations, and keep results in a file so that tuning can resume."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FILE = "results.json"
 
 
 class Results:
-    """Hold the trials by layout, in a file that is written after each trial.
+    """The trials by layout, in a file that is written after each trial.
 
     Args:
-        folder: folder of the tuning.
-        about: what all trials have in common; the results of another tuning are rejected.
+        folder: folder for the results.
+        about: settings that all trials have in common; results with other settings are rejected.
 
     Raises:
-        UserError: the folder holds the results of another tuning, or cannot be read or written.
+        UserError: the folder holds results with other settings, or cannot be read or written.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -87,13 +87,13 @@ _MIB = 2.0**20
 
 @dataclass(frozen=True)
 class Trial:
-    """Hold the result of a trial.
+    """The result of a trial.
 
     Attributes:
         status: DONE, OUT_OF_MEMORY, TIMED_OUT or FAILED.
         reason: why the trial failed; empty if it is done.
-        seconds: median seconds of an iteration after the warm-up.
-        memory_bytes: maximum of the memory that the reporting rank reserved.
+        seconds: median seconds per iteration after the warm-up.
+        memory_bytes: maximum memory that the reporting rank reserved.
     """
 
     status: str
@@ -105,7 +105,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Length:
-    """Hold the length of a trial.
+    """The length of a trial.
 
     Attributes:
         warmup: how many of the `iterations` are not measured.
@@ -118,10 +118,10 @@ class Length:
 
 
 def run_trial(config: Config, world_size: int, folder: Path, length: Length, program: Sequence[str]) -> Trial:
-    """Train a layout on this machine; config, metrics and logs stay in the folder.
+    """Train with a layout on this machine; config, metrics and logs stay in the folder.
 
     Args:
-        program: arguments of Python that run the training program.
+        program: arguments to Python that run the training program.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
@@ -136,10 +136,10 @@ def run_trial(config: Config, world_size: int, folder: Path, length: Length, pro
 
 
 def trial_config(config: Config, metrics: Path, length: Length) -> Config:
-    """Return the config of a trial: without checkpoints and evaluation, and only for its iterations.
+    """Return the config of a trial: it has no checkpoints and no evaluation, and exits after its iterations.
 
-    The run keeps its length, and with it its schedules, but exits early. A ramp-up or a schedule of the batch
-    is removed: the full batch is tuned.
+    The run keeps its length, and with it its schedules, but exits early. A batch-size ramp-up or schedule is
+    removed, because the layout is tuned for the full batch.
     """
     training = replace(
         config.training,
@@ -182,13 +182,13 @@ def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
 def _failure(outcome: Outcome, folder: Path, length: Length) -> Trial:
     lines = [line for log in sorted(folder.glob("rank_*.log")) for line in _lines(log)]
     if memory := [line for line in lines if _MEMORY.search(line)]:
-        # Prefer the line of the error to lines of code in its traceback.
+        # Prefer the error's own line to lines of code in its traceback.
         return Trial(OUT_OF_MEMORY, next(filter(_ERROR.match, memory), memory[-1]))
     if outcome.timed_out:
         return Trial(TIMED_OUT, f"not done after {length.timeout:g} s")
     if _KILLED in outcome.statuses:
         rank = outcome.statuses.index(_KILLED)
-        return Trial(OUT_OF_MEMORY, f"rank {rank} was killed, as by the system when memory runs out")
+        return Trial(OUT_OF_MEMORY, f"rank {rank} was killed, as the system does when memory runs out")
     first = next((line for line in lines if line.startswith("error: ")), None)
     last = next((line for line in reversed(lines) if _ERROR.match(line)), None)
     statuses = ", ".join(str(status) for status in outcome.statuses)

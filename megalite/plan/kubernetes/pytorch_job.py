@@ -1,4 +1,4 @@
-"""The text of a Kubernetes job: a PyTorchJob of Kubeflow's training operator."""
+"""Write a Kubernetes job file: a PyTorchJob of Kubeflow's training operator."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LINE = 130
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """Hold what a job requests from Kubernetes.
+    """What a job requests from Kubernetes.
 
     Attributes:
-        image: of docker/Dockerfile, or another one with megalite.
-        cpus: cores of a pod; there is one pod per node.
-        volumes: CLAIM:FOLDER each, a persistent volume claim and where pods mount it.
+        image: image built from docker/Dockerfile, or another image with megalite.
+        cpus: CPU cores per pod; there is one pod per node.
+        volumes: CLAIM:FOLDER each: a persistent volume claim, and the folder where pods mount it.
         network: extended resource for InfiniBand, such as rdma/hca_shared_devices_a.
     """
 
@@ -42,7 +42,7 @@ class Kubernetes:
 
     @property
     def folders(self) -> dict[str, str]:
-        """Return the claims by the folders where they are mounted."""
+        """Return the claims, by the folder where each is mounted."""
         return {folder: claim for claim, _, folder in (volume.partition(":") for volume in self.volumes)}
 
     def check(self, save: str | None) -> None:
@@ -56,22 +56,22 @@ class Kubernetes:
         """
         if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             raise UserError(
-                f"--job-name {self.name!r} is no name of Kubernetes: pass up to 42 lower-case letters, "
-                "digits and dashes, such as llama-8b"
+                f"--job-name {self.name!r} is not a valid name in Kubernetes: pass up to 42 lower-case "
+                "letters, digits and dashes, such as llama-8b"
             )
         for volume in self.volumes:
             if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/\S+", volume):
                 raise UserError(f"--volume {volume!r} is not CLAIM:FOLDER: pass it as in --volume runs:/runs")
         if self.network is not None and not re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?", self.network):
             raise UserError(
-                f"--network {self.network!r} is no resource of Kubernetes: pass it as in "
+                f"--network {self.network!r} is not a Kubernetes resource: pass it as in "
                 "--network rdma/hca_shared_devices_a"
             )
         folders = [volume.partition(":")[2] for volume in self.volumes]
         if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
             raise UserError(f"--volume mounts two claims at {twice}: pass another folder for one of them")
         if save is None or not any(PurePosixPath(save).is_relative_to(folder) for folder in self.folders):
-            found = "is missing" if save is None else f"{save} is in no --volume"
+            found = "is missing" if save is None else f"{save} is not in a --volume"
             raise UserError(
                 f"--save {found}: pods lose their files when they end; pass for example "
                 f"--volume runs:/runs --save /runs/{self.name}"
@@ -95,10 +95,10 @@ def pytorch_job(
         tokens: flags of training.
         title: the first comment.
         file: name of the job file.
-        command: of megalite that trains.
+        command: megalite's command that trains.
         save: folder of checkpoints.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
-        grace_seconds: between SIGTERM and the end of a pod.
+        grace_seconds: seconds between SIGTERM and the end of a pod.
     """
     limits = {"nvidia.com/gpu": job.gpus_per_node, **({yaml_value(job.network): 1} if job.network else {})}
     claims = sorted(set(job.folders.values()))
@@ -107,7 +107,7 @@ def pytorch_job(
         "launch": command_name("launch"),
         "file": file,
         "name": job.name,
-        "quoted_name": yaml_value(job.name),  # such as "on", which is no text without quotes
+        "quoted_name": yaml_value(job.name),  # unquoted, a name such as "on" is not text
         "gpus_per_node": str(job.gpus_per_node),
         "nodes": str(job.nodes),
         "grace_seconds": str(grace_seconds),
@@ -132,10 +132,10 @@ def pytorch_job(
 
 
 def _args(tokens: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a list in YAML: a flag and its value, with the first sentence of its help."""
+    """Yield the lines of a YAML list: each flag and its value, with the first sentence of its help."""
     for flag in split_tokens(tokens)[0]:
         words = (f"{flag.name}={flag.values[0]}",) if len(flag.values) == 1 else flag.tokens
-        # Kubernetes replaces $(NAME) by a variable, and $$ by $.
+        # Kubernetes replaces $(NAME) with a variable, and $$ with $.
         first, *others = (f"                - {yaml_value(word.replace('$', '$$'))}" for word in words)
         line = f"{first:<{_COMMENT_COLUMN}}  # {flag_comment(flag)}"
         yield line if flag_comment(flag) and len(line) <= _LINE else first

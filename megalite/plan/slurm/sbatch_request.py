@@ -1,4 +1,4 @@
-"""The command line of megalite launch: plan the run, and write the batch script or the job file."""
+"""The launch command: plan the run, and write the batch script or the job file."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CPUS_PER_GPU = 4
 
 
 def write_job(arguments: Sequence[str], description: str) -> list[str]:
-    """Write the batch script or the job file of a command line, and return the lines to print.
+    """Write the batch script or the job file for a command line, and return the lines to print.
 
     Raises:
-        UserError: the command line is invalid, or training would reject the run, or it does not fit.
+        UserError: the command line is invalid, training would reject the run, or the run does not fit.
     """
     if hostile := next(filter(_CONTROL.search, arguments), None):
         raise UserError(f"{hostile!r} has a line break or another control character: pass it without")
@@ -66,7 +66,7 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
 
 
 def _as_word(file: Path) -> str:
-    """Return a file's name as a word of a shell, which no program takes for an option."""
+    """Quote a file's name for a shell, so that no program takes it for an option."""
     return shlex.quote(f"./{file}" if str(file).startswith("-") else str(file))
 
 
@@ -81,12 +81,12 @@ def _title(plan: RunPlan) -> str:
 def _script(
     slurm: Slurm, output: Path, request: Request, plan: RunPlan, config: Config, setup: Sequence[str]
 ) -> str:
-    """Return the batch script, whose time limit must be longer than the warning before it."""
+    """Return the batch script. Its time limit must be longer than the time of Slurm's warning before it."""
     warn_seconds = warning_seconds(plan)
     if slurm.seconds <= warn_seconds:
         raise UserError(
-            f"--time {slurm.limit} is not longer than the {warn_seconds} s before the limit in which the job "
-            f"is warned and saves: pass --time {shortest_limit(plan)} or longer"
+            f"--time {slurm.limit} is too short, since the job is warned {warn_seconds} s before the limit "
+            f"so that it can save: pass --time {shortest_limit(plan)} or longer"
         )
     return batch_script(
         slurm,
@@ -117,7 +117,7 @@ def _job_file(job: Kubernetes, output: Path, request: Request, plan: RunPlan, co
 
 
 def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Config]:
-    """Return the plan's request, and the run's own config, with the options that a plan ignores."""
+    """Return the plan's request, and the run's own config, which has options that a plan ignores."""
     gpus = own.gpus_per_node or (find_gpu(own.gpu).gpus_per_node if own.gpu else 1)
     tokens = [*(["--gpu", own.gpu] if own.gpu else []), "--gpus-per-node", str(gpus)]
     tokens += ["--world-size", str(own.nodes * gpus), *rest]
@@ -133,7 +133,7 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
         program = command_name(TRAINED_BY[config.model.architecture])
         raise UserError(f"--dry-run is one process, not a job: remove it, or run {program} instead")
     if config.checkpoint.save is None:
-        # The script sets a folder with the job's number; the plan only needs to know that there is one.
+        # The script sets a folder with the job's number. The plan only needs to know that --save is set.
         request = read_request([*tokens, "--save", f"runs/{own.job_name}"])
     return request, config
 
@@ -141,7 +141,7 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
 def _kubernetes(own: argparse.Namespace, gpus_per_node: int, config: Config) -> Kubernetes:
     for name in ("time", "partition", "account", "exclude", "sbatch", "setup"):
         if getattr(own, name):
-            raise UserError(f"--{name} is for Slurm: remove it, or --kubernetes")
+            raise UserError(f"--{name} is for Slurm: remove it, or remove --kubernetes")
     if not config.data.mock_data and not config.data.corpus_options():
         raise UserError("--data-path is missing: pass corpora in a --volume, or --mock-data")
     cpus = own.cpus_per_task or CPUS_PER_GPU * gpus_per_node
@@ -202,7 +202,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add(
         "--kubernetes",
         metavar="IMAGE",
-        help="write a PyTorchJob of Kubeflow that runs this image, in place of a script for Slurm",
+        help="write a Kubeflow PyTorchJob that runs this image, instead of a Slurm script",
     )
     add(
         "--volume",
@@ -214,7 +214,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add(
         "--network",
         metavar="RESOURCE",
-        help="Kubernetes: the resource for InfiniBand, for example rdma/hca_shared_devices_a",
+        help="Kubernetes: resource for InfiniBand, for example rdma/hca_shared_devices_a",
     )
     add("--job-name", default="megalite", help="name of the job (default: megalite)")
     add("--partition", help="partition of the cluster")
@@ -226,7 +226,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="further options of sbatch, for example qos=high",
+        help="more options for sbatch, for example qos=high",
     )
     add(
         "--setup",

@@ -1,4 +1,4 @@
-"""The text of a Slurm batch script, and warnings about the job."""
+"""Write a Slurm batch script, and warn about the job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def seconds_of(text: str) -> int:
-    """Return the seconds of a time limit in Slurm's format; a plain number is minutes.
+    """Return a time limit in Slurm's format as seconds; a plain number is minutes.
 
     Raises:
         UserError: the text is not a time limit, or the limit is 0.
@@ -72,11 +72,11 @@ def duration_text(seconds: float) -> str:
 
 _GB = 1e9
 MIN_WARNING = 300
-"""Seconds before the time limit at which Slurm warns the job, at least: to finish an iteration and save."""
+"""Minimum seconds before the time limit at which Slurm warns the job, to finish an iteration and save."""
 SAVE_SECONDS = 180
-"""Seconds that a save may take: the file system is unknown."""
+"""Seconds to allow for a save, since the file system is unknown."""
 _MIN_ITERATIONS = 10
-"""Iterations that a start of the job should train, at least."""
+"""Minimum number of iterations that each start of the job should train."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SBATCH_VALUE = re.compile(r"[^\s\"'`$\\#]+")
 _OWN_FLAGS = (
@@ -89,16 +89,16 @@ _OWN_FLAGS = (
     "account",
     "exclude",
 )
-"""Options of sbatch that are flags of megalite launch: plan and script depend on them."""
+"""Options of sbatch that are flags of megalite launch, since plan and script depend on them."""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Hold what a job requests from Slurm.
+    """What a job requests from Slurm.
 
     Attributes:
         limit: time limit, in Slurm's format.
-        options: further options of sbatch, NAME=VALUE each.
+        options: more options for sbatch, NAME=VALUE each.
     """
 
     nodes: int
@@ -119,7 +119,7 @@ class Slurm:
         """Check that every value fits in a #SBATCH line.
 
         Raises:
-            UserError: a value does not, or an option is unknown or a flag of megalite launch.
+            UserError: a value does not fit, or an option is unknown or is a flag of megalite launch.
         """
         if not _NAME.fullmatch(self.name):
             raise UserError(
@@ -149,10 +149,10 @@ class Slurm:
 
 
 def chosen_plan(request: Request) -> RunPlan:
-    """Return the plan of the requested layout, or of the fastest one with --search.
+    """Return the plan of the requested layout, or with --search of the fastest layout.
 
     Raises:
-        UserError: training would reject the layout, or it does not fit; the message says which one does.
+        UserError: training would reject the layout, or it does not fit; the message names one that fits.
     """
     if request.top is not None:
         found = search(request)
@@ -168,7 +168,7 @@ def chosen_plan(request: Request) -> RunPlan:
 
 
 def _too_large(request: Request, plan: RunPlan) -> str:
-    """Return by how much the layout is too large, what takes most memory, and a layout that fits."""
+    """Say by how much the layout is too large, what takes most memory, and which layout fits."""
     available = plan.run.cluster.gpu.memory_bytes
     memory = max(plan.memories, key=lambda each: each.total)
     kind, size = max(vars(memory).items(), key=lambda item: item[1])
@@ -187,7 +187,7 @@ def _too_large(request: Request, plan: RunPlan) -> str:
 
 
 def warning_seconds(plan: RunPlan) -> int:
-    """Return how many seconds before the limit Slurm warns the job, in whole minutes."""
+    """Return how many seconds before the limit Slurm should warn the job, in whole minutes."""
     needed = max(MIN_WARNING, 2 * plan.time.seconds + SAVE_SECONDS)
     return 60 * -int(-needed // 60)
 
@@ -201,7 +201,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
     """Yield warnings about the job and its time limit.
 
     Args:
-        config: the run's own config, with the options that a plan ignores.
+        config: the run's own config, which has options that a plan ignores.
     """
     seconds, limit = plan.time.seconds, slurm.seconds
     usable = limit - warning_seconds(plan)
@@ -218,7 +218,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
         if interval is not None and interval * unit > usable:
             yield (
                 f"--time {slurm.limit} is shorter than {flag} {interval:.10g}, which takes "
-                f"{duration_text(interval * unit)}: a job saves only at its end, and a lost node loses it all"
+                f"{duration_text(interval * unit)}: a job saves only at its end, and loses it all with a node"
             )
     minutes = config.training.exit_duration_in_mins
     if minutes is not None and minutes * 60 > usable:
@@ -238,12 +238,12 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
 
 
 def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[str]:
-    """Yield warnings about the run, whatever starts it; `config` as in `warnings`."""
+    """Yield warnings about the run that do not depend on the launcher; `config` is as in `warnings`."""
     if not config.checkpoint.saves_at_intervals:
         yield "--save-interval is not set: a rank or a node that fails loses all work since the job started"
     load, gpus = config.checkpoint.load, request.cluster.gpus_per_node
     if load is not None and not config.checkpoint.loads_own:
-        yield f"--load {load} is not --save: every restart would begin from {load} again; remove it"
+        yield f"--load {load} is not --save: every restart would start from {load} again; remove it"
     if plan.run.tp > gpus:
         yield f"--tp {plan.run.tp} is larger than the {gpus} GPUs of a node, which is slow"
     if run_costs(plan, request.costs).get("days") is None:
@@ -251,7 +251,7 @@ def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[st
 
 
 def plan_notes(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a plan without the command, which the script replaces."""
+    """Return the lines of a plan, without the command, which the script replaces."""
     kept = list(lines)
     if kept and kept[-1].startswith("torchrun"):
         kept.pop()
@@ -263,7 +263,7 @@ def plan_notes(lines: Sequence[str]) -> list[str]:
 _COMMENT_COLUMN = 48
 _LINE = 130
 _PROGRAM_FLAGS = {"--preset": "The model", "--config": "Settings, which the flags here override"}
-"""Comments on flags that are not fields'."""
+"""Comments on flags that do not set a field."""
 
 
 def batch_script(
@@ -283,9 +283,9 @@ def batch_script(
     Args:
         tokens: flags of training; --save is replaced by `save`.
         title: the first comment.
-        file: name of the script, as a shell takes it.
-        command: of megalite that trains.
-        save: folder of checkpoints; None for a folder of the job.
+        file: name of the script, quoted for a shell.
+        command: megalite's command that trains.
+        save: folder of checkpoints; None for a folder named after the job.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
         warn_seconds: how long before the time limit Slurm signals the job.
         setup: shell commands to run first.
@@ -320,14 +320,14 @@ def _options(slurm: Slurm, warn_seconds: int) -> Iterator[str]:
         (f"--nodes={slurm.nodes}", f"world size: {slurm.nodes * slurm.gpus_per_node}"),
         ("--ntasks-per-node=1", "one launcher per node: torchrun starts a process per GPU"),
         (f"--gpus-per-node={slurm.gpus_per_node}", ""),
-        (f"--cpus-per-task={slurm.cpus_per_task}", "for launcher, ranks, data and checkpoints of a node"),
+        (f"--cpus-per-task={slurm.cpus_per_task}", "for a node's launcher, ranks, data and checkpoints"),
         *((f"--{name}={value}", "") for name, value in given.items() if value),
         (f"--time={slurm.limit}", "a limit, not the run's length: the job is requeued until the run is done"),
         (f"--signal=B:USR1@{warn_seconds}", f"this script is warned {warn_seconds} s before the limit"),
         ("--requeue", "Slurm itself starts the job again after a node is lost or the job is preempted"),
         ("--open-mode=append", "a restart adds to the log"),
         ("--output=%x-%j.log", ""),
-        *((f"--{option}", "") for option in slurm.options),  # last, so that they override
+        *((f"--{option}", "") for option in slurm.options),  # last, so that they override the others
     ]
     for option, comment in lines:
         line = f"#SBATCH {option}"

@@ -59,7 +59,7 @@ MISTAKES = {
     "and config.json says 20000 layers": lambda f: change_config(f, n_layer=20000),
     "config.json is damaged: it is not JSON": lambda f: (f / "config.json").write_text("{"),
     "holds quantized weights": lambda f: change_config(f, quantization_config={"bits": 4}),
-    r"embedding.word.weight is \[300, 24\], and the config says \[300, 28\]": lambda f: change_config(
+    r"embedding.word.weight is \[300, 24\], but the config says \[300, 28\]": lambda f: change_config(
         f, n_embd=28
     ),
     r"lacks transformer.h.3.attn.c_attn.bias, .* and 9 more": lambda f: change_config(f, n_layer=4),
@@ -129,7 +129,7 @@ def test_flags_without_use_and_wrong_models(gpt2, tmp_path):
         run("--hiden-size", "3")
     with pytest.raises(UserError, match=r"--hidden-size 24 .*--num-attention-heads 5"):
         run("--num-attention-heads", "5")
-    with pytest.raises(UserError, match=r"weight is \[300, 24\], and the config says \[400, 24\]"):
+    with pytest.raises(UserError, match=r"weight is \[300, 24\], but the config says \[400, 24\]"):
         run("--vocab-size", "400")
     with pytest.raises(UserError, match="'5 apples' is not a size"):
         run("--max-shard-size", "5 apples")
@@ -272,7 +272,7 @@ def test_a_file_that_is_no_tokenizers_is_not_copied(gpt2, tmp_path, name, conten
     (gpt2 / name).write_bytes(content)
     for target in ("hf", "megalite"):
         with pytest.raises(
-            UserError, match=f"{gpt2 / name} is no {name} of a tokenizer, so it is not copied"
+            UserError, match=f"{gpt2 / name} is not a tokenizer's {name}, so it is not copied"
         ):
             Conversion(gpt2, tmp_path / "new", target=target).run()
     assert not (tmp_path / "new").exists()
@@ -290,5 +290,5 @@ def test_a_model_of_sentencepiece_is_copied(gpt2, tmp_path):
     copy, file = tmp_path / "new" / "tokenizer" / "tokenizer.model", gpt2 / "tokenizer.model"
     assert copy.read_bytes() == file.read_bytes()
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"is no tokenizer\.model"):
+    with pytest.raises(UserError, match=r"is not a tokenizer's tokenizer\.model"):
         Conversion(gpt2, tmp_path / "cut").run()

@@ -111,7 +111,7 @@ def test_drifted_norms_are_averaged(tmp_path, caplog):
 def test_a_bert_is_refused(tmp_path):
     with torch.no_grad():
         megatron.save_old(tmp_path / "megatron", weights_of(build("gpt2")), 4, 1, 1)
-    with pytest.raises(UserError, match="only those of a gpt can be converted, not a bert's"):
+    with pytest.raises(UserError, match="a bert of Megatron cannot be converted, only a gpt"):
         to_hf(tmp_path / "megatron", tmp_path / "hf", *VOCAB, "--architecture", "bert")
 
 

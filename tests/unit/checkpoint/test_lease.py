@@ -174,7 +174,7 @@ def test_another_host_shows_that_it_lives_by_its_heartbeat(tmp_path: Path) -> No
     leave_lease(tmp_path, host="n7", machine="another", job="812", job_starts=3)
     with (
         beating(tmp_path / "lease.1"),
-        pytest.raises(UserError, match=r"on n7, Slurm job 812 start 3, since .*end that one"),
+        pytest.raises(UserError, match=r"on n7, Slurm job 812 start 3, since .*end that run"),
     ):
         HeldLease.take(tmp_path)
 

@@ -174,7 +174,7 @@ def test_positions_without_a_table_need_no_flag_against_it(problems) -> None:
     assert notices[0].startswith(
         "--no-position-embedding is not needed: --position-embedding-type rope has no"
     )
-    assert "--no-position-embedding does not say which positions" in problems("--no-position-embedding")[0]
+    assert "--no-position-embedding does not say what replaces" in problems("--no-position-embedding")[0]
 
 
 def test_a_flag_is_refused_by_the_beginning_of_its_name(problems) -> None:

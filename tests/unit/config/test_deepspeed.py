@@ -329,7 +329,7 @@ def test_a_deepspeed_file_that_contradicts_or_is_not_supported(
         (
             _offloading(device="cpu"),
             "--optimizer-nvme-offload /d",
-            "--optimizer-cpu-offload and --optimizer-nvme-offload /d are two places for the same state: "
+            "--optimizer-cpu-offload and --optimizer-nvme-offload /d offload the same state: "
             "pass only one of them",
         ),
         (

@@ -221,7 +221,7 @@ RULES = [
     (
         "--pp 3 --decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2",
         None,
-        "make ranks of 2 5 5 layers, which 2 chunks on each do not divide",
+        "make ranks of 2 5 5 layers, not all divisible by 2 chunks",
     ),
     (
         "--pp 2 --decoder-first-pipeline-num-layers 4 --num-layers-per-virtual-pipeline-stage 2",

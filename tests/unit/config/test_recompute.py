@@ -62,7 +62,7 @@ def test_parts_that_are_recomputed():
         ),
         (
             "--recompute-activations --recompute-modules mlp_act mlp",
-            "--recompute-modules mlp_act mlp names mlp_act, which is a part of mlp: remove one of them",
+            "--recompute-modules mlp_act mlp names mlp and its part mlp_act: remove one of them",
         ),
         ("--recompute-modules moe_act", "choose one of core_attn, mlp, mlp_act, layernorm"),
         ("--checkpoint-activations --recompute-activations", "set the same option: remove one"),

@@ -49,7 +49,7 @@ def test_what_has_no_effect_is_told() -> None:
     for name in ("async-save", "exit-on-save-failure", "non-persistent-local-ckpt-dir"):
         assert f"--{name}" in message
     saved = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save="x"))
-    assert "--async-save has no effect: only the end of the run is saved" in "\n".join(unused_options(saved))
+    assert "--async-save has no effect: the run saves only at its end" in "\n".join(unused_options(saved))
     by_time = dataclasses.replace(saved.checkpoint, save_interval_minutes=5.0)
     assert "--async-save" not in "\n".join(unused_options(dataclasses.replace(saved, checkpoint=by_time)))
     unsaved = dataclasses.replace(config, checkpoint=dataclasses.replace(by_time, save=None))

@@ -33,7 +33,7 @@ def test_the_first_end_counts_and_the_schedule_keeps_the_other(length: str, deca
     assert notices == ["--train-tokens 4000 ends the run after 10 iterations"]
     config, notices = run(f"{length} --train-tokens 400000")
     assert (config.training.train_samples, config.optimizer.lr_decay_samples) == (120, None)
-    assert notices == ["--train-tokens 400000 has no effect: the run ends before"]
+    assert notices == ["--train-tokens 400000 has no effect: the run ends earlier"]
 
 
 def test_schedules_are_in_samples() -> None:

@@ -260,8 +260,8 @@ RULES = [
     ("--min-loss-scale 4 --initial-loss-scale 2", None, "4.0 is above --initial-loss-scale 2.0: change one"),
     ("--spiky-loss-factor 1", None, "--spiky-loss-factor 1.0 is out of range: it must be greater than 1"),
     ("--zero-stage 4", None, "--zero-stage 4 is out of range: it must be 0, 1, 2 or 3"),
-    ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is there to verify layouts: remove"),
-    ("--grad-communication-dtype fp16 --bf16", None, "only with fp16 weights does a loss scale"),
+    ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is meant to verify layouts: remove"),
+    ("--grad-communication-dtype fp16 --bf16", None, "without fp16 weights, no loss scale"),
     ("--hidden-dropout 1", None, "--hidden-dropout 1.0 is out of range: it must be at least 0 and below 1"),
     ("--num-layers 0", None, "--num-layers 0 is out of range: it must be greater than 0"),
     ("--lr nan", None, "--lr nan is out of range"),
@@ -496,7 +496,7 @@ def test_split_says_nothing_where_splits_are_given_apart() -> None:
 @pytest.mark.parametrize("flag", ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"])
 def test_ends_of_documents_take_a_tokenizer(flag: str) -> None:
     line = ["--train-iters", "1", "--vocab-size", "9", flag]
-    with pytest.raises(ConfigError, match=f"{flag} with no tokenizer: pass the --tokenizer-type"):
+    with pytest.raises(ConfigError, match=f"{flag} without a tokenizer: pass the corpus's --tokenizer-type"):
         check_config(parse([*line, "--data-path", "p"])[0])
     check_config(parse([*line, "--mock-data"])[0])
     check_config(parse([*line, "--data-path", "p", "--tokenizer-type", "NullTokenizer"])[0])

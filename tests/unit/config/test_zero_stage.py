@@ -140,8 +140,8 @@ def test_groups_within_nodes_never_span_two(tp: int, replicas: int, node: int, d
         ),
         (
             "--zero-stage 1 --shard-within-node --dry-run",
-            "--data-parallel-shard-degree 0 (--shard-within-node) with --dry-run, which knows no nodes: pass "
-            "--data-parallel-shard-degree N, the replicas of a node",
+            "--data-parallel-shard-degree 0 (--shard-within-node) with --dry-run, which has no nodes: pass "
+            "--data-parallel-shard-degree N, the number of replicas on a node",
         ),
         (
             "--zero-stage 1 --data-parallel-shard-degree -1",
@@ -161,7 +161,7 @@ def test_groups_that_cannot_be(flags: str, message: str) -> None:
     [
         (
             "--zero-stage 1 --data-parallel-shard-degree 1",
-            "--zero-stage 1 has no effect: each group of replicas that it shards within has one rank: pass a "
+            "--zero-stage 1 has no effect: each group of replicas that it shards over has one rank: pass a "
             "larger --data-parallel-shard-degree",
         ),
         (

@@ -248,7 +248,7 @@ def test_all_mistakes_of_a_command_line_are_reported_at_once(tmp_path: Path) -> 
         "argument --workers: '0' is not a whole number above 0 (see --help)",
         "argument --lang: 'latin' is not an ISO 639 code, such as en or de (see --help)",
         "the following arguments are required: --output-prefix (see --help)",
-        "--resume and --overwrite contradict each other: continue a run, or replace it",
+        "--resume and --overwrite contradict each other: remove one",
         "--json-keys names a key twice",
         "--tokenizer-type bite is unknown: did you mean byte?",
         f"--input {tmp_path / 'none'} names no file: pass files, globs or folders",

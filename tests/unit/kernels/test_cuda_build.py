@@ -108,4 +108,4 @@ def test_a_toolkit_that_the_driver_may_not_run_is_left_out(pretended: Path, tmp_
     (site / "torch" / "version.py").write_text('cuda = "11.8"\n')
     done = run_setup(site, tmp_path / "checkout", "--name")
     assert done.returncode == 0
-    assert "_CUDA is left out, as nvcc is of CUDA" in done.stderr and "torch of CUDA 11" in done.stderr
+    assert "_CUDA is not built, as nvcc has CUDA" in done.stderr and "torch has CUDA 11" in done.stderr

@@ -42,7 +42,7 @@ def install(folder: Path, release: str) -> str:
 
 
 def test_without_any_the_reason_names_the_version(toolkits: SimpleNamespace) -> None:
-    with pytest.raises(LookupError, match=r"^there is no nvcc of CUDA 13$"):
+    with pytest.raises(LookupError, match=r"^there is no nvcc for CUDA 13$"):
         toolkits.find("13.0")
 
 
@@ -67,7 +67,7 @@ def test_the_default_of_usr_local_goes_before_numbered_ones(toolkits: SimpleName
 
 def test_one_of_a_later_major_version_is_passed_over(toolkits: SimpleNamespace) -> None:
     in_path = install(toolkits.folder, "13.0")
-    with pytest.raises(LookupError, match=f"^nvcc is of CUDA 13 and torch of CUDA 12 .{in_path}.$"):
+    with pytest.raises(LookupError, match=f"^nvcc has CUDA 13 and torch has CUDA 12 .{in_path}.$"):
         toolkits.find("12.8")
     fitting = install(toolkits.folder / "local" / "cuda-12.4", "12.4")
     assert toolkits.find("12.8").nvcc == fitting

@@ -67,7 +67,7 @@ def test_a_run_that_ended_early_has_no_figure(tmp_path: Path) -> None:
         (
             "os.kill(os.getpid(), 9)",
             OUT_OF_MEMORY,
-            "rank 0 was killed, as by the system when memory runs out",
+            "rank 0 was killed, as the system does when memory runs out",
         ),
         ("sys.exit('error: --tp 2 does not divide 3')", FAILED, "error: --tp 2 does not divide 3"),
         ("raise KeyError('x')", FAILED, "KeyError: 'x'"),

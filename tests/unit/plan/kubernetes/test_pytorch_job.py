@@ -87,13 +87,13 @@ def test_warnings_do_not_depend_on_a_time_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--save", "/runs/a"], "--save /runs/a is in no --volume: pods lose their files"),
+        (["--save", "/runs/a"], "--save /runs/a is not in a --volume: pods lose their files"),
         (["--volume", "runs:/runs"], "--save is missing: pods lose their files"),
-        (["--volume", "runs:/run", "--save", "/runs/a"], "--save /runs/a is in no --volume"),
+        (["--volume", "runs:/run", "--save", "/runs/a"], "--save /runs/a is not in a --volume"),
         (["--volume", "runs=/runs", "--save", "/runs/a"], "--volume 'runs=/runs' is not CLAIM:FOLDER"),
         (["--volume", "runs:/runs", "b:/runs", "--save", "/runs/a"], "--volume mounts two claims at /runs"),
-        ([*VOLUMES, "--job-name", "Llama_8b"], "--job-name 'Llama_8b' is no name of Kubernetes"),
-        ([*VOLUMES, "--time", "20:00:00"], "--time is for Slurm: remove it, or --kubernetes"),
+        ([*VOLUMES, "--job-name", "Llama_8b"], "--job-name 'Llama_8b' is not a valid name in Kubernetes"),
+        ([*VOLUMES, "--time", "20:00:00"], "--time is for Slurm: remove it, or remove --kubernetes"),
         ([*VOLUMES, "--setup", "module load cuda"], "--setup is for Slurm"),
     ],
 )
