@@ -217,7 +217,7 @@ DATASETS = {
     "labels without a loss are negative": (
         _of(Fields(lambda: _fields(labels=np.full(S, -100)))),
         FieldSamples(),
-        "labels of sample 3 of the train dataset has token ids from -100 to -100, and .* False in loss_mask",
+        "labels of sample 3 of the train dataset has token ids from -100 to -100.* loss_mask to False there",
     ),
     "a mask of numbers": (
         _of(Fields(lambda: _fields(loss_mask=np.ones(S)))),

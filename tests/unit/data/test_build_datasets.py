@@ -169,8 +169,8 @@ def test_many_epochs_are_reported_without_an_exponent() -> None:
 
 
 def test_a_corpus_that_is_seen_is_not_said_to_be_unseen() -> None:
-    assert "99.99% of which" in Coverage.of("a", 10**9, 8, 5, 5).line()
-    assert "100% of which" in Coverage.of("a", 10**9, 8, 0, 5).line()
+    assert "99.99% of its tokens are not used" in Coverage.of("a", 10**9, 8, 5, 5).line()
+    assert "100% of its tokens are not used" in Coverage.of("a", 10**9, 8, 0, 5).line()
 
 
 @pytest.mark.parametrize("num_samples", [3, 12, 13, 25, 38])

@@ -148,7 +148,7 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--optimizer-nvme-offload .*gone is not a folder: make it"):
+    with pytest.raises(UserError, match=r"--optimizer-nvme-offload .*gone is not a folder: create it"):
         FileStorage(tmp_path / "gone", SIZES)
 
     def full(*_: object, **__: object) -> None:
