@@ -191,8 +191,7 @@ class BaseOptimizer(ABC):
         Args:
             grad_norm: the result of `finish_gradients`.
             is_allowed: a bool scalar on the device; None allows the update.
-            decoupled_learning_rate: learning rate of the word embedding and the output layer, with
-                --decoupled-lr.
+            decoupled_learning_rate: rate of the word embedding and the output layer, with --decoupled-lr.
         """
         gradients = self._owned_gradients()
         if self.offload is not None and grad_norm.is_cuda:
@@ -205,8 +204,7 @@ class BaseOptimizer(ABC):
     def params_norm(self) -> float:
         """Return the 2-norm of the whole model's weights; every rank must call it.
 
-        The vocabulary's padding is not counted, because its size depends on the layout. The same holds for
-        `num_zeros`.
+        This and `num_zeros` do not count the vocabulary's padding, whose size depends on the layout.
         """
         if self.offload is not None:
             self.offload.finish()
