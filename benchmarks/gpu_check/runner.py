@@ -23,7 +23,7 @@ from benchmarks.gpu_check.results import Result, failed, table
 
 ROOT = Path(__file__).parents[2]
 STAGE_SECONDS = 540.0
-"""Limit of a stage."""
+"""Time limit of a stage in seconds."""
 SECONDS_TO_END = 8.0
 """Between the request to end and the kill: programs such as torchrun end their own processes first."""
 
@@ -34,7 +34,7 @@ class CheckContext:
 
     Attributes:
         device: cuda, or cpu to rehearse the check.
-        is_small: at sizes that a CPU computes in seconds; measurements then mean nothing.
+        is_small: use sizes that a CPU computes in seconds; then measurements are meaningless.
         scratch: an empty folder.
     """
 
