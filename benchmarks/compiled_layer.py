@@ -66,7 +66,7 @@ GEMMS = ("extern_kernels.", "add_weight_gradient_")
 
 
 class Kernel(NamedTuple):
-    """Describe a call of a scheduled graph: a fused kernel, or an operator.
+    """Describes a call of a scheduled graph: a fused kernel, or an operator.
 
     Attributes:
         is_memory_bound: neither a GEMM nor attention.

@@ -42,7 +42,7 @@ the latter three (12) and the bf16 weight (2)."""
 
 
 class Row(NamedTuple):
-    """Describe one kernel.
+    """Describes one kernel.
 
     Attributes:
         kind: gemm, attention or memory.
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """Describe one product, ``[m, k] x [k, n]``."""
+    """Describes one matrix product, ``[m, k] x [k, n]``."""
 
     name: str
     count: int

@@ -30,7 +30,7 @@ SECONDS_TO_END = 8.0
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Describe where a check runs.
+    """Describes where a check runs.
 
     Attributes:
         device: cuda, or cpu to rehearse the check.
@@ -45,7 +45,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """Describe one check.
+    """Describes one check.
 
     Attributes:
         function: its module here and its name; it takes a `CheckContext` and yields results as it finds them.
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Stage:
-    """Describe checks that run one after the other."""
+    """Describes checks that run one after the other."""
 
     number: int
     title: str

@@ -193,7 +193,7 @@ def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
 
 @dataclass(frozen=True)
 class _BlendBuild:
-    """Build one dataset of a split."""
+    """Builds one dataset of a split."""
 
     split: str
     blend: Blend

@@ -132,7 +132,7 @@ def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Traced(torch.autograd.Function):
-    """Compute a linear layer without communication, main_grad or weight-gradient store."""
+    """Computes a linear layer without communication, main_grad or weight-gradient store."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Fp8Gemm) -> Tensor:
