@@ -1,4 +1,4 @@
-"""What a device's products of matrices reach: what a training step is compared with."""
+"""Measure the rate of a device's matrix products, the reference for a training step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megalite.distributed.topology import Topology
 from megalite.model.stage import DTYPES
 
 SIZES = {"cpu": (2048, 1), "cuda": (8192, 20)}
-"""Rows and columns of the matrices, and how many products make a turn."""
+"""Rows and columns of the matrices, and the number of products per turn."""
 
 
 def product(config: Config, topology: Topology) -> Work:
-    """Square products in the precision of the model, into memory that is there."""
+    """Square matrix products in the model's precision, into allocated memory."""
     size, repeats = SIZES[topology.device.type]
     x, y, z = (
         torch.randn(size, size, device=topology.device).to(DTYPES[config.model.params_dtype])
@@ -32,6 +32,6 @@ def product(config: Config, topology: Topology) -> Work:
 
 
 def product_flops(device_type: str) -> float:
-    """Operations of a turn of `product`, a multiply-add being two."""
+    """Return the operations in a turn of `product`; a multiply-add counts as two."""
     size, repeats = SIZES[device_type]
     return 2.0 * size**3 * repeats

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Time of attention backends, forward and backward, as ratios to PyTorch's scaled_dot_product_attention.
+"""Time attention backends, forward and backward, as ratios to PyTorch's scaled_dot_product_attention.
 
 python benchmarks/attention.py --threads 1
 
-Shapes keep the work of a row about the same: sequence length, batch, heads, head size. With one thread the
-clock is the process' CPU time, which a busy neighbour changes less; with more it is the wall's, of a GPU its
-own. Backends run turn by turn, and each figure is the median of its rounds. `plain` is what a careful user
-writes without a fused kernel: scores, bias, softmax and weights whole in memory; `dropout` is unfused with a
-tenth of the weights dropped.
+Shapes are sequence length, batch, heads and head size; all need about the same work. With one thread, times
+are the process' CPU time, which other processes disturb less; with more threads they are wall time, and on a
+GPU the GPU's own time. Backends run turn by turn, and each figure is the median of its rounds. `plain` is
+code that a careful user writes without a fused kernel: scores, bias, softmax and weights are in memory.
+`dropout` is the unfused backend with dropout 0.1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(bias: Tensor) -> Run:
-    """The product with whole scores, and a bias that was made before."""
+    """Return attention with all scores in memory and a precomputed bias."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)
@@ -59,13 +59,13 @@ def plain(bias: Tensor) -> Run:
 
 
 def of_core(core: AttentionCore, ids: Tensor | None, drop: Drop) -> Run:
-    """A core with what the documents come to, made before as a stage does."""
+    """Return a core with the documents' mask precomputed, as in a stage."""
     mask = None if ids is None else core.mask(ids)
     return lambda q, k, v: core(q, k, v, mask, drop)
 
 
 def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Topology) -> dict[str, Run]:
-    """What is compared, the first being what the others are compared with."""
+    """Return the functions to compare; the first is the baseline."""
     s, b, n, d = shape
     config = ModelConfig(
         num_attention_heads=n, hidden_size=n * d, seq_length=s, position_embedding_type=KINDS[kind]
@@ -101,7 +101,7 @@ def seconds_of(runs: dict[str, Run], qkv: Tensor, grad: Tensor, rounds: int) -> 
 
 
 def rows(args: argparse.Namespace, topology: Topology) -> Iterator[str]:
-    """One for each dtype, kind of positions, and shape, as it is measured."""
+    """Yield one for each dtype, kind of positions, and shape, as it is measured."""
     for dtype, kind, shape in itertools.product(args.dtypes, args.kinds, SHAPES):
         s, b, n, d = shape
         if args.seq_lengths and s not in args.seq_lengths:
@@ -118,7 +118,7 @@ def rows(args: argparse.Namespace, topology: Topology) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the rows."""
+    """Print the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

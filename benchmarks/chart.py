@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Draws tables of RESULTS.md as bars, for the README and docs/performance.md.
+"""Draw tables of RESULTS.md as bar charts, for the README and docs/performance.md.
 
 python benchmarks/chart.py      writes docs/pictures/speed_of_*.svg, as `python -m docs.make` does with all
 
-A table is drawn where `<!-- chart: NAME -->` stands before it. Its cells are ratios, above 1 where megalite
-is faster; a cell that is no number has no bar.
+A table with `<!-- chart: NAME -->` before it is drawn. Its cells are ratios, above 1 if megalite is faster; a
+cell that is not a number has no bar.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Table(NamedTuple):
 
 
 def read_table(name: str, text: str) -> Table:
-    """The table behind the mark of that name.
+    """Return the table behind the mark of that name.
 
     Raises:
         ValueError: there is none.
@@ -59,7 +59,7 @@ def _number(cell: str) -> float | None:
 
 
 def drawn(title: str, table: Table) -> str:
-    """The table as bars in groups, a group for each row; a line stands at 1."""
+    """Return the table as bars in groups, a group for each row; a line stands at 1."""
     heights = [BAR * sum(cell is not None for cell in cells) + GAP for _, cells in table.rows]
     largest = max(cell for _, cells in table.rows for cell in cells if cell is not None)
     scale = WIDTH / max(largest, 1.0)
@@ -86,7 +86,7 @@ def drawn(title: str, table: Table) -> str:
 
 
 def speed_of(name: str) -> str:
-    """The picture of a table, as RESULTS.md has it now.
+    """Return the picture of a table, as RESULTS.md has it now.
 
     Args:
         name: one of TITLES.
@@ -95,7 +95,7 @@ def speed_of(name: str) -> str:
 
 
 def main() -> None:
-    """Writes all of them."""
+    """Write all of them."""
     for name in TITLES:
         picture = PICTURES / f"speed_of_{name}.svg"
         picture.write_text(speed_of(name), encoding="utf-8")

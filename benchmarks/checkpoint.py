@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Seconds that training stands still for a save, and a load takes, as ratios to torch.save and torch.load.
+"""Time how long a save blocks training and how long a load takes, as ratios to torch.save and torch.load.
 
 python benchmarks/checkpoint.py --gigabytes 1 --folder /scratch
 
-One rank, which saves a state of weights and two moments in fp32. Each round does all of them in turns, on a
-disk that has nothing else to write, so that a busy neighbour slows them all; the ratios are of the medians.
-megalite's files are hashed and synced, and hashed again as they are loaded; torch.save leaves its file to the
-system's memory, unless synced. For a save in the background training stands still as the save begins, and
-before the next update for what is left of the copy: after a second of computing, and with nothing computed.
-A load ends in the tensors: torch.load's is from the system's memory, megalite's from the disk, where a
-local one was written to directly.
+One rank saves a state of weights and two moments in fp32. Each round runs all actions in turns, on a disk
+that has nothing else to write, so that other processes slow all of them; the ratios are ratios of medians.
+megalite hashes and syncs its files, and hashes them again when loading. torch.save leaves its file in the
+page cache, unless synced. A save in the background blocks training when the save begins, and before the next
+update until the copy is complete: measured after a second of computation, and without computation. A load
+ends when the tensors are filled: torch.load reads from the page cache, megalite from the disk if files were
+written to it directly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUM_LAYERS = 24
 
 
 def state_of(num_bytes: int) -> dict[str, Tensor | ParameterShard]:
-    """Weights and moments of square matrices, as the optimizer has them: views of three flat tensors."""
+    """Return weights and moments of square matrices, as views of three flat tensors like the optimizer's."""
     size = int((num_bytes / 4 / 3 / NUM_LAYERS) ** 0.5)
     spec = ParameterSpec((size, size))
     state: dict[str, Tensor | ParameterShard] = {"optimizer.num_steps": torch.tensor(3.0)}
@@ -55,7 +55,7 @@ def state_of(num_bytes: int) -> dict[str, Tensor | ParameterShard]:
 
 
 def plain(state: dict[str, Tensor | ParameterShard]) -> dict[str, Tensor]:
-    """The same tensors, for torch.save."""
+    """Return copies of these tensors for torch.save."""
     return {
         name: each.tensor.view(each.shape) if isinstance(each, ParameterShard) else each
         for name, each in state.items()
@@ -96,13 +96,13 @@ class Bench:
             self.plain[name].copy_(tensor)
 
     def clear(self) -> None:
-        """Deletes what was written, for the next to have an empty disk."""
+        """Delete the written files, so that the next action has an empty disk."""
         self.file.unlink(missing_ok=True)
         for folder in self.file.parent.glob("run/iter_*"):
             shutil.rmtree(folder)
 
     def next(self) -> Contents:
-        """Of another iteration than before: nothing is replaced."""
+        """Return a new iteration number, so that no checkpoint is replaced."""
         self.iteration += 1
         return Contents.of(TrainingProgress(self.iteration, 1), self.config, self.topology)
 
@@ -110,7 +110,7 @@ class Bench:
         self.sync.save(self.next(), self.state)
 
     def compute(self) -> None:
-        """As many products of matrices as take about a second, in one thread, as a rank's among others."""
+        """Compute matrix products for about a second, in one thread."""
         for _ in range(self.num_products):
             torch.mm(self.matrix, self.matrix, out=self.product)
 
@@ -121,7 +121,7 @@ class Bench:
         self.background.before_update()
 
     def begin_and_wait(self) -> None:
-        """With nothing to compute the whole copy is waited for."""
+        """Begin a save and wait for the whole copy, without computation."""
         self.begin()
         self.before_update()
 
@@ -134,7 +134,7 @@ class Bench:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long it takes, once the disk is quiet."""
+    """Return the seconds of an action, once the disk is idle."""
     os.sync()
     start = time.perf_counter()
     action()
@@ -142,7 +142,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def measure(bench: Bench, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of each action in each round."""
+    """Return the seconds of each action in each round."""
     times: dict[str, list[float]] = {}
 
     def time_of(name: str, action: Callable[[], object]) -> None:
@@ -170,7 +170,7 @@ def measure(bench: Bench, num_rounds: int) -> dict[str, list[float]]:
 
 
 def report(times: dict[str, list[float]], num_bytes: int) -> None:
-    """Medians of rounds, and their ratios."""
+    """Print medians of the rounds, and their ratios."""
     medians = {name: statistics.median(each) for name, each in times.items()}
     print(f"{num_bytes / 1e9:.2f} GB, medians of {len(times['load'])} rounds:")
     for name, each in times.items():
@@ -186,7 +186,7 @@ def report(times: dict[str, list[float]], num_bytes: int) -> None:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="times that each is done (default 5)")

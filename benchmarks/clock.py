@@ -1,4 +1,4 @@
-"""Times on a device: of a CPU by the wall's clock, of a GPU by events in its own queue."""
+"""Measure time on a device: on a CPU with the wall clock, on a GPU with events in its own queue."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 QUEUE_CYCLES = 20_000_000
-"""That a GPU waits for before what is timed, so that its kernels are all in the queue: about 10 ms."""
+"""Time for which a GPU waits before timed work, so that all kernels are queued: about 10 ms."""
 
 
 class Clock:
-    """Marks points between operations, and tells the seconds between two of them.
+    """Marks points between operations, and returns the seconds between two of them.
 
-    On a GPU they are those that the GPU takes, without the host's for launching: `start` lets it wait.
+    On a GPU this is the GPU's own time, without the host's launches: `start` makes the GPU wait.
 
     Args:
-        by_process: on a CPU, count the process' own seconds, which a busy neighbour changes less.
+        by_process: on a CPU, use the process' CPU time, which other processes disturb less.
     """
 
     def __init__(self, device: torch.device, by_process: bool = False) -> None:
@@ -25,13 +25,13 @@ class Clock:
         self.now = time.process_time if by_process else time.perf_counter
 
     def start(self) -> None:
-        """Waits for what was begun before."""
+        """Wait for earlier work."""
         if self.is_cuda:
             torch.cuda.synchronize()
             torch.cuda._sleep(QUEUE_CYCLES)
 
     def mark(self) -> Any:
-        """A point in time."""
+        """Return the current point in time."""
         if not self.is_cuda:
             return self.now()
         event = torch.cuda.Event(enable_timing=True)
@@ -39,7 +39,7 @@ class Clock:
         return event
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Between two marks."""
+        """Return the seconds between two marks."""
         if not self.is_cuda:
             between: float = second - first
             return between

@@ -6,8 +6,8 @@
 
 The layer is traced with tensors that have no data, in bf16, without dropout, with fused weight gradients.
 Then inductor schedules its graphs as for an H200: which operators it fuses is exact. Bytes count each
-kernel's inputs and outputs once, in units of X, a tensor [tokens, hidden size] in bf16. An input of which a
-kernel reads a part counts whole.
+kernel's inputs and outputs once, in units of X, a tensor [tokens, hidden size] in bf16. An input counts fully
+even if a kernel only reads a part of it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ GEMMS = ("extern_kernels.", "add_weight_gradient_")
 
 
 class Kernel(NamedTuple):
-    """Describe a call of a scheduled graph: a fused kernel, or an operator.
+    """Describes a call of a scheduled graph: a fused kernel, or an operator.
 
     Attributes:
         is_memory_bound: neither a GEMM nor attention.

@@ -1,4 +1,4 @@
-"""Whether a step fits into this machine's memory, by the planner, before anything is built."""
+"""Check with the planner whether a step fits into this machine's memory, before anything is built."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megalite.plan.rank_memory import rank_memories
 
 _GB = 1e9
 PROCESS_BYTES = {"cpu": 0.5 * _GB, "cuda": 2.2 * _GB}
-"""Of a process with torch, that no tensor holds."""
+"""Memory of a process with torch, besides tensors."""
 GAPS = 1.3
-"""What glibc takes for activations, where it keeps freed memory: blocks of many sizes leave gaps."""
+"""Factor on activations if glibc keeps freed memory: blocks of many sizes leave gaps."""
 MAX_MICRO_BATCH = 16
 
 
 def step_bytes(config: Config, device_type: str, program: Program | None = None) -> float:
-    """What a rank's training step takes, planned.
+    """Return the planned memory of a rank's training step.
 
     Args:
-        program: what trains; by default megalite.
+        program: the program that trains; by default megalite.
     """
     gpu = replace(GPUS["h200"], residual_gb=0.0)
     tp = config.parallel.tp
@@ -38,12 +38,12 @@ def step_bytes(config: Config, device_type: str, program: Program | None = None)
 
 
 def plain_step_bytes(config: Config, device_type: str) -> float:
-    """The same in plain PyTorch, with attention fused and logits copied to fp32."""
+    """Return the planned memory in plain PyTorch, with fused attention and logits copied to fp32."""
     return step_bytes(config, device_type, replace(PROGRAMS["plain-torch"], gradient_bytes=4))
 
 
 def free_bytes(device_type: str) -> float:
-    """What this machine has left, of its GPU where it has one."""
+    """Return the free memory of this machine's GPU, or of its host without a GPU."""
     if device_type == "cuda":
         return float(torch.cuda.mem_get_info()[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -51,7 +51,7 @@ def free_bytes(device_type: str) -> float:
 
 
 def largest_micro_batch(config_of: Callable[[int], Config], device_type: str, free: float) -> int:
-    """Samples of a microbatch: of a CPU one, of a GPU the largest power of two that leaves a tenth free."""
+    """Return the microbatch size: 1 on a CPU, on a GPU the largest power of two that leaves 10% free."""
     size = 1
     while device_type == "cuda" and size < MAX_MICRO_BATCH:
         if step_bytes(config_of(2 * size), device_type) > 0.9 * free:
@@ -63,14 +63,14 @@ def largest_micro_batch(config_of: Callable[[int], Config], device_type: str, fr
 def check_fits(
     name: str, config: Config, others: Iterable[tuple[str, Config]], device_type: str, free: float
 ) -> None:
-    """Refuses a step that this machine has no memory for.
+    """Refuse a step that does not fit into this machine's memory.
 
     Args:
-        name: of the model.
-        others: models that may be named in its place, each with its step.
+        name: name of the model.
+        others: models to suggest instead, each with its step.
 
     Raises:
-        UserError: with what would fit.
+        UserError: it does not fit; the message says what would fit.
     """
     needed = step_bytes(config, device_type)
     if needed <= free:

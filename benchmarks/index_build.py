@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Seconds to build the index of a corpus, and the order of a blend, from cold, as ratios to megatron-core's.
+"""Time building a corpus's index and a blend's order without a cache, as ratios to megatron-core.
 
 python benchmarks/index_build.py --documents 10000000
 python benchmarks/index_build.py --documents --blends 8 64 512
 
-Both give the same three arrays, which is checked, of documents with lengths like those of web text. Only the
-arrays are timed, in turns, so that a busy neighbour slows both; the ratio is of the medians. Megatron-core's
-part is what its GPTDataset runs where its cache is empty: _build_document_index, build_sample_idx and
-_build_shuffle_index. Of a blend it is build_blending_indices, on weights spread as sizes of corpora are.
+The documents have lengths like web text. Both programs must give the same three arrays. Only the arrays are
+timed, in turns, so that other processes slow both; the ratio is the ratio of medians. For megatron-core we
+time the functions of its GPTDataset without a cache: _build_document_index, build_sample_idx and
+_build_shuffle_index. For a blend we time build_blending_indices, on weights spread like sizes of corpora.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def web_lengths(num_documents: int) -> npt.NDArray[np.int32]:
 
 
 def megatron_index(lengths: npt.NDArray[np.int32], plan: EpochPlan, seq_length: int) -> GPTIndex:
-    """The arrays by megatron-core's functions."""
+    """Return the arrays by megatron-core's functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import gpt_dataset, helpers
@@ -53,14 +53,14 @@ def megatron_index(lengths: npt.NDArray[np.int32], plan: EpochPlan, seq_length: 
 
 
 def seconds(build: Callable[[], object]) -> float:
-    """How long one build takes."""
+    """Return the seconds of one build."""
     start = time.perf_counter()
     build()
     return time.perf_counter() - start
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The corpus and how often it is indexed."""
+    """Return the corpus and how often it is indexed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--documents", type=int, nargs="*", default=[1_000_000, 10_000_000])
     parser.add_argument("--blends", type=int, nargs="*", default=[], help="numbers of datasets to blend")
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(num_documents: int, options: argparse.Namespace) -> None:
-    """Prints one corpus's line."""
+    """Print one corpus's line."""
     lengths, s = web_lengths(num_documents), options.seq_length
     tokens = int(lengths.sum(dtype=np.int64))
     num_samples = int((tokens - 1) // s * options.epochs)
@@ -101,14 +101,14 @@ def compare(num_documents: int, options: argparse.Namespace) -> None:
 
 
 def in_turns(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> str:
-    """The medians of both and their ratio."""
+    """Return the medians of both and their ratio."""
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(repeats)]
     a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
     return f"megalite {a:.3f} s, megatron-core {b:.3f} s, ratio {b / a:.1f}"
 
 
 def compare_blends(num_datasets: int, options: argparse.Namespace) -> None:
-    """Prints one blend's line."""
+    """Print one blend's line."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import helpers

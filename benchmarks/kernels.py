@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Each kernel against the same in eager PyTorch, in torch.compile and in its own reference.
+"""Compare each kernel with eager PyTorch, torch.compile and its own reference.
 
 python benchmarks/kernels.py --threads 1
 
@@ -33,13 +33,13 @@ SIZES = {
     "cpu": {"seq_length": 512, "micro_batch_size": 2, "hidden": 768, "vocab_size": 32000},
     "cuda": {"seq_length": 2048, "micro_batch_size": 8, "hidden": 2048, "vocab_size": 50304},
 }
-"""Of a layer that a device is given: of a GPU GPT-1.3B's, whose tensors no cache holds."""
+"""Sizes of the layer by device: on a GPU those of GPT-1.3B, whose tensors exceed the caches."""
 Times = tuple[float, float, float]
 """Seconds of a forward, of a backward, and of both."""
 
 
 def seconds_of(kind: str, case: Case, functions: dict[str, Callable[..., Outputs]]) -> Times:
-    """One forward and one backward; what the loss uses up is made anew before."""
+    """Time one forward and one backward; inputs that the loss overwrites are created before."""
     inputs, clock = [x.clone() for x in case.inputs], Clock(DEVICE)
     clock.start()
     start = clock.mark()
@@ -62,12 +62,12 @@ def seconds_of(kind: str, case: Case, functions: dict[str, Callable[..., Outputs
 
 
 def ones_for(outputs: Outputs) -> list[Tensor]:
-    """A gradient for each output."""
+    """Return a gradient for each output."""
     return [torch.ones_like(y) for y in ([outputs] if isinstance(outputs, Tensor) else outputs)]
 
 
 def copy_seconds(x: Tensor) -> float:
-    """To copy a tensor of this size to memory that is there."""
+    """Return a copy of a tensor of this size to allocated memory."""
     source, target, clock = x.detach(), torch.empty_like(x), Clock(DEVICE)
     target.copy_(source)
     clock.start()
@@ -77,7 +77,7 @@ def copy_seconds(x: Tensor) -> float:
 
 
 def compiled(function: Callable[..., Outputs], case: Case) -> Callable[..., Outputs] | None:
-    """The same in torch.compile; None where that does not work on this machine."""
+    """Return the function under torch.compile; None if this does not work on this machine."""
     torch._dynamo.reset()
     whole = torch.compile(function)
     try:
@@ -111,7 +111,7 @@ def measure(case: Case, rounds: int, with_compile: bool) -> dict[str, Times]:
 
 
 def report(name: str, dtype: str, case: Case, seconds: dict[str, Times]) -> None:
-    """Prints a forward, a backward and both."""
+    """Print a forward, a backward and both."""
     size = case.inputs[0].numel() * case.inputs[0].element_size()
     copy_rate = 2 * size / seconds["copy"][0]
     all_passes = (*case.passes, sum(case.passes))
@@ -131,7 +131,7 @@ def report(name: str, dtype: str, case: Case, seconds: dict[str, Times]) -> None
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -43,7 +43,7 @@ def write_corpus(prefix: str, num_tokens: int) -> None:
 
 
 def megatron_dataset(prefix: str, num_samples: int, seq_length: int) -> Any:
-    """megatron-core's dataset of the same samples; None where it is not installed."""
+    """Return megatron-core's dataset of the same samples; None if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -69,7 +69,7 @@ def megatron_dataset(prefix: str, num_samples: int, seq_length: int) -> Any:
 
 
 def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[np.ndarray], Any]]:
-    """What is compared: each takes samples' numbers and gives their inputs and labels."""
+    """Return the loaders to compare: each takes sample numbers and returns inputs and labels."""
     source = IndexedDataset(prefix)
     dataset = GPTDataset(source, range(len(source)), num_samples, seq_length, SEED, vocab_size=50002)
     theirs = megatron_dataset(prefix, num_samples, seq_length)
@@ -91,7 +91,7 @@ def ways(prefix: str, num_samples: int, seq_length: int) -> dict[str, Callable[[
 
 
 def tokens_per_second(read: Callable[[np.ndarray], Any], num_samples: int, b: int, seq_length: int) -> float:
-    """The rate over all samples, in microbatches of b."""
+    """Return the rate over all samples, in microbatches of b."""
     start = time.perf_counter()
     for first in range(0, num_samples - b + 1, b):
         read(np.arange(first, first + b))
@@ -99,7 +99,7 @@ def tokens_per_second(read: Callable[[np.ndarray], Any], num_samples: int, b: in
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The corpus and the batches."""
+    """Return the corpus and the batches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=50_000_000)
     parser.add_argument("--seq-length", type=int, default=2048)
@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints a line for each way."""
+    """Print a line for each way."""
     given = parse()
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What timers, TensorBoard and the pipeline trace cost of an iteration.
+"""Measure the cost of timers, TensorBoard and the pipeline trace in an iteration.
 
 python benchmarks/logging_overhead.py [--iterations 4]
 
@@ -53,7 +53,7 @@ class Billed:
 
 
 def observing(trainer: Trainer, level: int, iterations: int) -> float:
-    """What timers of this level (3: the trace) take of an iteration's processor time."""
+    """Return the share of an iteration's processor time that timers of this level (3: the trace) take."""
     observer: Observer[Any] = trainer.timers
     trainer.timers.level = level
     if level == 3:
@@ -74,7 +74,7 @@ def observing(trainer: Trainer, level: int, iterations: int) -> float:
 
 
 def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> float:
-    """The same of the log line and TensorBoard, on the rank that writes, if each iteration is written."""
+    """Return the same for the log line and TensorBoard, on the writing rank, if it writes each iteration."""
     topology, timers = trainer.topology, trainer.timers
     start = time.thread_time()
     for _ in range(iterations):
@@ -96,7 +96,7 @@ def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> fl
 
 
 def measure(topology: Topology, config: Config, iterations: int) -> dict[str, float]:
-    """Shares of an iteration by what is done, of this rank."""
+    """Return the shares of an iteration by what is done, of this rank."""
     log.setLevel(logging.ERROR)
     timers = Timers(topology.device)
     trainer = start_trainer(config, topology, timers)
@@ -109,7 +109,7 @@ def measure(topology: Topology, config: Config, iterations: int) -> dict[str, fl
 
 
 def config_of(hidden: int, folder: str) -> Config:
-    """A small model, and all that can be written."""
+    """Return a small model, and all that can be written."""
     return Config(
         model=ModelConfig(
             num_layers=4, hidden_size=hidden, num_attention_heads=4, seq_length=256, vocab_size=8192
@@ -129,7 +129,7 @@ def config_of(hidden: int, folder: str) -> Config:
 
 
 def main() -> None:
-    """Prints a row for each."""
+    """Print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)

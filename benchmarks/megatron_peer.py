@@ -28,7 +28,7 @@ _ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
 
 
 def megatron(config: Config, topology: Topology) -> Work:
-    """megatron-core's GPTModel, with its own loss."""
+    """Build megatron-core's GPTModel, with its own loss."""
     warnings.simplefilter("ignore")  # of what is not installed beside it
     if topology.device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -75,7 +75,7 @@ def _network(config: Config, topology: Topology) -> nn.Module:
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """The model in megatron-core's words."""
+    """Return the model as megatron-core's settings."""
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -97,7 +97,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _layers(normalization: str) -> Any:
-    """What its layers are made of."""
+    """Return the modules of its layers."""
     from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-untyped]
         HAVE_TE,
         get_gpt_layer_local_spec,
@@ -111,7 +111,7 @@ def _layers(normalization: str) -> Any:
 
 @torch.no_grad()
 def _load(network: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copies megalite's weights: they have the same shapes, and other names."""
+    """Copy megalite's weights: they have the same shapes, and other names."""
     for name, parameter in network.named_parameters():
         found = our_name(name)
         assert found is not None, name

@@ -1,4 +1,4 @@
-"""The models whose step is timed, by name; GPT's shapes are those of Brown et al. 2020, table 2.1."""
+"""Models for timing steps, by name; GPT's shapes are from Brown et al. 2020, table 2.1."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MODELS: Mapping[str, NamedModel] = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the model, its batch and its rank."""
+    """Add the flags of the model, its batch and its rank."""
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--layers", type=int, help="in place of the model's, as the next four")
     parser.add_argument("--hidden", type=int)
@@ -79,7 +79,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def named_model(args: argparse.Namespace, dropout: float) -> NamedModel:
-    """The model of the flags, its vocabulary padded so that nobody needs to."""
+    """Return the model of the flags, with a vocabulary that needs no padding."""
     model, tp = MODELS[args.model]
     hidden = args.hidden or model.hidden_size
     model = replace(
@@ -98,7 +98,7 @@ def named_model(args: argparse.Namespace, dropout: float) -> NamedModel:
 
 
 def config_of(named: NamedModel, args: argparse.Namespace, micro_batch_size: int) -> Config:
-    """A run of the model on one rank, with the further flags of megalite.
+    """Return a run of the model on one rank, with the further flags of megalite.
 
     Raises:
         ConfigError: the shape or the flags do not fit each other.
@@ -125,7 +125,7 @@ def config_of(named: NamedModel, args: argparse.Namespace, micro_batch_size: int
 
 
 def like(name: str, model: ModelConfig) -> NamedModel:
-    """The model of that name in another's precision and with its dropout."""
+    """Return the model of that name in another's precision and with its dropout."""
     other, tp = MODELS[name]
     changed = replace(
         other,

@@ -36,20 +36,20 @@ Update = Callable[[], None]
 
 
 def megalite(config: Config, topology: Topology) -> Work:
-    """Megalite's own training step."""
+    """Return megalite's own training step."""
     trainer = start_trainer(config, topology)
     num_parameters = sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks))
     return Work(lambda: trainer.step().loss, num_parameters)
 
 
 def plain(config: Config, topology: Topology) -> Work:
-    """What a careful user writes in PyTorch's own modules."""
+    """Return a step with PyTorch's own modules, as a careful user writes it."""
     network = _plain_network(config, topology)
     return training(_plain_loss(network, config, topology), network, config, topology)
 
 
 def compiled(config: Config, topology: Topology) -> Work:
-    """The same, model and loss under torch.compile."""
+    """Return the same, model and loss under torch.compile."""
     network = _plain_network(config, topology)
     whole = torch.compile(_plain_loss(network, config, topology))
     return training(whole, network, config, topology)
@@ -74,13 +74,13 @@ def transformers(config: Config, topology: Topology) -> Work:
 
 
 def as_others_run(config: Config) -> Config:
-    """The same without what megalite sets in its process: the allocator that others have is glibc's own."""
+    """Return the config without megalite's allocator settings: the other programs use glibc's defaults."""
     return replace(config, parallel=replace(config.parallel, keep_freed_memory=False))
 
 
 @contextmanager
 def packages(name: str) -> Iterator[None]:
-    """Imports a peer without the scripts of this folder, such as kernels.py: packages have their names.
+    """Import a peer without the scripts of this folder, such as kernels.py: packages have their names.
 
     Raises:
         LeftOutError: it does not import.
@@ -96,7 +96,7 @@ def packages(name: str) -> Iterator[None]:
 
 
 def is_plain(model: ModelConfig) -> bool:
-    """Whether `PlainGPT` is this model: it is GPT-2, without other positions, norms or activations."""
+    """Return whether `PlainGPT` is this model: it is GPT-2, without other positions, norms or activations."""
     return (
         model.position_embedding_type == "learned_absolute"
         and model.normalization == "LayerNorm"
@@ -127,13 +127,13 @@ def _autocast(loss: LossOf, config: Config, topology: Topology) -> LossOf:
 
 
 def initial_weights(config: Config, topology: Topology) -> dict[str, Tensor]:
-    """All of megalite's weights by name, in fp32: they depend on the seed alone."""
+    """Return all of megalite's weights by name, in fp32: they depend on the seed alone."""
     chunks = build_chunks(config, topology)
     return {name: weight.detach().float() for name, weight in named_parameters(chunks)}
 
 
 def samples(config: Config, topology: Topology) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The microbatches of each step, those that megalite's takes."""
+    """Yield the microbatches of each step, those that megalite's takes."""
     dataset = build_data(resolve_run(config, topology)).train
     assert dataset is not None
     size, consumed = config.training.micro_batch_size, 0
@@ -155,7 +155,7 @@ def training(
     topology: Topology,
     make_update: Callable[[Sequence[nn.Parameter], Config], Update] | None = None,
 ) -> Work:
-    """A training step around a function of the loss: sums over microbatches, clipping, update."""
+    """Return a training step around a function of the loss: sums over microbatches, clipping, update."""
     parameters = list(network.parameters())
     update = (make_update or adamw)(parameters, config)
     batches = samples(config, topology)
@@ -186,7 +186,7 @@ def adamw(parameters: Sequence[nn.Parameter], config: Config) -> Update:
 
 
 def adamw_on_main_weights(parameters: Sequence[nn.Parameter], config: Config) -> Update:
-    """The same on fp32 copies of parameters in 16 bits."""
+    """Return the same on fp32 copies of parameters in 16 bits."""
     mains = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     update_mains = adamw(mains, config)
 

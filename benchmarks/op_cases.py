@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def cases(sizes: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Case]]:
-    """The ops at the shapes of one layer, and of the loss."""
+    """Yield the ops at the shapes of one layer, and of the loss."""
     s, b, h, d = sizes.seq_length, sizes.micro_batch_size, sizes.hidden, 64
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
     numbers = torch.arange(b, device=device)

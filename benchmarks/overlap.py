@@ -81,7 +81,7 @@ class Times(NamedTuple):
     """Seconds of one round.
 
     Attributes:
-        waited: of a step with overlap, in which it stood still for messages.
+        waited: seconds of a step with overlap in which it waited for messages.
         foreign: share of the cores that others used meanwhile.
     """
 
@@ -113,7 +113,7 @@ class Waits:
 
 
 def main() -> int:
-    """Makes the link, runs the ranks over it and prints a row for each variant."""
+    """Make the link, runs the ranks over it and prints a row for each variant."""
     args = parse_arguments()
     if args.results:  # one of the two ranks
         run_rank(args)
@@ -155,7 +155,7 @@ def slow_link(rate: str) -> Iterator[list[str]]:
 
 
 def run_in(namespaces: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Runs this program in each namespace, as the ranks of one world; gives whether one failed."""
+    """Run this program in each namespace, as the ranks of one world; gives whether one failed."""
     ranks = []
     for rank, name in enumerate(namespaces):
         world = {
@@ -188,7 +188,7 @@ def _run(command: str) -> None:
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """Measures every variant; rank 0 writes the rounds, or in words why there are none."""
+    """Measure every variant; rank 0 writes the rounds, or in words why there are none."""
     results: dict[str, list[Times] | str] = {}
     launch = Launch.from_environment()
     config = config_of(args, "")
@@ -205,7 +205,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def measure(variant: Variant, topology: Topology, args: argparse.Namespace) -> list[Times]:
-    """Rounds of the four things that are timed.
+    """Return the rounds of the four things that are timed.
 
     Raises:
         ConfigError: megalite has no such variant.
@@ -232,12 +232,12 @@ def measure(variant: Variant, topology: Topology, args: argparse.Namespace) -> l
 
 
 def new_trainer(config: Config, topology: Topology) -> Trainer:
-    """A model of its own, in training."""
+    """Return a model of its own, in training."""
     return start_trainer(config, topology)
 
 
 def communication(num_elements: int, bucket_size: int, sharded: bool, dp: Axis) -> Callable[[], None]:
-    """What a step communicates, and nothing else, in buckets that are all started at once."""
+    """Run only the communication of a step, in buckets that are all started at once."""
     even = num_elements // dp.size * dp.size
     buckets = torch.zeros(even).split(bucket_size // dp.size * dp.size)
     pairs = [(bucket, torch.zeros(len(bucket) // dp.size)) for bucket in buckets]
@@ -256,7 +256,7 @@ def communication(num_elements: int, bucket_size: int, sharded: bool, dp: Axis) 
 
 
 def time_of(step: Callable[[], object], num_steps: int) -> float:
-    """Seconds of a step among others, on the slower rank.
+    """Return the seconds of a step among others, on the slower rank.
 
     They are counted from the end of one step to the end of a later one: what a step leaves to be done under
     the next one is in it.
@@ -272,7 +272,7 @@ def time_of(step: Callable[[], object], num_steps: int) -> float:
 
 
 def time_waited(step: Callable[[], object], num_steps: int) -> float:
-    """Seconds of a step among others in which the rank that waits longer waits."""
+    """Return the seconds of a step among others in which the rank that waits longer waits."""
     waits = Waits()
     dist.barrier()
     step()
@@ -285,7 +285,7 @@ def time_waited(step: Callable[[], object], num_steps: int) -> float:
 
 
 def config_of(args: argparse.Namespace, flags: str) -> Config:
-    """The model and batch of a step, one microbatch a rank.
+    """Return the model and batch of a step, one microbatch a rank.
 
     Raises:
         ConfigError: megalite does not know one of the flags.
@@ -302,7 +302,7 @@ def config_of(args: argparse.Namespace, flags: str) -> Config:
 
 
 def print_table(results: dict[str, list[list[float]] | str], args: argparse.Namespace) -> None:
-    """A row a variant: medians over the rounds."""
+    """Print one row per variant: medians over the rounds."""
     print(f"torch {torch.__version__}, {NUM_RANKS} ranks of one thread, {vars(args)}")
     titles = ("compute", "messages", "overlap off", "on", "waited", "hidden", "saved", "others' CPU")
     print(ROW.format("ms a step", *titles))
@@ -320,7 +320,7 @@ def print_table(results: dict[str, list[list[float]] | str], args: argparse.Name
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The link, the model and what to compare."""
+    """Return the link, the model and what to compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -107,7 +107,7 @@ class Round(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a mode's rounds came to.
+    """The result of a mode's rounds.
 
     Attributes:
         ours, theirs: median seconds of a step, of megalite and of torch.
@@ -126,7 +126,7 @@ class Outcome(NamedTuple):
 
 
 def config_of(mode: str, args: argparse.Namespace) -> Config:
-    """The config of both sides.
+    """Return the config of both sides.
 
     Raises:
         ConfigError: megalite has no such mode, or the numbers do not fit it.
@@ -144,7 +144,7 @@ def config_of(mode: str, args: argparse.Namespace) -> Config:
 
 
 def _common_flags(mode: str, args: argparse.Namespace) -> list[str]:
-    """The model and the course, which depend on no layout."""
+    """Return the flags of model and training, which do not depend on the layout."""
     return f"""
         --num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {args.hidden // 64}
         --seq-length {args.seq_length} --vocab-size {args.vocab_size} --hidden-dropout 0 --attention-dropout 0
@@ -155,7 +155,7 @@ def _common_flags(mode: str, args: argparse.Namespace) -> list[str]:
 
 
 def balanced_layers(args: argparse.Namespace) -> tuple[int, int]:
-    """Layers of two stages of which the last also computes the logits."""
+    """Return the layers of two stages of which the last also computes the logits."""
     layer = 12 * args.hidden**2 + 2 * args.seq_length * args.hidden
     output = args.vocab_size * args.hidden
     first = min(range(1, args.layers), key=lambda n: max(n * layer, (args.layers - n) * layer + output))
@@ -163,7 +163,7 @@ def balanced_layers(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def build_megalite(topology: Topology, config: Config) -> Callable[[], tuple[float, float]]:
-    """A step of megalite."""
+    """Return a step of megalite."""
     trainer = _trainer(topology, config)
 
     def step() -> tuple[float, float]:
@@ -176,7 +176,7 @@ def build_megalite(topology: Topology, config: Config) -> Callable[[], tuple[flo
 def build_peer(
     topology: Topology, config: Config, mode: str, weights: Path
 ) -> Callable[[], tuple[float, float]]:
-    """A step of torch on the samples that megalite's takes."""
+    """Return a step of torch on the samples that megalite's takes."""
     dataset = build_data(resolve_run(config, topology)).train
     assert dataset is not None
     peer = MODES[mode].peer(topology, config, torch.load(weights, mmap=True))
@@ -198,7 +198,7 @@ def build_peer(
 
 
 def initial_weights(topology: Topology, config: Config) -> dict[str, Tensor]:
-    """All of megalite's weights by name, from one rank."""
+    """Return all of megalite's weights by name, from one rank."""
     chunks = _trainer(topology, config).chunks
     return {name: weight.detach().clone() for chunk in chunks for name, weight in chunk.named_parameters()}
 
@@ -208,7 +208,7 @@ def _trainer(topology: Topology, config: Config) -> Trainer:
 
 
 def measure(mode: str, config: Config, args: argparse.Namespace) -> Outcome:
-    """Runs both sides turn by turn.
+    """Run both sides turn by turn.
 
     Raises:
         ValueError: they do not compute the same.
@@ -226,7 +226,7 @@ def measure(mode: str, config: Config, args: argparse.Namespace) -> Outcome:
 
 
 def take_round(ours: Ranks, theirs: Ranks, dtype: str) -> Round:
-    """One turn of each side."""
+    """Return one turn of each side."""
     foreign = ForeignCPU()
     turns = [side.turn() for side in (ours, theirs)]
     share = foreign.share(sum(turn.cpu_seconds for turn in turns))
@@ -236,7 +236,7 @@ def take_round(ours: Ranks, theirs: Ranks, dtype: str) -> Round:
 
 
 def outcome_of(rounds: Sequence[Round]) -> Outcome:
-    """Medians over the quiet rounds, or over all where fewer than three are quiet."""
+    """Return the medians over the quiet rounds, or over all where fewer than three are quiet."""
     quiet = [each for each in rounds if each.foreign <= BUSY]
     counted = quiet if len(quiet) >= min(3, len(rounds)) else rounds
     return Outcome(
@@ -250,7 +250,7 @@ def outcome_of(rounds: Sequence[Round]) -> Outcome:
 
 
 def check_same_work(results: Sequence[tuple[float, float]], dtype: str) -> None:
-    """Compares the two sides' loss and gradient norm of one step.
+    """Compare the two sides' loss and gradient norm of one step.
 
     Raises:
         ValueError: one is not the other's.
@@ -262,14 +262,14 @@ def check_same_work(results: Sequence[tuple[float, float]], dtype: str) -> None:
 
 
 def _reference_weights(mode: str, args: argparse.Namespace) -> dict[str, Tensor]:
-    """What a run of this mode starts from: the same in every layout, so made on one rank."""
+    """Return the initial weights of this mode: the same in every layout, so computed on one rank."""
     config, _ = parse(_common_flags(mode, args))
     weights: dict[str, Tensor] = run_ranks(initial_weights, config.parallel, 1, config)[0]
     return weights
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The model, the batch and what to compare."""
+    """Return the model, the batch and what to compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,7 +293,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def print_outcome(mode: str, outcome: Outcome, num_tokens: int) -> None:
-    """Prints a mode's row, and a remark where the machine was busy."""
+    """Print a mode's row, and a remark where the machine was busy."""
     ours, theirs = num_tokens / outcome.ours, num_tokens / outcome.theirs
     spread = f"{min(outcome.ratios):.2f} to {max(outcome.ratios):.2f}"
     cells = (
@@ -309,7 +309,7 @@ def print_outcome(mode: str, outcome: Outcome, num_tokens: int) -> None:
 
 
 def main() -> int:
-    """Prints a row for each mode."""
+    """Print a row for each mode."""
     args = parse_arguments()
     os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks, before their first import of torch
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -49,13 +49,13 @@ PEERS: dict[str, Build] = {
 }
 PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine")
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
-"""Of a loss, relative: that of a step where nothing is dropped."""
+"""Relative tolerance of the loss of a step without dropout."""
 HEADS = ("", "tok/s", "ratio", "of rounds", "CPU ratio", "GB", "parameters", "first loss", "last loss")
 ROW = "{:<14} {:>8} {:>6} {:>14} {:>9} {:>6} {:>12} {:>11} {:>10}"
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The model, its batch, and who takes part."""
+    """Return the model, its batch, and who takes part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_same_training(measured: dict[str, Measured], dtype: str, dropout: float) -> None:
-    """Compares everybody's number of parameters and losses with megalite's.
+    """Compare everybody's number of parameters and losses with megalite's.
 
     Raises:
         UserError: one trained something else.
@@ -89,7 +89,7 @@ def check_same_training(measured: dict[str, Measured], dtype: str, dropout: floa
 
 
 def row(name: str, theirs: Measured, ours: Measured, num_tokens: int) -> str:
-    """What a peer's steps came to."""
+    """Return a table row for a peer's steps."""
     ratios = [a / b for a, b in zip(theirs.seconds, ours.seconds, strict=True)]
     return ROW.format(
         name,
@@ -105,7 +105,7 @@ def row(name: str, theirs: Measured, ours: Measured, num_tokens: int) -> str:
 
 
 def results_row(measured: dict[str, Measured], dtype: str, dropout: float) -> str:
-    """The ratios as a row of the table that benchmarks/chart.py draws."""
+    """Return the ratios as a row of the table that benchmarks/chart.py draws."""
     ours = measured["megalite"].median
     cells = (
         f"{measured[name].median / ours:.2f}" if name in measured else "-"
@@ -116,7 +116,7 @@ def results_row(measured: dict[str, Measured], dtype: str, dropout: float) -> st
 
 
 def versions() -> str:
-    """Of the peers' packages that are installed."""
+    """Return the versions of the installed peers' packages."""
     found = []
     for package in PACKAGES:
         try:
@@ -127,7 +127,7 @@ def versions() -> str:
 
 
 def config_for(args: argparse.Namespace, device_type: str) -> Config:
-    """The training of all.
+    """Return the training of all.
 
     Raises:
         UserError: it does not fit into memory, or has a model that is cut over ranks.
@@ -141,7 +141,7 @@ def config_for(args: argparse.Namespace, device_type: str) -> Config:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints a row for each peer that runs."""
+    """Print a row for each peer that runs."""
     args = parse_arguments(arguments)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     config = config_for(args, device_type)
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> None:
         num_tokens = size * args.microbatches * model.seq_length
         print(row(name, theirs, measured["megalite"], num_tokens))
     for name, reason in left_out.items():
-        print(f"{name} is left out: {reason}")
+        print(f"{name} is skipped: {reason}")
     check_same_training(measured, model.params_dtype, args.dropout)
     print("for RESULTS.md:", results_row(measured, model.params_dtype, args.dropout))
     print(f"the same {'model' if args.dropout else 'losses in every step'}")

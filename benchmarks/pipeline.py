@@ -84,7 +84,7 @@ class Sleeper:
 
 
 def waiting(topology: Topology, schedule: str, num_microbatches: int) -> float:
-    """Seconds of waiting for each second of work, over all ranks, in the best of three steps."""
+    """Return the seconds of waiting for each second of work, over all ranks, in the best of three steps."""
     stages = SCHEDULES[schedule].stage_map(topology.pp.size, CHUNKS)
     store = WeightGradientStore() if SCHEDULES[schedule].splits_backward else None
     busy: list[float] = []
@@ -128,7 +128,7 @@ def processor_time(work: Callable[[], object], repeats: int) -> float:
 
 
 def overhead(topology: Topology, schedule: str, num_microbatches: int) -> float:
-    """Microseconds of the executor for each action of this rank, messages included."""
+    """Return the microseconds of the executor for each action of this rank, messages included."""
     stages = SCHEDULES[schedule].stage_map(topology.pp.size, CHUNKS)
     own = stages.stages_of(topology.pp.rank)
     chunks = [Tiny(stage == stages.num_stages - 1) for stage in own]
@@ -151,7 +151,7 @@ def overhead(topology: Topology, schedule: str, num_microbatches: int) -> float:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)

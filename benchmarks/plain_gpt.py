@@ -55,7 +55,7 @@ class PlainGPT(nn.Module):
     """Some of the model's layers: with the first one the embeddings, with the last one the logits.
 
     Args:
-        layers: their numbers in the whole model; by default all.
+        layers: numbers of the layers in the whole model; by default all.
     """
 
     def __init__(self, model: ModelConfig, layers: Iterable[int] | None = None) -> None:
@@ -85,13 +85,13 @@ class PlainGPT(nn.Module):
         return self.output(self.norm(x)) if self.is_last else x
 
     def _positions(self, seq_length: int) -> Tensor:
-        """The table's first rows; of a table cut over ranks of a sequence that is cut alike, this rank's."""
+        """Return the table's first rows, or this rank's rows if sequence and table are cut over ranks."""
         table = self.position.weight
         return table.to_local() if isinstance(table, DTensor) else table[:seq_length]
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies megalite's weights of the whole model, by megalite's names, into the parts that are here."""
+        """Copy megalite's weights of the whole model, by megalite's names, into the parts that are here."""
         renamed = {_plain_name(name): weight for name, weight in weights.items()}
         for name, parameter in self.named_parameters():
             parameter.copy_(renamed[name])

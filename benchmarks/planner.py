@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How far the planner is from published runs: time of an iteration, memory of a rank, parameters.
+"""Compare the planner with published runs: time of an iteration, memory of a rank, parameters.
 
 python benchmarks/planner.py [--cases FILE.csv]
 python benchmarks/planner.py --cases benchmarks/planner_held_out_cases.csv
@@ -53,23 +53,23 @@ class Comparison:
 
 
 def compare(cases: Path = CASES) -> list[Comparison]:
-    """Plans every run of a file."""
+    """Plan every run of a file."""
     return [Comparison(run, RunPlan(run.planned_run)) for run in read_published(cases)]
 
 
 def errors(comparisons: Sequence[Comparison], kind: str) -> list[float]:
-    """Sizes of the errors of `time`, `memory` or `parameter`, where there are any."""
+    """Return the sizes of the errors of `time`, `memory` or `parameter`, where there are any."""
     found = (getattr(each, f"{kind}_error") for each in comparisons)
     return [abs(error) for error in found if error is not None]
 
 
 def wrong_verdicts(comparisons: Sequence[Comparison]) -> list[str]:
-    """Runs that are said to fit and did not, or the other way round."""
+    """Run that are said to fit and did not, or the other way round."""
     return [each.run.name for each in comparisons if each.plan.fits == each.run.ran_out_of_memory]
 
 
 def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """The table and its summary."""
+    """Yield the table and its summary."""
     yield f"{'run':32}{'s':>9}{'plan':>9}{'error':>7}{'GB':>7}{'plan':>7}{'error':>7}  time goes to"
     for each in comparisons:
         yield _line(each)
@@ -108,7 +108,7 @@ def _share(value: float | None) -> str:
 
 
 def main() -> None:
-    """Reads the flags and prints the table."""
+    """Read the flags and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How far `tools/plan.py` is from published runs when it is told nothing but their flags.
+"""Compare `tools/plan.py` with published runs when it only gets the runs' flags.
 
 PYTHONPATH=. python benchmarks/planner_flags.py [--cases FILE.csv]
 
@@ -52,7 +52,7 @@ RECOMPUTATIONS = {
 
 
 def flags_of(row: Mapping[str, str]) -> Iterator[str]:
-    """The words behind `python tools/plan.py`; a micro-batch that was not published is 4."""
+    """Yield the words behind `python tools/plan.py`; a micro-batch that was not published is 4."""
     micro = int(row["mbs"] or 4)
     yield from ("--gpu", row["gpu"])
     yield from ("--micro-batch-size", str(micro))
@@ -77,14 +77,14 @@ def flags_of(row: Mapping[str, str]) -> Iterator[str]:
 
 
 def compare(cases: Path) -> list[Comparison]:
-    """Plans every run of a file by its flags."""
+    """Plan every run of a file by its flags."""
     with cases.open(newline="", encoding="utf-8") as file:
         plans = [RunPlan(read_request(list(flags_of(row))).planned_run()) for row in csv.DictReader(file)]
     return [Comparison(run, plan) for run, plan in zip(read_published(cases), plans, strict=True)]
 
 
 def main() -> None:
-    """Reads the flags and prints the table."""
+    """Read the flags and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

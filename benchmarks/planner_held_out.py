@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How far the planner is from papers that its constants have not seen.
+"""Compare the planner with papers that were not used to choose its constants.
 
 PYTHONPATH=. python benchmarks/planner_held_out.py
 
@@ -45,7 +45,7 @@ def _loss(runs: Sequence[Published], choice: Choice) -> float:
 
 
 def _chosen(runs: Sequence[Published]) -> Choice:
-    """One share after the other, and the first again."""
+    """Return one share after the other, and the first again."""
     choice: Choice = (1.0,) * len(SHARES)
     for place in (*range(len(SHARES)), 0) if runs else ():
         tries = [(*choice[:place], factor, *choice[place + 1 :]) for factor in FACTORS]
@@ -54,7 +54,7 @@ def _chosen(runs: Sequence[Published]) -> Choice:
 
 
 def main() -> None:
-    """Prints a line a source and kind of GPU, and what all left-out runs come to."""
+    """Print a line a source and kind of GPU, and what all left-out runs come to."""
     runs = [run for run in read_published(CASES) if run.seconds is not None]
     every: list[float] = []
     kinds = dict.fromkeys((run.source, run.planned_run.cluster.gpu.tflops) for run in runs)

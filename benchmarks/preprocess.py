@@ -3,9 +3,9 @@
 The corpus is the one that ships with the repository and the Python sources that are installed beside this
 Python, in a fixed random order, repeated to a size if they are less; a byte-level BPE is trained on it.
 Another corpus and tokenizer can be given. Each command runs on it and on its first document, which tells what
-is start-up; the speed is that of the rest. The ways take turns, and medians over the rounds are told: of the
-speeds, and of the ratios to megalite within a round. Beside the speed by the clock stands that of one core by
-the processes' own time, which busy neighbours change less. What cannot run is left out by name.
+is start-up; the speed is computed from the remaining time. Programs take turns. It prints medians over the
+rounds: of the speeds, and of the ratios to megalite within a round. It also prints the speed per core by CPU
+time, which other processes disturb less. It names programs that cannot run.
 
     python benchmarks/preprocess.py --megatron ../Megatron-LM --rounds 5
     python benchmarks/preprocess.py --megatron ../Megatron-LM --rounds 5 --only fast
@@ -63,12 +63,12 @@ class Round(NamedTuple):
 
     @property
     def rest(self) -> Seconds:
-        """What is not start-up, by the clock and of cores."""
+        """Return the seconds without start-up, by the clock and of all cores."""
         return Seconds(*(max(a - b, 1e-9) for a, b in zip(self.whole, self.startup, strict=True)))
 
 
 def write_corpus(path: Path, num_bytes: int) -> None:
-    """The documents that are at hand on every machine, repeated to a size."""
+    """Write documents that exist on every machine, repeated to a size."""
     ours = gzip.decompress((CORPUS / "bible.jsonl.gz").read_bytes()).splitlines()
     texts = [json.loads(line)["text"] for line in ours]
     for source in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
@@ -84,7 +84,7 @@ def write_corpus(path: Path, num_bytes: int) -> None:
 
 
 def write_tokenizer(folder: Path, corpus: Path, vocab_size: int, given: Path | None) -> Path:
-    """The tokenizer in a folder of its own, with the configuration that transformers wants beside it."""
+    """Write the tokenizer to its own folder, with the configuration that transformers needs."""
     folder.mkdir()
     if given:
         (folder / "tokenizer.json").write_bytes(given.read_bytes())
@@ -97,7 +97,7 @@ def write_tokenizer(folder: Path, corpus: Path, vocab_size: int, given: Path | N
 
 
 def rows(folder: Path, tokenizer: Path, megatron: Path | None, workers: int) -> list[Row]:
-    """The ways that are compared; the others are related to the first."""
+    """Return the ways that are compared; the others are related to the first."""
     without_fast_engine = folder / "no_gigatoken"
     without_fast_engine.mkdir()
     (without_fast_engine / "gigatoken.py").write_text('raise ImportError("left out on purpose")\n')
@@ -119,7 +119,7 @@ def rows(folder: Path, tokenizer: Path, megatron: Path | None, workers: int) -> 
 
 
 def run(row: Row, source: Path, output: Path) -> Seconds:
-    """The time of one command and its processes.
+    """Return the time of one command and its processes.
 
     Raises:
         RuntimeError: it failed, with its last line.
@@ -137,18 +137,18 @@ def run(row: Row, source: Path, output: Path) -> Seconds:
 
 
 def cores_time() -> float:
-    """Seconds that finished children, and theirs, have computed."""
+    """Return the seconds that finished children, and theirs, have computed."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def output_of(row: Row, folder: Path) -> Path:
-    """The prefix that a row writes to."""
+    """Return the prefix that a row writes to."""
     return folder / row.name.translate({ord(c): "-" for c in " `,"})
 
 
 def one_round(row: Row, corpus: Path, single: Path, folder: Path) -> Round:
-    """The command on both inputs; what an earlier round has written is in nobody's way."""
+    """Return the command on both inputs; what an earlier round has written is in nobody's way."""
     output = output_of(row, folder)
     for old in folder.glob(f"{output.name}*_text_document*"):
         old.unlink()
@@ -157,7 +157,7 @@ def one_round(row: Row, corpus: Path, single: Path, folder: Path) -> Round:
 
 
 def same_output(first: Row, second: Row, folder: Path) -> str:
-    """Whether two commands wrote the same files, in words."""
+    """Return whether two commands wrote the same files, in words."""
     same = all(
         filecmp.cmp(*(f"{output_of(row, folder)}_text_document.{kind}" for row in (first, second)), False)
         for kind in ("bin", "idx")
@@ -168,7 +168,7 @@ def same_output(first: Row, second: Row, folder: Path) -> str:
 def take_turns(
     found: list[Row], corpus: Path, single: Path, folder: Path, rounds: int
 ) -> dict[str, list[Round]]:
-    """All ways in each round, so that what slows the machine down slows all of them down."""
+    """Return all ways in each round, so that what slows the machine down slows all of them down."""
     results: dict[str, list[Round]] = {row.name: [] for row in found}
     for _ in range(rounds):
         for row in found:
@@ -183,7 +183,7 @@ def take_turns(
 
 
 def print_table(results: dict[str, list[Round]], size: int, same: dict[str, str]) -> None:
-    """Medians: of what a way takes, and of how many times as long as the first one it takes."""
+    """Print the medians of each program's seconds, and of their ratios to the first program."""
     base = next(iter(results.values()))
     print(f"{'':37}{'median of a round':^35}  {'megalite is so many times as fast':^33}")
     print(f"{'':37}{'whole s':>8}{'start s':>8}{'MB/s':>8}{'/core':>7}{'clock':>13}{'cores':>9}{'whole':>9}")
@@ -203,7 +203,7 @@ def print_table(results: dict[str, list[Round]], size: int, same: dict[str, str]
 
 
 def main() -> None:
-    """Measures, and prints a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM that runs with this Python")
     parser.add_argument("--corpus", type=Path, help="JSONL to use instead of what is at hand")

@@ -1,4 +1,4 @@
-"""Groups of ranks that take a step each time they are told, so that several can be timed turn by turn."""
+"""Groups of ranks that run a step on request, so that several groups can be timed turn by turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Turn(NamedTuple):
 
 
 class Ranks:
-    """Ranks of this machine that wait, at no cost, until they are told to take a step.
+    """Ranks of this machine that wait, at no cost, for a request to run a step.
 
     Args:
         build: called on each rank with its topology and `args`; it gives the step. Importable by name.
@@ -51,7 +51,7 @@ class Ranks:
         )
 
     def turn(self) -> Turn:
-        """Runs one step on every rank.
+        """Run one step on every rank.
 
         Raises:
             RankError: a rank failed.
@@ -73,7 +73,7 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Lets the ranks go; of several failures the first is told."""
+        """Stop the ranks; raise the first of several failures."""
         for end in self._ends:
             with suppress(OSError):  # a rank that failed is gone
                 end.send(False)
@@ -104,13 +104,13 @@ class ForeignCPU:
         self.busy = busy_seconds()
 
     def share(self, own_cpu_seconds: float) -> float:
-        """The share since this object was made, of all cores: 0 on a quiet machine."""
+        """Return the share of all cores since this object was created: 0 on an idle machine."""
         available = (time.perf_counter() - self.start) * (os.cpu_count() or 1)
         return max(0.0, (busy_seconds() - self.busy - own_cpu_seconds) / available)
 
 
 def busy_seconds() -> float:
-    """Seconds for which the machine's cores worked for any process so far, in sum (Linux).
+    """Return the seconds for which the machine's cores worked for any process so far, in sum (Linux).
 
     Interrupts are left out: the messages of our own ranks make most of them, and no process is charged.
     """

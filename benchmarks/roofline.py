@@ -35,19 +35,19 @@ CUDNN, FLASH2 = (484e12, 465e12), (298e12, 291e12)
 """FLOP/s of attention on Hopper, forward and backward, causal with 2k positions and heads of 128 (Shah et al.
 2024, arXiv 2407.08608, figures 5 and 6)."""
 BACKWARD_GEMMS = 2.5
-"""GEMMs of fused attention's backward over those of its forward."""
+"""Number of GEMMs in fused attention's backward, relative to its forward."""
 OPTIMIZER_BYTES = 34
 """Bytes per parameter: read the gradient for the norm (4); read gradient, main weight and moments (16), write
 the latter three (12) and the bf16 weight (2)."""
 
 
 class Row(NamedTuple):
-    """Describe one kernel.
+    """Describes one kernel.
 
     Attributes:
         kind: gemm, attention or memory.
         count: calls in a step.
-        flops, num_bytes: of a call.
+        flops, num_bytes: FLOPs and bytes of a call.
         floor, expected: seconds of a call.
     """
 
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """Describe one product, ``[m, k] x [k, n]``."""
+    """Describes one matrix product, ``[m, k] x [k, n]``."""
 
     name: str
     count: int
@@ -71,7 +71,7 @@ class Gemm(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Operations of a call."""
+        """Return the operations of a call."""
         return 2.0 * self.m * self.n * self.k
 
 
@@ -130,7 +130,7 @@ def _memory_bound(model: ModelConfig, tokens: int, hidden: float) -> Iterator[tu
     yield "bias + residual forward", layers, 3 * hidden
     yield "GELU's input, written by the up GEMM", layers, ffn * hidden
     yield "GELU's input, read by the down GEMM's dgrad", layers, ffn * hidden
-    # The wgrad sums that of qkv, a norm's backward that of the projection, the down GEMM's dgrad that of up.
+    # Bias gradients: wgrad sums qkv's, a norm's backward the projection's, the down GEMM's dgrad up's.
     yield "gradient of down's bias", layers, hidden
     yield "gradients of q, k, v into one tensor", layers, 6 * hidden
     yield "embedding forward and backward", 1, 11 * hidden

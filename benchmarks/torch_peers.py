@@ -141,7 +141,7 @@ def fsdp(topology: Topology, config: Config, weights: Mapping[str, Tensor], zero
 def _network(
     config: Config, weights: Mapping[str, Tensor], layers: Iterable[int] | None = None, autocast: bool = True
 ) -> PlainGPT:
-    """The plain model with megalite's weights, in bf16 by autocast."""
+    """Return the plain model with megalite's weights, in bf16 by autocast."""
     network = PlainGPT(config.model, layers)
     network.load(weights)
     if autocast and config.model.params_dtype == "bf16":
@@ -150,7 +150,7 @@ def _network(
 
 
 def _layers_of_stages(config: Config, num_stages: int) -> list[range]:
-    """Layers by stage, as --pipeline-layers has them or evenly."""
+    """Return the layers by stage, as --pipeline-layers has them or evenly."""
     counts = config.parallel.pipeline_layers or [config.model.num_layers // num_stages] * num_stages
     starts = [sum(counts[:i]) for i in range(num_stages + 1)]
     assert starts[-1] == config.model.num_layers, (counts, config.model.num_layers)
@@ -165,7 +165,7 @@ def _accumulating(
     make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     dp: dist.ProcessGroup | None = None,
 ) -> PeerStep:
-    """A step that adds up the gradients of microbatches.
+    """Return a step that adds up the gradients of microbatches.
 
     Args:
         around: the context of each forward and backward.
@@ -228,7 +228,7 @@ def _zero1(
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float, pp: dist.ProcessGroup | None = None) -> float:
-    """Clips by the norm over all parameters, and over the stages of a pipeline; returns it."""
+    """Clip by the norm over all parameters, and over the stages of a pipeline; returns it."""
     members: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
         members[isinstance(parameter, DTensor)].append(parameter)

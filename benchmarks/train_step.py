@@ -73,14 +73,14 @@ class Machine(NamedTuple):
 
     @staticmethod
     def here() -> Machine:
-        """This one: its first GPU, or its CPU."""
+        """Return this machine: its first GPU, or its CPU."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         return Machine(device.type, name, peak_tflops(device), free_bytes(device.type))
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The model, its batch, and what is measured."""
+    """Return the model, its batch, and what is measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def config_that_fits(args: argparse.Namespace, dropout: float, machine: Machine) -> Config:
-    """The step that is timed.
+    """Return the step that is timed.
 
     Raises:
         UserError: it does not fit into memory; with what would.
@@ -108,7 +108,7 @@ def config_that_fits(args: argparse.Namespace, dropout: float, machine: Machine)
 
 
 def works(config: Config, args: argparse.Namespace, machine: Machine) -> dict[str, tuple[Build, Config]]:
-    """What takes turns; it tells why plain PyTorch does not."""
+    """Return the programs that take turns; print why plain PyTorch does not."""
     found: dict[str, tuple[Build, Config]] = {"megalite": (megalite, config), "product": (product, config)}
     needed = plain_step_bytes(config, machine.device_type)
     if args.no_plain:
@@ -124,18 +124,18 @@ def works(config: Config, args: argparse.Namespace, machine: Machine) -> dict[st
 
 
 def fit_together(config: Config, machine: Machine) -> bool:
-    """Whether both steps have room beside each other; else one runs after the other."""
+    """Return whether both steps have room beside each other; else one runs after the other."""
     needed = [size(config, machine.device_type) for size in (step_bytes, plain_step_bytes)]
     return sum(needed) <= machine.free
 
 
 def tell_left_out(name: str, reason: str) -> None:
-    """Prints what did not run."""
-    print(f"{name} is left out: {reason}", flush=True)
+    """Print what did not run."""
+    print(f"{name} is skipped: {reason}", flush=True)
 
 
 def row(dropout: float, config: Config, machine: Machine, measured: dict[str, Measured]) -> str:
-    """What a step came to."""
+    """Return a table row for a step."""
     tp, ours, theirs = config.parallel.tp, measured["megalite"], measured.get("plain")
     num_tokens = config.training.micro_batch_size * config.num_microbatches(1) * config.model.seq_length
     rate = num_tokens / ours.median
@@ -157,7 +157,7 @@ def row(dropout: float, config: Config, machine: Machine, measured: dict[str, Me
 
 
 def lines_before(args: argparse.Namespace, config: Config, machine: Machine) -> Sequence[str]:
-    """What is timed, on what, and how it is counted."""
+    """Return lines about the model, the machine and the units."""
     model, tp = config.model, config.parallel.tp
     size, peak = SIZES[machine.device_type][0], machine.peak
     lines = [
@@ -180,7 +180,7 @@ def lines_before(args: argparse.Namespace, config: Config, machine: Machine) -> 
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints a row for each probability of dropout."""
+    """Print a row for each probability of dropout."""
     args, machine = parse_arguments(arguments), Machine.here()
     args.params_dtype = args.params_dtype or ("bf16" if machine.device_type == "cuda" else "fp32")
     configs = {dropout: config_that_fits(args, dropout, machine) for dropout in args.dropout}
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> None:
     for dropout, (config, builds) in plans.items():
         measured = take_turns(builds, args.rounds, tell_left_out, together=fit_together(config, machine))
         if not {"megalite", "product"} <= measured.keys():
-            raise UserError("nothing was measured: see what is left out, and why")
+            raise UserError("nothing was measured: see above which programs were skipped, and why")
         print(row(dropout, config, machine, measured), flush=True)
 
 

@@ -27,7 +27,7 @@ from megalite.kernels.traced import key_tensor
 
 HEAD_DIMS = (64, 128, 256)
 NAMES = ("forward", "key_gradients", "query_gradients")
-"""of the kernels, in the order of `KernelSizes`"""
+"""Names of the kernels, in the order of `KernelSizes`."""
 HOPPER = 90
 REGISTERS, SHARED_BYTES, WARPS = 64 << 10, 227 << 10, 64
 """of a multiprocessor of Hopper"""
@@ -37,7 +37,7 @@ class Resources(NamedTuple):
     """What a program of a kernel takes.
 
     Attributes:
-        registers: of a thread.
+        registers: registers per thread.
         spilled: bytes of a thread's registers that are kept in memory.
         shared: bytes of shared memory.
     """

@@ -1,4 +1,4 @@
-"""Processes that each take a training step when they are told, so that several can be timed turn by turn."""
+"""Processes that run a training step on request, so that several can be timed turn by turn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NUM_WARMUP = 3
 
 
 class Work(NamedTuple):
-    """What a process does in its turns.
+    """The work of a process in its turns.
 
     Attributes:
         step: one training step; it returns the loss.
-        num_parameters: of what it trains.
+        num_parameters: number of parameters that it trains.
     """
 
     step: Callable[[], float]
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     """One step.
 
     Attributes:
-        cpu_seconds: of the process' threads, which a busy neighbour changes less.
+        cpu_seconds: CPU seconds of the process' threads, which other processes disturb less.
         peak_bytes: the most memory that the process has taken so far, of its GPU where it has one.
     """
 
@@ -56,10 +56,10 @@ class LeftOutError(Exception):
 
 
 class Worker:
-    """A process that builds its work, then waits at no cost until it is told to take a turn.
+    """A process that builds its work, then waits at no cost for a request to take a turn.
 
     Attributes:
-        num_parameters: of what it trains.
+        num_parameters: number of parameters that it trains.
 
     Raises:
         LeftOutError: it cannot be built here.
@@ -74,7 +74,7 @@ class Worker:
         self.num_parameters: int = self._answer()
 
     def turn(self) -> Turn:
-        """Takes a step.
+        """Take a step.
 
         Raises:
             LeftOutError: it failed.
@@ -84,7 +84,7 @@ class Worker:
         return turn
 
     def close(self) -> None:
-        """Ends the process, and with it its memory."""
+        """End the process, and with it its memory."""
         self._end.close()
         self._process.join()
 
@@ -121,7 +121,7 @@ def _serve(end, build: Build, config: Config) -> None:  # type: ignore[no-untype
 
 
 def _now(device: torch.device) -> float:
-    """The time when all that the device was told to do is done."""
+    """Return the time after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -137,7 +137,7 @@ def _in_a_line(error: Exception) -> str:
 
 @contextmanager
 def one_rank(config: Config) -> Iterator[Topology]:
-    """The topology of one process: the only rank, or rank 0 of a tensor-parallel group that is not there."""
+    """Return the topology of one process: the only rank, or rank 0 of a fake tensor-parallel group."""
     parallel, tp = config.parallel, config.parallel.tp
     if tp == 1:
         with Topology.start(parallel, Launch(0, 1, 0, 1)) as topology:
@@ -152,11 +152,11 @@ def one_rank(config: Config) -> Iterator[Topology]:
 
 
 class Measured(NamedTuple):
-    """What the counted turns of a process came to.
+    """The result of a process's counted turns.
 
     Attributes:
-        seconds, cpu_seconds: of each counted turn.
-        losses: of every turn, those of the warm-up first.
+        seconds, cpu_seconds: seconds of each counted turn.
+        losses: losses of all turns, including the warm-up.
     """
 
     seconds: list[float]
@@ -167,7 +167,7 @@ class Measured(NamedTuple):
 
     @property
     def median(self) -> float:
-        """Seconds of a turn."""
+        """Return the seconds of a turn."""
         return statistics.median(self.seconds)
 
     @property
@@ -183,11 +183,11 @@ def take_turns(
     warmup: int = NUM_WARMUP,
     together: bool = True,
 ) -> dict[str, Measured]:
-    """Runs each work once a round.
+    """Run each work once a round.
 
     Args:
-        rounds: that count.
-        left_out: is told the name of what cannot run, and why; the others go on.
+        rounds: number of rounds that count.
+        left_out: called with the name of a program that cannot run, and the reason; the others continue.
         together: False where memory is for one process at a time: then each takes all its turns before the
             next is built.
     """

@@ -10,17 +10,17 @@
 
 #include "progress.h"
 
-// Chooses as a loop over all datasets does, to the bit, and looks at few of them.
+// Makes the same choices as a loop over all datasets, to the bit, but only looks at a few of them.
 //
-// How far a dataset is behind, weight * i - taken, grows with i until it is chosen, in floating point too, as
-// rounding keeps order. So the datasets that stay below some bound to the end of a block of samples are known at
-// its start. As long as the one chosen of the others is not below that bound, it is the one of all; where it is,
-// the block ends early, and the next one begins there with a lower bound.
+// A dataset's deficit, weight * i - taken, grows with i until the dataset is chosen. This also holds in floating
+// point, because rounding keeps the order. So at the start of a block of samples we know which datasets stay below
+// some bound until its end. If the choice among the others is not below the bound, it is the choice among all.
+// Otherwise the block ends early, and the next block begins there with a lower bound.
 //
-// Built without fused multiply-subtract, which would round once instead of twice, and break ties otherwise.
+// Compiled without fused multiply-subtract: it would round once instead of twice, and break ties differently.
 class BlendOrder {
  public:
-  // Takes one weight or more, finite and not negative.
+  // Takes at least one weight. Weights are finite and not negative.
   explicit BlendOrder(const std::vector<double>& weights)
       : weights_(weights),
         taken_(weights.size(), 0.0),
@@ -29,7 +29,7 @@ class BlendOrder {
         near_(weights.size()),
         reaches_(weights.size()) {}
 
-  // Gives each sample its dataset and its number there.
+  // Writes each sample's dataset and its number in that dataset.
   void fill(std::int64_t num_samples, std::int16_t* datasets, std::int64_t* samples, Progress* progress) {
     const std::size_t size = weights_.size();
     const std::int64_t block = size <= kFew ? kWholeBlock : size <= kMany ? kShortBlock : kLongBlock;
@@ -44,13 +44,13 @@ class BlendOrder {
   }
 
  private:
-  static constexpr std::size_t kFew = 16, kMany = 256;  // datasets; to pick among few costs less than to leave some out
+  static constexpr std::size_t kFew = 16, kMany = 256;  // datasets; for few, checking all is faster than skipping
   static constexpr std::int64_t kShortBlock = 16, kLongBlock = 32, kWholeBlock = 1 << 16;
   static constexpr double kMinSlack = 1e-3;
 
   static double position(std::int64_t i) { return static_cast<double>(std::max<std::int64_t>(i, 1)); }
 
-  // Copies the datasets that reach the bound by sample `last`, in their order.
+  // Copies the datasets that reach the bound by sample `last`, in order.
   void gather(std::int64_t last) {
     const double end = position(last), bound = bound_;
     const std::size_t size = weights_.size();
@@ -70,7 +70,7 @@ class BlendOrder {
     }
   }
 
-  // Fills samples i to stop, or up to one that a skipped dataset may have; returns the first not filled.
+  // Fills samples i to stop, or up to a sample that may be a skipped dataset's; returns the first sample not filled.
   std::int64_t fill_block(std::int64_t i, std::int64_t stop, std::int16_t* datasets, std::int64_t* samples) {
     const double* weights = near_weights_.data();
     double* taken = near_taken_.data();
@@ -107,5 +107,5 @@ class BlendOrder {
   std::vector<std::uint8_t> reaches_;
   std::size_t num_near_ = 0;
   double bound_ = -std::numeric_limits<double>::infinity();
-  double slack_ = 0.01;  // how far the next bound stays below the last block: as large as keeps blocks whole mostly
+  double slack_ = 0.01;  // distance of the next bound below the last block: large enough that most blocks complete
 };

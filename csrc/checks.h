@@ -1,4 +1,4 @@
-// Checks of operators' arguments, for every device: only the dispatcher has seen them before.
+// Argument checks of operators, for all devices: nothing but the dispatcher has checked them before.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,7 +15,7 @@ inline int64_t rows_of(const torch::stable::Tensor& x) {
   return columns == 0 ? 0 : x.numel() / columns;
 }
 
-// The dtype in which a tensor is computed with.
+// The dtype of computations with a tensor.
 inline torch::headeronly::ScalarType computed_in(const torch::stable::Tensor& tensor) {
   using torch::headeronly::ScalarType;
   return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
@@ -37,7 +37,7 @@ inline void check_bias(
       ": bias must have as many elements as x has columns, and x's dtype and device");
 }
 
-// `halves` of x's columns make one of the output's.
+// x has `halves` columns for each column of the output.
 inline void check_activation(
     const char* op, const torch::stable::Tensor& x, const std::optional<torch::stable::Tensor>& bias, int64_t halves) {
   check_bias(op, x, bias);

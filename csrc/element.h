@@ -1,8 +1,8 @@
-// Element types, for C++ and CUDA: how each is stored, and how it is computed.
+// Element types for C++ and CUDA: the storage and compute type of each.
 //
-// bf16 and fp16 are plain 16-bit storage with conversions free of branches: loops over torch's own types do not
-// vectorise. Rounding is to nearest, ties to even, as torch's. On a GPU its own instructions convert, to the same
-// numbers but for the bits of a NaN.
+// bf16 and fp16 are plain 16-bit storage with branch-free conversions, because loops over torch's own types do not
+// vectorise. Rounding is to nearest, ties to even, as in torch. On a GPU, its own instructions convert, with the same
+// results except for the bits of a NaN.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ MEGALITE_INLINE float float_of(uint32_t bits) {
   return value;
 }
 
-// `yes` or `no` without a branch: a compiler would move their sums into the branch and then not vectorise the loop.
+// Selects `yes` or `no` without a branch: otherwise a compiler would move the sums into the branch and not vectorise.
 MEGALITE_INLINE uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -39,7 +39,7 @@ struct Half {
   uint16_t bits;
 };
 
-// fp64 is computed in itself, all others in fp32.
+// fp64 is computed in fp64, all others in fp32.
 template <class T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -47,7 +47,7 @@ MEGALITE_INLINE double widen(double value) { return value; }
 MEGALITE_INLINE float widen(float value) { return value; }
 MEGALITE_INLINE float widen(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
 
-// The exponent's bias is corrected by a product: it also makes subnormal numbers normal, exactly.
+// A multiplication corrects the exponent's bias: it also makes subnormal numbers normal, exactly.
 MEGALITE_INLINE float widen(Half value) {
 #if defined(__CUDA_ARCH__)
   float wide;
@@ -80,7 +80,7 @@ MEGALITE_INLINE BFloat16 narrow<BFloat16>(float value) {
 #endif
 }
 
-// Under 2^-14 (fp16's subnormal numbers) the processor rounds: adding 1/2 leaves a step of 2^-24, fp16's smallest.
+// Below 2^-14 (fp16's subnormal numbers) the processor rounds: adding 1/2 gives a step of 2^-24, fp16's smallest.
 template <>
 MEGALITE_INLINE Half narrow<Half>(float value) {
 #if defined(__CUDA_ARCH__)
@@ -99,7 +99,7 @@ MEGALITE_INLINE Half narrow<Half>(float value) {
 #endif
 }
 
-// Two elements of 16 bits in a word, the first one in its lower half.
+// Packs two 16-bit elements into a word, the first one in its lower half.
 template <class T>
 MEGALITE_INLINE float widen_low(uint32_t pair) {
   if constexpr (std::is_same_v<T, BFloat16>) return float_of(pair << 16);

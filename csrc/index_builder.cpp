@@ -1,7 +1,7 @@
-// The parts of the data layer for which Python is too slow: the order of documents and samples, where each sample
-// starts, which dataset of a blend it comes from, and its tokens; and one that Python cannot do: read a mapped file
-// that became shorter. Loops run without the GIL. Inputs are checked here, because they come from files: a bad one
-// raises, it never reads or writes outside an array.
+// The parts of the data layer for which Python is too slow: the order of documents and samples, the start of each
+// sample, its dataset in a blend, and its tokens. Also, reading a mapped file that became shorter, which Python cannot
+// do. Loops run without the GIL. Inputs are checked here, because they come from files: a bad input raises, and never
+// reads or writes outside an array.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -34,7 +34,7 @@ namespace {
 constexpr std::int64_t kMaxLength = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kMaxSamples = std::numeric_limits<std::int64_t>::max() / 64;
 constexpr std::int64_t kMaxThreads = 16;
-constexpr std::int64_t kMinPart = 1 << 17;  // documents that are worth a thread
+constexpr std::int64_t kMinPart = 1 << 17;  // minimum number of documents per thread
 
 template <typename Index>
 py::array new_sample_index(const IntegerView& lengths, const IntegerView& documents, std::int64_t seq_length,
@@ -134,7 +134,7 @@ void fill_shuffled(LegacyRandom& random, py::array& out, std::int64_t start, std
     throw std::invalid_argument("out must take whole epochs of stop - start numbers");
   if (wide)
     fill_shuffled_as<std::int64_t>(random, out, start, stop, progress);
-  else  // the same bits, signed or not
+  else  // signed and unsigned have the same bits
     fill_shuffled_as<std::uint32_t>(random, out, start, stop, progress);
 }
 
@@ -178,7 +178,7 @@ std::pair<std::int64_t, std::int64_t> gather_samples(const py::array& tokens, co
   throw std::invalid_argument("tokens must be of a type that an indexed dataset holds");
 }
 
-// The bytes of a mapped file, which stays mapped as long as the array lives.
+// The bytes of a mapped file, which stays mapped during the array's lifetime.
 py::array_t<std::uint8_t> array_of(const py::object& self) {
   const MappedFile& file = self.cast<const MappedFile&>();
   py::array_t<std::uint8_t> bytes(static_cast<py::ssize_t>(file.size()), reinterpret_cast<std::uint8_t*>(file.data()), self);

@@ -1,4 +1,4 @@
-// A one-dimensional array of integers as its caller has it, whatever its width, stride and alignment.
+// A view of a caller's one-dimensional array of integers with any width, stride and alignment.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-// Its elements are int32 or int64, and not necessarily aligned: the arrays of an .idx start at byte 34.
+// Elements are int32 or int64, and not necessarily aligned: the arrays of an .idx start at byte 34.
 class IntegerView {
  public:
   IntegerView(const pybind11::array& array, const char* name)
@@ -29,7 +29,7 @@ class IntegerView {
     return wide_ ? load<std::int64_t>(i) : load<std::int32_t>(i);
   }
 
-  // Starts to fetch element i, of an index that need not exist.
+  // Prefetches element i, which need not exist.
   void prefetch(std::int64_t i) const {
     if (i >= 0 && i < size_) __builtin_prefetch(data_ + i * stride_);
   }
@@ -50,7 +50,7 @@ class IntegerView {
   bool wide_;
 };
 
-// The usual case of an IntegerView, for a loop that is as fast as its loads.
+// The usual case of an IntegerView, for a loop that is only limited by its loads.
 class PackedView {
  public:
   explicit PackedView(const IntegerView& view) : data_(view.data()), size_(view.size()) {}
@@ -63,7 +63,7 @@ class PackedView {
     return value;
   }
 
-  // Starts to fetch element i, of an index that need not exist.
+  // Prefetches element i, which need not exist.
   void prefetch(std::int64_t i) const {
     if (i >= 0 && i < size_) __builtin_prefetch(data_ + i * 4);
   }

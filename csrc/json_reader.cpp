@@ -1,4 +1,4 @@
-// Reads the texts of JSON lines, for the many of a corpus for which Python's json module is too slow.
+// Reads the texts of JSON lines, because Python's json module is too slow for the many lines of a corpus.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

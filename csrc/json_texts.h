@@ -1,6 +1,6 @@
-// Extracts the texts under some keys of JSON objects, one a line: only the JSON that corpora usually have. What is
-// accepted here is accepted by Python's json module too, with the same texts; anything unusual (a name with an escape,
-// half a surrogate pair, NaN, deep nesting, a key that is missing or repeated, an error) is left to that module.
+// Extracts the texts under some keys of JSON objects, one per line. It only supports JSON that corpora usually have.
+// Python's json module accepts everything that is accepted here, with the same texts. Anything unusual (a name with an
+// escape, half a surrogate pair, NaN, deep nesting, a missing or repeated key, an error) is left to that module.
 
 #pragma once
 
@@ -16,7 +16,7 @@ class JsonTexts {
  public:
   explicit JsonTexts(std::vector<std::string> keys) : keys_(std::move(keys)), texts_(keys_.size()) {}
 
-  // Whether the line is an object with a text under every key; texts() then holds them, in UTF-8.
+  // Returns whether the line is an object with a text under every key; texts() then holds the texts in UTF-8.
   bool read(std::string_view line) {
     at_ = line.data();
     end_ = at_ + line.size();
@@ -125,7 +125,7 @@ class JsonTexts {
     return at_ != begin;
   }
 
-  // A string from quote to quote, appended to nothing or put into `text`.
+  // Parses a string from quote to quote, and stores it in `text` unless this is null.
   bool string(std::string* text) {
     if (!take('"')) return false;
     if (text) text->clear();
@@ -143,14 +143,14 @@ class JsonTexts {
     }
   }
 
-  // Goes on to the next quote, backslash, control character or byte above ASCII, eight bytes at a time.
+  // Advances to the next quote, backslash, control character or byte above ASCII, eight bytes at a time.
   void skip_plain() {
     constexpr std::uint64_t kOnes = 0x0101010101010101u, kHigh = 0x8080808080808080u;
     while (end_ - at_ >= 8) {
       std::uint64_t bytes;
       std::memcpy(&bytes, at_, 8);
       const std::uint64_t quote = bytes ^ (kOnes * '"'), backslash = bytes ^ (kOnes * '\\');
-      // The high bit of a byte that is zero, or below 0x20, for bytes of ASCII; perhaps of one after such a byte.
+      // Sets the high bit of ASCII bytes that are zero, or below 0x20; may also set it in a byte after such a byte.
       const std::uint64_t special = (quote - kOnes) | (backslash - kOnes) | (bytes - kOnes * 0x20);
       if ((special | bytes) & kHigh) break;
       at_ += 8;
@@ -212,7 +212,7 @@ class JsonTexts {
     }
   }
 
-  // The characters above ASCII from here on, if they are valid UTF-8 (Unicode 15, table 3-7).
+  // Parses the characters above ASCII from here on, if they are valid UTF-8 (Unicode 15, table 3-7).
   bool wide_characters(std::string* text) {
     const char* const begin = at_;
     while (at_ != end_ && static_cast<unsigned char>(*at_) >= 0x80) {

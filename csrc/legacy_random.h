@@ -1,7 +1,7 @@
-// numpy.random.RandomState(seed).shuffle, number for number, several times as fast.
+// The same shuffle as numpy.random.RandomState(seed).shuffle, several times as fast.
 //
-// A shuffle of an array beyond the caches waits for memory at each of its swaps. Their positions depend on the
-// generator alone, so that a block of them is drawn ahead and the memory they name fetched meanwhile.
+// A shuffle of an array larger than the caches waits for memory at each swap. The positions only depend on the
+// generator, so a block of positions is drawn ahead, and their memory is prefetched.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 #include "progress.h"
 
-// The Mersenne Twister MT19937 (Matsumoto and Nishimura 1998), a block of its numbers at a time.
+// The Mersenne Twister MT19937 (Matsumoto and Nishimura 1998), one block of numbers at a time.
 class LegacyRandom {
  public:
   explicit LegacyRandom(std::int64_t seed) {
@@ -27,7 +27,7 @@ class LegacyRandom {
     }
   }
 
-  // Fisher and Yates from the last element down, as numpy's: element i changes place with one of [0, i]. Counts
+  // A Fisher-Yates shuffle from the last element down, as in numpy: element i is swapped with one of [0, i]. Counts
   // elements.
   template <typename T>
   void shuffle(T* values, std::int64_t size, Progress* progress) {
@@ -46,13 +46,13 @@ class LegacyRandom {
   static constexpr std::uint32_t kSize = 624, kShift = 397;
   static constexpr std::int64_t kBlock = 256;
 
-  // count numbers, the k-th uniform in [0, largest - k]: masked to the bits of that bound, drawn again beyond.
+  // Draws count numbers, the k-th uniform in [0, largest - k]: masked to the bits of the bound, and redrawn above it.
   void draw(std::int64_t largest, std::int64_t count, std::int64_t* numbers) {
     for (std::int64_t k = 0; k < count;) {
       const std::int64_t bound = largest - k;
       const bool wide = bound > std::numeric_limits<std::uint32_t>::max();
       const std::int64_t mask = mask_of(bound);
-      // While the mask holds; no branch depends on a random number, which would be guessed wrong half the time.
+      // While the mask stays the same. No branch depends on a random number: half of its predictions would be wrong.
       const std::int64_t end = std::min(count, k + bound - mask / 2);
       while (k < end) {
         const std::int64_t number = (wide ? next64() : next()) & mask;

@@ -1,5 +1,5 @@
-// The compiled library of kernels, on torch's stable ABI: one build serves torch 2.11 and later and each Python 3.
-// Importing it registers its kernels with operators that megalite/kernels/*.py define.
+// The compiled library of kernels, on torch's stable ABI: one build works with torch 2.11 and later and any Python 3.
+// Importing it registers its kernels with the operators that megalite/kernels/*.py define.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 

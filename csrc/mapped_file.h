@@ -1,4 +1,4 @@
-// A file's bytes in memory, which can still be read after the file was cut shorter, and whether the file changed.
+// A file mapped into memory that can still be read after it was truncated, and detection of changes to the file.
 
 #pragma once
 
@@ -28,11 +28,11 @@
 #define st_ctim st_ctimespec
 #endif
 
-// The mappings of this process, for the handler of SIGBUS.
+// The mappings of this process, for the SIGBUS handler.
 //
-// The kernel sends that signal to a thread that reads a mapped page which its file no longer has, or which the disk
-// cannot read. The handler maps zeros over all of the mapping, marks it as lost and lets the thread continue;
-// users of the mapping check the mark after reading. Any other SIGBUS goes to the handler before this one.
+// The kernel sends this signal to a thread that reads a mapped page that its file no longer has, or that the disk
+// cannot read. The handler maps zeros over the whole mapping, marks it as lost and lets the thread continue. Users of
+// the mapping check the mark after reading. Any other SIGBUS is passed to the previous handler.
 class MappedRanges {
  public:
   struct Range {
@@ -83,7 +83,7 @@ class MappedRanges {
     static bool is_installed = false;
     if (is_installed) return;
     is_installed = true;
-    previous_action();  // made here, not in the handler
+    previous_action();  // initialized here, not in the handler
     struct sigaction action {};
     action.sa_sigaction = on_bus_error;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
@@ -93,7 +93,7 @@ class MappedRanges {
 
   static void on_bus_error(int, siginfo_t* info, void*) {
     const int saved_errno = errno;
-    const bool is_fault = info->si_code > 0;  // of an access; not sent by a process
+    const bool is_fault = info->si_code > 0;  // a memory access caused it, not a process
     const char* address = static_cast<const char*>(info->si_addr);
     for (Range* range = is_fault ? first().load() : nullptr; range != nullptr; range = range->next) {
       char* begin = range->begin.load();
@@ -104,9 +104,9 @@ class MappedRanges {
           mmap(begin, size, range->protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
       if (zeros == MAP_FAILED) break;
       errno = saved_errno;
-      return;  // the access is repeated, and reads a zero
+      return;  // the access is repeated and reads zero
     }
-    sigaction(SIGBUS, &previous_action(), nullptr);  // which gets this signal when the access is repeated
+    sigaction(SIGBUS, &previous_action(), nullptr);  // it gets the signal when the access is repeated
     if (!is_fault) raise(SIGBUS);
     errno = saved_errno;
   }
@@ -123,7 +123,7 @@ enum class FileChange {
 
 class MappedFile {
  public:
-  // Maps all of a regular file, whose content may change meanwhile only if is_shared. Throws OSError.
+  // Maps a whole regular file. Its content may only change meanwhile if is_shared. Throws OSError.
   MappedFile(std::string path, bool writable, bool is_shared)
       : path_(std::move(path)), is_writable_(writable), is_shared_(is_shared) {
     if (const int error = map(writable); error != 0) throw_os_error(error);
@@ -142,9 +142,9 @@ class MappedFile {
   std::size_t size() const { return size_; }
   bool is_writable() const { return is_writable_; }
 
-  // What happened to the file, so that something else may have been read than what it held when it was opened. The
-  // file's status is looked at unless that was done at most max_age_ms ago. A client of NFS may know an old status for
-  // a minute: with asks_server the file is opened there, for which the client asks.
+  // Returns what happened to the file since it was opened: reads may have returned other data. The file's status is
+  // read unless this was done at most max_age_ms ago. An NFS client may cache a status for a minute. With asks_server,
+  // the file is opened, for which the client asks the server.
   FileChange change(std::int64_t max_age_ms, bool asks_server) {
     if (range_ != nullptr && range_->is_lost.load()) return FileChange::kLost;
     const std::int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -162,18 +162,18 @@ class MappedFile {
   }
 
  private:
-  // Compares the file's status with the one that it was opened with.
+  // Compares the file's status with its status when it was opened.
   FileChange change_to(const struct stat& status) {
     const std::lock_guard<std::mutex> lock(mutex_);
     struct stat& opened = status_;
-    // A file that replaced this one under its name is another file: this one is unchanged.
+    // A file that replaced this one under its name is another file; this one is unchanged.
     if (status.st_dev != opened.st_dev || status.st_ino != opened.st_ino) return FileChange::kNone;
     if (status.st_size < opened.st_size) return FileChange::kLost;
     if (is_shared_) return FileChange::kNone;
     if (status.st_size > opened.st_size) return FileChange::kLonger;
     if (!is_equal(status.st_mtim, opened.st_mtim)) return FileChange::kModified;
     if (is_equal(status.st_ctim, opened.st_ctim)) return FileChange::kNone;
-    // chmod, chown and a hard link set this time too, and leave the content as it is.
+    // chmod, chown and a hard link also set this time, without changing the content.
     const bool is_explained = status.st_mode != opened.st_mode || status.st_uid != opened.st_uid ||
                               status.st_gid != opened.st_gid || status.st_nlink != opened.st_nlink;
     if (!is_explained) return FileChange::kRewritten;
@@ -188,7 +188,7 @@ class MappedFile {
   // Maps the file without the GIL: a file system may take minutes to answer. Returns an error number, or 0.
   int map(bool writable) {
     const pybind11::gil_scoped_release release;
-    // Without O_NONBLOCK opening a fifo waits for a writer.
+    // Without O_NONBLOCK, opening a fifo would wait for a writer.
     const int descriptor = open(path_.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
     if (descriptor < 0) return errno;
     int error = fstat(descriptor, &status_) == 0 ? 0 : errno;
@@ -197,7 +197,7 @@ class MappedFile {
     is_on_nfs_ = fstatfs(descriptor, &file_system) == 0 && file_system.f_type == NFS_SUPER_MAGIC;
 #endif
     if (error == 0 && !S_ISREG(status_.st_mode)) error = S_ISDIR(status_.st_mode) ? EISDIR : ENODEV;
-    if (error == 0 && status_.st_size > 0) {  // nothing cannot be mapped
+    if (error == 0 && status_.st_size > 0) {  // an empty file cannot be mapped
       const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
       size_ = static_cast<std::size_t>(status_.st_size);
       void* memory = mmap(nullptr, size_, protection, MAP_SHARED, descriptor, 0);
@@ -207,7 +207,7 @@ class MappedFile {
         range_ = MappedRanges::add(data_, size_, protection);
       }
     }
-    close(descriptor);  // a blend of thousands of corpora would use up the descriptors of a process
+    close(descriptor);  // a blend of thousands of corpora would use up the process's descriptors
     return error;
   }
 
@@ -225,6 +225,6 @@ class MappedFile {
   std::size_t size_{0};
   MappedRanges::Range* range_{nullptr};
   std::mutex mutex_;
-  struct stat status_ {};  // when it was opened; times, mode, owner and links may be newer
+  struct stat status_ {};  // status at opening; times, mode, owner and links may be newer
   std::atomic<std::int64_t> status_seen_at_{std::numeric_limits<std::int64_t>::min() / 2};  // milliseconds
 };

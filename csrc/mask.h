@@ -1,4 +1,4 @@
-// How a dropout decides: see megalite/kernels/dropout.py.
+// The decision of dropout; see megalite/kernels/dropout.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// New numpy arrays in memory that is quick to touch for the first time.
+// New numpy arrays in memory that is fast to touch for the first time.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 #include <sys/mman.h>
 #endif
 
-// An array of no particular values. To fill one costs as much in page faults as in work, unless its pages are huge:
-// numpy asks for these from 4 MiB on, and its arrays do not start where such a page does.
+// An uninitialized array. Filling an array costs as much in page faults as in work unless its pages are huge. numpy
+// requests huge pages from 4 MiB on, but its arrays do not start at the boundary of such a page.
 template <typename T>
 pybind11::array_t<T> new_array(const std::vector<pybind11::ssize_t>& shape) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
@@ -25,7 +25,7 @@ pybind11::array_t<T> new_array(const std::vector<pybind11::ssize_t>& shape) {
   void* memory = std::aligned_alloc(kHugePage, whole);
   if (memory == nullptr) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-  madvise(memory, whole, MADV_HUGEPAGE);  // where the system has none, small ones serve
+  madvise(memory, whole, MADV_HUGEPAGE);  // without support, the system uses small pages
 #endif
   const pybind11::capsule owner(memory, [](void* pointer) { std::free(pointer); });
   return pybind11::array_t<T>(shape, static_cast<T*>(memory), owner);

@@ -1,4 +1,4 @@
-// The operators' C++ signatures; their schemas are in megalite/kernels/*.py, and exist without this library too.
+// The operators' C++ signatures. Their schemas are in megalite/kernels/*.py and also exist without this library.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-// Which half of the library declares them; csrc/cuda says `cuda` before it includes this.
+// The part of the library that declares them; csrc/cuda defines `cuda` before it includes this.
 #ifndef MEGALITE_DEVICE
 #define MEGALITE_DEVICE cpu
 #endif

@@ -1,6 +1,6 @@
-// Philox4x32-10 and the normal numbers made from it: the arithmetic of megalite/kernels/philox.py, operation by
-// operation, for C++ and CUDA. Both must give the same bits, so compile without contraction of a * b + c into one
-// rounding (-ffp-contract=off; nvcc: --fmad=false) and without -ffast-math.
+// Philox4x32-10 and normal numbers from it: the arithmetic of megalite/kernels/philox.py, operation by operation, for
+// C++ and CUDA. All must give the same bits, so compile without contracting a * b + c into one rounding
+// (-ffp-contract=off; nvcc: --fmad=false) and without -ffast-math.
 //
 // Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox);
 // Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988.
@@ -31,7 +31,7 @@ namespace megalite {
 constexpr int kWordsPerBlock = 4;
 
 constexpr int kRounds = 10;
-constexpr uint32_t kKeyStep0 = 0x9E3779B9u, kKeyStep1 = 0xBB67AE85u;  // from round to round
+constexpr uint32_t kKeyStep0 = 0x9E3779B9u, kKeyStep1 = 0xBB67AE85u;  // added to the key in each round
 
 MEGALITE_INLINE void philox_round(
     uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t key0, uint32_t key1) {
@@ -58,8 +58,8 @@ MEGALITE_INLINE void philox(uint32_t (&counter)[kWordsPerBlock], uint32_t key0, 
   counter[3] = c3;
 }
 
-// Words of `num_blocks` consecutive blocks of one sample: element e of the sample is word e % 4 of block e / 4. The
-// loop's body is 32 bits wide throughout, which lets a compiler run 4, 8 or 16 blocks side by side.
+// Generates the words of `num_blocks` consecutive blocks of one sample: element e of the sample is word e % 4 of block
+// e / 4. All values in the loop are 32 bits wide, so a compiler can run 4, 8 or 16 blocks side by side.
 MEGALITE_INLINE void random_words(
     uint32_t* words, uint64_t first_block, int num_blocks, uint64_t sample, uint64_t key) {
   const uint32_t low = static_cast<uint32_t>(first_block), high = static_cast<uint32_t>(first_block >> 32);
@@ -73,7 +73,7 @@ MEGALITE_INLINE void random_words(
   }
 }
 
-// log(x) of a positive normal number, to a few units in the last place. No libm: each has its own last bits.
+// log(x) of a positive normal number, to a few units in the last place. libm is not used: its last bits differ.
 MEGALITE_INLINE double portable_log(double x) {
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -96,9 +96,9 @@ MEGALITE_INLINE double portable_log(double x) {
   return exponent * 0.69314718055994530942 + s * series;
 }
 
-// Square root of a positive normal number, to a few units in the last place, by Newton's iteration for 1 / sqrt(x)
-// from the well-known linear guess on the bits (3.4% off; four steps square that away). Not std::sqrt, exact as it is:
-// its counterpart in PyTorch uses MKL on some processors, which does not round it correctly.
+// Square root of a positive normal number, to a few units in the last place, by Newton's iteration for 1 / sqrt(x) from
+// the well-known linear guess on the bits (3.4% off; each of the four steps squares the error). std::sqrt is exact, but
+// its counterpart in PyTorch uses MKL on some processors, which does not round correctly.
 MEGALITE_INLINE double portable_sqrt(double x) {
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -112,8 +112,8 @@ MEGALITE_INLINE double portable_sqrt(double x) {
 }
 
 // Standard normal number of a random word: the quantile of (word + 1/2) / 2^32 by AS 241. Its third region
-// (p < exp(-25)) is out of reach. Both regions are rational functions of the same degree: choosing coefficients
-// instead of branches keeps the loop around this vectorisable.
+// (p < exp(-25)) cannot occur. The other two are rational functions of the same degree: selecting coefficients instead
+// of branching keeps the loop around this vectorisable.
 MEGALITE_INLINE double standard_normal(uint32_t word) {
   const double p = (static_cast<double>(word) + 0.5) * 0x1p-32;
   const double q = p - 0.5;

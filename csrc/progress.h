@@ -1,4 +1,4 @@
-// How far a long loop is, for another thread to look at.
+// The progress of a long loop, which another thread reads.
 
 #pragma once
 

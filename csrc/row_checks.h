@@ -1,4 +1,4 @@
-// Checks of the arguments of operators on rows, for every device: softmax, cross-entropy, norms.
+// Argument checks of operators on rows, for all devices: softmax, cross-entropy, norms.
 #pragma once
 
 #include "checks.h"
@@ -35,7 +35,7 @@ inline void check_scores(const torch::stable::Tensor& scores, int64_t first, int
       "causal_softmax: a query lies beyond the keys, or a key beyond the sequence");
 }
 
-// The elements of an optional tensor beside the scores; null if there is none.
+// The data of an optional tensor beside the scores; null if it is absent.
 template <class Element>
 const Element* checked_elements(
     const torch::stable::Tensor& scores, const std::optional<torch::stable::Tensor>& tensor, int64_t numel,

@@ -1,4 +1,4 @@
-// The tokens of samples, copied from a mapped .bin: many samples a call, and no object for each document.
+// Copies the tokens of samples from a mapped .bin: many samples per call, without an object for each document.
 
 #pragma once
 
@@ -13,15 +13,15 @@
 
 #include "integer_view.h"
 
-// The arrays that locate a sample's tokens. They come from files: each number is checked before its use.
+// The arrays that locate a sample's tokens. They come from files, so each number is checked before its use.
 struct SampleSource {
   const char* tokens;
   std::int64_t num_tokens;
   std::int64_t itemsize;
-  IntegerView offsets;    // [N], of each sequence in the .bin, in bytes
-  IntegerView lengths;    // [N], in tokens
+  IntegerView offsets;    // [N], offset of each sequence in the .bin, in bytes
+  IntegerView lengths;    // [N], length of each sequence in tokens
   IntegerView documents;  // sequence numbers in the order of the stream
-  IntegerView samples;    // [2 * (n + 1)], position in documents and token offset where each sample starts
+  IntegerView samples;    // [2 * (n + 1)], position in documents and token offset of each sample's start
 };
 
 // Widens tokens of type Token to int64, and keeps the smallest and largest.

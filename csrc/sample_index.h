@@ -1,4 +1,4 @@
-// Where each sample starts in a stream of documents: a walk over their lengths, by several threads.
+// Computes the start of each sample in a stream of documents: several threads walk over the documents' lengths.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 // Row 0 is (0, 0); row k is the document that holds token k * seq_length of the stream, and the offset in it.
 //
-// View returns integers by their number, as an IntegerView does; Index is the type of the rows.
+// View returns integers by index, like an IntegerView; Index is the type of the rows.
 template <typename View, typename Index>
 class SampleIndex {
  public:
@@ -26,8 +26,8 @@ class SampleIndex {
         rows_(rows),
         progress_(progress) {}
 
-  // Each of num_parts threads counts the tokens of its documents, and then walks them, from the tokens before them
-  // on; one walks at once.
+  // Each of num_parts threads counts the tokens of its documents. Once it knows the number of tokens before them, it
+  // walks them. A single thread walks at once.
   void fill(std::int64_t num_parts) {
     const std::int64_t size = documents_.size();
     const auto bound = [&](std::int64_t part) { return size / num_parts * part + size % num_parts * part / num_parts; };
@@ -49,9 +49,9 @@ class SampleIndex {
 
  private:
   static constexpr std::int64_t kMaxLength = std::numeric_limits<std::int32_t>::max();
-  static constexpr std::int64_t kAhead = 32;  // documents whose lengths are being fetched from anywhere in memory
+  static constexpr std::int64_t kAhead = 32;  // documents to prefetch lengths for, from anywhere in memory
 
-  static constexpr std::int64_t kTold = 1 << 16;  // documents that progress is counted by
+  static constexpr std::int64_t kTold = 1 << 16;  // documents between two updates of the progress
 
   template <typename Work>
   static void for_each_part(std::int64_t num_parts, const Work& work) {
@@ -59,7 +59,7 @@ class SampleIndex {
     for (std::int64_t p = 1; p < num_parts; ++p)
       others.push_back(std::async(std::launch::async, [&work, p] { work(p); }));
     work(0);
-    for (std::future<void>& other : others) other.get();  // throws what the thread threw
+    for (std::future<void>& other : others) other.get();  // rethrows a thread's exception
   }
 
   std::int64_t length_at(std::int64_t position) const {
@@ -78,20 +78,20 @@ class SampleIndex {
     return sum;
   }
 
-  // The first row but row 0 whose sample starts at this token or later.
+  // The first row after row 0 whose sample starts at this token or later.
   std::int64_t first_row(std::int64_t token) const {
     return std::clamp<std::int64_t>((token + seq_length_ - 1) / seq_length_, 1, num_rows_);
   }
 
-  // Fills the rows below end_row whose samples start in these documents, of which `start` tokens lie before.
+  // Fills the rows below end_row whose samples start in these documents; `start` tokens come before the documents.
   void fill_rows(std::int64_t first, std::int64_t last, std::int64_t start, std::int64_t end_row) const {
     std::int64_t row = first_row(start);
-    std::int64_t offset = row * seq_length_ - start;  // of the next sample's first token, from this document's
+    std::int64_t offset = row * seq_length_ - start;  // from this document's first token to the next sample's
     for (std::int64_t position = first; position < last && row < end_row; ++position) {
       if ((position - first) % kTold == kTold - 1) add_to(progress_, kTold);
       const std::int64_t length = length_at(position);
-      // A document's first row is written before it is known to be one: most hold at most one, and whether they
-      // do is as good as random, so that a branch would be guessed wrong.
+      // A document's first row is written before we know whether it starts a sample: most documents start at most
+      // one, and whether they do is almost random, so a branch would often be mispredicted.
       do {
         rows_[2 * row] = static_cast<Index>(position);
         rows_[2 * row + 1] = static_cast<Index>(offset);

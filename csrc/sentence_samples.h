@@ -1,4 +1,4 @@
-// Which sentences each sample of a BERT-like model has: a walk over documents of sentences, then a shuffle.
+// Selects the sentences of each sample of a BERT-like model: a walk over documents of sentences, then a shuffle.
 
 #pragma once
 
@@ -12,14 +12,14 @@
 #include "integer_view.h"
 #include "progress.h"
 
-// A sample is [first, last) of the sentences of one document, and the tokens that it may have.
+// A sample is the sentences [first, last) of one document, and its largest number of tokens.
 struct SentenceSample {
   std::int64_t first, last, max_tokens;
 };
 
-// The order of samples is that of megatron-core's build_mapping, which its datasets are compared with: a sample ends
-// with the sentence that fills it, but leaves no single sentence for the next; some samples are shorter on purpose;
-// whole epochs are read until there are num_samples. Empty sentences, unlike there, count as none.
+// Samples have the same order as in megatron-core's build_mapping; tests compare both. A sample ends with the sentence
+// that fills it, but does not leave a single sentence for the next sample. Some samples are made shorter. Whole epochs
+// are read until there are num_samples. Unlike in megatron-core, empty sentences are not counted.
 class SentenceSamples {
  public:
   SentenceSamples(const IntegerView& bounds, const IntegerView& lengths, std::int64_t max_tokens, double short_prob,
@@ -32,8 +32,8 @@ class SentenceSamples {
         seed_(seed),
         random_(static_cast<std::uint32_t>(seed)) {}
 
-  // At least num_samples samples, in a shuffled order; those of one epoch if num_samples is negative. None if there is
-  // no document with enough sentences.
+  // Returns at least num_samples samples, in a shuffled order, or the samples of one epoch if num_samples is negative.
+  // Returns none if no document has enough sentences.
   std::vector<SentenceSample> build(std::int64_t num_samples, Progress* progress) {
     std::vector<SentenceSample> samples;
     do {
@@ -47,7 +47,7 @@ class SentenceSamples {
   }
 
  private:
-  static constexpr std::int64_t kLongSentence = 512;  // tokens; a document with a longer sentence is left out
+  static constexpr std::int64_t kLongSentence = 512;  // tokens; a document with a longer sentence is skipped
 
   void add_epoch(std::vector<SentenceSample>& samples, Progress* progress) {
     const std::int64_t num_documents = bounds_.size() - 1;
@@ -92,7 +92,7 @@ class SentenceSamples {
     }
   }
 
-  // One number is drawn for each sample, and one more after a document's last.
+  // One number is drawn for each sample, and one more after a document's last sample.
   std::int64_t next_target() {
     if (short_ratio_ == 0) return max_tokens_;
     const auto number = static_cast<std::int64_t>(random_());

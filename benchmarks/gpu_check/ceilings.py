@@ -1,4 +1,4 @@
-"""Stage 1: what the device reaches in a copy, in GEMMs and in attention, by the roofline's rows."""
+"""Stage 1: the device's rates in a copy, in GEMMs and in attention, for the rows of the roofline."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def kernels_run(function: Callable[[], object], device: str) -> str:
 
 
 def _is_named(named: str, ran: str) -> bool:
-    """Return whether the kernels that ran are those of the start-up line, by words of their names."""
+    """Return whether the kernels that ran match the start-up line, by words in their names."""
     is_cudnn = "cudnn" in ran.lower()  # its kernels have "flash" in their names too
     if named.startswith("cuDNN"):
         return is_cudnn

@@ -12,10 +12,10 @@ from benchmarks.gpu_check.runner import ROOT
 
 
 class Finished(NamedTuple):
-    """What a program ended with.
+    """The result of a program.
 
     Attributes:
-        text: of both its outputs.
+        text: text of its standard output and standard error.
     """
 
     status: int

@@ -67,7 +67,7 @@ def resume_async(context: CheckContext) -> Iterator[Result]:
 
 
 def _resumes(context: CheckContext, saves: Sequence[str]) -> Iterator[Result]:
-    """Compare the losses of a run that was killed and resumed with those of one that was not, to the bit."""
+    """Compare the losses of a killed and resumed run with an uninterrupted run's, to the bit."""
     for deterministic in ((), ("--deterministic",)):
         name = " ".join(["resume", *saves, *deterministic])
         folder = context.scratch / name.replace(" ", "")

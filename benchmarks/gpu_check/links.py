@@ -59,7 +59,7 @@ _USUAL_CAUSES = {
 
 @dataclass(frozen=True)
 class Links:
-    """Describe the channels of a log of NCCL.
+    """Describes the channels of a log of NCCL.
 
     Attributes:
         num_nodes: hosts in the log.

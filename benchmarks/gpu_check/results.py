@@ -1,4 +1,4 @@
-"""What a check found: measured, expected, verdict; as lines of JSON and as a table."""
+"""Results of checks (measured, expected, verdict), as lines of JSON and as a table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result:
 
 
 def info(name: str, measured: Value, unit: str = "", detail: str = "") -> Result:
-    """Return a value of which nothing is expected."""
+    """Return a value without an expectation."""
     return Result(name, measured, None, unit, "info", detail)
 
 
@@ -68,7 +68,7 @@ def rate(
     """Compare a rate, of which more is better, with what is expected.
 
     Args:
-        share: of the expected rate from which the verdict is ok.
+        share: share of the expected rate from which the verdict is ok.
     """
     if expected is None:
         return info(name, measured, unit, detail)
@@ -116,5 +116,5 @@ def _shown(value: Value) -> str:
 
 
 def has_failed(results: Iterable[Result]) -> bool:
-    """Return whether anything went wrong; what is only slow, or cannot run here, does not count."""
+    """Return whether a check failed; slow or skipped checks do not count."""
     return any(result.verdict == "failed" for result in results)

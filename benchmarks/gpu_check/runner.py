@@ -23,18 +23,18 @@ from benchmarks.gpu_check.results import Result, failed, table
 
 ROOT = Path(__file__).parents[2]
 STAGE_SECONDS = 540.0
-"""Limit of a stage."""
+"""Time limit of a stage in seconds."""
 SECONDS_TO_END = 8.0
 """Between the request to end and the kill: programs such as torchrun end their own processes first."""
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Describe where a check runs.
+    """Describes where a check runs.
 
     Attributes:
         device: cuda, or cpu to rehearse the check.
-        is_small: at sizes that a CPU computes in seconds; measurements then mean nothing.
+        is_small: use sizes that a CPU computes in seconds; then measurements are meaningless.
         scratch: an empty folder.
     """
 
@@ -45,7 +45,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """Describe one check.
+    """Describes one check.
 
     Attributes:
         function: its module here and its name; it takes a `CheckContext` and yields results as it finds them.
@@ -60,7 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Stage:
-    """Describe checks that run one after the other."""
+    """Describes checks that run one after the other."""
 
     number: int
     title: str

@@ -32,9 +32,9 @@ from megalite.verify.compare_runs import compare
 from megalite.verify.record_run import RunRecord, record_rank
 
 LIMIT = 1e-11
-"""Of a relative difference in fp64: only the order of sums differs."""
+"""Limit of a relative difference in fp64: only the order of sums differs."""
 GRADIENT_LIMIT = 1e-9
-"""Of gradients, norms and weights of a training run, as in the layout table."""
+"""Limit for gradients, norms and weights of a training run, as in the layout table."""
 KEY = kernels.site_key(1, "check")
 ONE_RANK = Axis("tp", 1, 0, (0,), None)  # type: ignore[arg-type]
 Outputs = Tensor | tuple[Tensor, ...]

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.runner import CheckContext
 from megalite.verify.layouts import TABLE, Layout
 
 ROUNDING = 2e-3
-"""Of a loss in bf16: what the order of sums changes in a few iterations."""
+"""Limit for a bf16 loss: the effect of the order of sums in a few iterations."""
 
 
 def num_ranks(context: CheckContext) -> int:

@@ -33,7 +33,7 @@ COLUMNS = (
     "GB",
     "plain GB",
 )
-"""Of a row that benchmarks/train_step.py prints."""
+"""Columns of a row that benchmarks/train_step.py prints."""
 
 
 def train_step_row(text: str) -> dict[str, str] | None:
@@ -73,7 +73,7 @@ def _train_step(context: CheckContext, name: str, *flags: str) -> Iterator[Resul
 
 
 def _left_out(name: str, done: Finished) -> Iterator[Result]:
-    for what, reason in re.findall(r"^(.+) is left out: (.*)$", done.text, flags=re.MULTILINE):
+    for what, reason in re.findall(r"^(.+) is skipped: (.*)$", done.text, flags=re.MULTILINE):
         yield skipped(f"{name}: {what}", reason)
 
 
@@ -105,7 +105,7 @@ PEERS = ("plain", "compiled", "transformers", "megatron")
 
 
 def peers(context: CheckContext) -> Iterator[Result]:
-    """Compare GPT-1.3B's step with that of other implementations."""
+    """Compare GPT-1.3B's step with other implementations."""
     flags, names = ("--model", "gpt-1.3b", "--micro-batch-size", "4", "--rounds", "5"), PEERS
     if context.is_small:
         flags, names = (*TINY, "--rounds", "2"), PEERS[:1]

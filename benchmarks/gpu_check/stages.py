@@ -1,11 +1,11 @@
-"""The checks by stage, with their time limits: those of a stage come to at most 9 minutes."""
+"""The checks by stage, with their time limits: at most 9 minutes in total per stage."""
 
 from __future__ import annotations
 
 from benchmarks.gpu_check.runner import Check, Stage
 
 BUILD = Check("build", "installation.build", 300.0)
-"""It begins each stage: after the first time it takes seconds, so that its limit is not counted."""
+"""The build begins each stage. After the first time it takes seconds, so its limit is not counted."""
 
 STAGES = (
     Stage(

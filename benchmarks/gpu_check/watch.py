@@ -16,7 +16,7 @@ class Watch:
     """Samples of the block, one a second.
 
     Attributes:
-        samples: of each field but the last as a number; empty without nvidia-smi.
+        samples: samples of each field except the last, as numbers; empty without nvidia-smi.
         reasons: why the clock was lowered, as nvidia-smi writes it: a bit mask.
     """
 

@@ -1,4 +1,4 @@
-// Included before all else: lets a * b + c round once in a file whose results need not be the same bits everywhere.
+// Include this first. It lets a * b + c round once in a file whose results need not be bitwise equal everywhere.
 #pragma once
 
 #if defined(__clang__)

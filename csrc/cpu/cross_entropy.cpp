@@ -15,8 +15,8 @@ namespace {
 
 using torch::stable::Tensor;
 
-constexpr int64_t kPiece = 1024;  // logits read twice, for their maximum and their sum: they stay in the cache
-constexpr int64_t kChain = 32;    // of them added up in the precision of the computation: the rest is in fp64
+constexpr int64_t kPiece = 1024;  // logits read twice, for maximum and sum, so they must stay in the cache
+constexpr int64_t kChain = 32;    // logits summed in the precision of the computation; longer sums are in fp64
 
 template <class Real>
 struct RowStatistics {
@@ -40,7 +40,7 @@ MEGALITE_INLINE Real sum_of_exponentials(const T* x, int64_t count, Real largest
   return sum;
 }
 
-// In one pass over memory: the sum so far shrinks whenever a piece has a larger maximum.
+// One pass over memory: the sum so far is scaled down whenever a piece has a larger maximum.
 template <class Real, class T>
 MEGALITE_INLINE RowStatistics<Real> statistics_of(const T* x, int64_t count) {
   Real largest = -std::numeric_limits<Real>::infinity();
@@ -52,7 +52,7 @@ MEGALITE_INLINE RowStatistics<Real> statistics_of(const T* x, int64_t count) {
       sum *= exp_of(static_cast<double>(largest) - static_cast<double>(here));
       largest = here;
     }
-    // Where all are -inf so far, their sum is 0 and not exp(-inf + inf).
+    // If all logits are -inf so far, the sum is 0 and not exp(-inf + inf).
     const Real base = largest == -std::numeric_limits<Real>::infinity() ? Real{0} : largest;
     for (int64_t i = 0; i < num; i += kChain) {
       sum += sum_of_exponentials<Real>(x + at + i, std::min(kChain, num - i), base);

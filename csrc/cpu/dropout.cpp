@@ -1,4 +1,4 @@
-// Dropout by counter on the CPU; see megalite/kernels/dropout.py.
+// Counter-based dropout on the CPU; see megalite/kernels/dropout.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 namespace megalite::cpu {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
+constexpr int64_t kGrain = 1 << 15;  // minimum number of elements per thread
 
-// `count` consecutive elements of one sample, the first of which has the index `index` there.
+// Processes `count` consecutive elements of one sample, starting at index `index` in the sample.
 template <class T>
 MEGALITE_INLINE void drop_span(
     const T* __restrict x, T* __restrict out, int64_t count, uint64_t index, uint64_t sample, const Mask& mask) {
@@ -28,7 +28,7 @@ MEGALITE_INLINE void drop_span(
   });
 }
 
-// Elements [begin, end) of x seen as [outer, num_samples, rest].
+// Processes elements [begin, end) of x, viewed as [outer, num_samples, rest].
 template <class T>
 void drop_range(
     const T* x, T* out, int64_t begin, int64_t end, int64_t rest, const int64_t* samples, int64_t num_samples,

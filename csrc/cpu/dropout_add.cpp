@@ -9,7 +9,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Where the elements of a row are in their sample.
+// The position of a row's elements in their sample.
 struct Site {
   const int64_t* samples;
   int64_t num_samples, columns, base;
@@ -46,7 +46,7 @@ Tensor bias_dropout_add(
       T* __restrict to = target + r * columns;
       const auto scale = static_cast<Wide<T>>(mask.scale);
       const uint32_t threshold = mask.threshold;
-      if (threshold == 0) {  // all are kept, as they are
+      if (threshold == 0) {  // all elements are kept unscaled
         for (int64_t i = 0; i < columns; ++i) to[i] = narrow<T>(widen(old[i]) + (widen(from[i]) + added[i]));
         return;
       }

@@ -1,4 +1,4 @@
-// How a tensor's dtype picks the element type that a loop is compiled for.
+// Selects the element type that a loop is compiled for by a tensor's dtype.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

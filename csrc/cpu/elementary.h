@@ -1,8 +1,8 @@
-// The exponential function for fp32 and fp64 as arithmetic alone, so that a loop around it vectorises: to about one
-// unit in the last place, 0 below the smallest normal result and infinity above the largest.
+// The exponential function for fp32 and fp64 in plain arithmetic, so that a loop around it vectorises. The error is
+// about one unit in the last place; the result is 0 below the smallest normal number and infinity above the largest.
 //
-// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln(2) / 2. ln 2 comes in two parts, the first of them with
-// zeros at its end: n times it is exact. exp(r) is its Taylor series, which ends where a term is under half an ulp.
+// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln(2) / 2. ln 2 is split into two parts. The first part ends
+// with zero bits, so n times it is exact. exp(r) is a Taylor series that ends when a term is under half an ulp.
 #pragma once
 
 #include "dtype.h"
@@ -54,7 +54,7 @@ MEGALITE_INLINE Real exp_of(Real x) {
   Real series = kSeries.coefficient[Traits::kTerms];
   MEGALITE_UNROLL
   for (int k = Traits::kTerms - 1; k >= 0; --k) series = series * r + kSeries.coefficient[k];
-  // 2^n in two factors: 2^128 is not an fp32 number, though half of it times a series above 1 may be one.
+  // 2^n as two factors: 2^128 is not an fp32 number, but half of it times a series above 1 may be one.
   Bits bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   const Bits exponent = (bits + (Traits::kBias - 1)) << Traits::kMantissa;

@@ -1,4 +1,4 @@
-// Bias and GELU in its tanh form on the CPU; see megalite/kernels/gelu.py.
+// Bias and GELU (tanh form) on the CPU; see megalite/kernels/gelu.py.
 #include "contract.h"
 
 #include "../checks.h"
@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 constexpr double kTwiceSqrt2OverPi = 1.59576912160573071176;
 constexpr double kCubic = 0.044715;
 
-// x (1 + tanh(u)) / 2 is x sigmoid(2u), which has no cancellation where tanh is near -1.
+// x (1 + tanh(u)) / 2 = x sigmoid(2u), which has no cancellation where tanh is near -1.
 template <class Real>
 MEGALITE_INLINE Real gate_of(Real x) {
   return sigmoid_of(static_cast<Real>(kTwiceSqrt2OverPi) * x * (Real{1} + static_cast<Real>(kCubic) * x * x));
@@ -27,7 +27,7 @@ MEGALITE_INLINE Real slope_of(Real x) {
   const Real doubled = static_cast<Real>(kTwiceSqrt2OverPi) * x * (Real{1} + static_cast<Real>(kCubic) * square);
   const Real inner = static_cast<Real>(kTwiceSqrt2OverPi) * (Real{1} + static_cast<Real>(3 * kCubic) * square);
   const Real e = exp_of(-doubled), gate = Real{1} / (Real{1} + e);
-  const bool is_flat = e == Real{0} || e == static_cast<Real>(INFINITY);  // there `inner` may be infinite
+  const bool is_flat = e == Real{0} || e == static_cast<Real>(INFINITY);  // `inner` may be infinite here
   return gate + (is_flat ? Real{0} : x * gate * gate * e * inner);
 }
 

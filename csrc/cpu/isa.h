@@ -1,7 +1,7 @@
-// The same loop for several x86-64 levels in one library, the best that the processor has being chosen at run time.
+// Compiles the same loop for several x86-64 levels; the best level of the processor is selected at run time.
 //
 // A body is a lambda marked MEGALITE_BODY whose callees are all inline: inlined into a function with a `target`, it
-// is vectorised for that target. Elsewhere (arm64, other compilers) the compiler's own target serves.
+// is vectorised for that target. On arm64 and with other compilers, the compiler's default target is used.
 #pragma once
 
 #include <cstdlib>
@@ -21,7 +21,7 @@ enum class Isa { kDefault, kAvx2, kAvx512 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-// The best that the processor has, or less where MEGALITE_CPU_CAPABILITY names less.
+// Returns the processor's best level, or a lower one named by MEGALITE_CPU_CAPABILITY.
 inline Isa chosen_isa() {
   static const Isa chosen = [] {
     const bool has_avx2 =

@@ -1,4 +1,4 @@
-// A dropout's mask, made where it is used: see megalite/kernels/dropout.py.
+// A dropout mask, computed where it is used; see megalite/kernels/dropout.py.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 namespace megalite::cpu {
 
 // Calls `piece(at, num, words)` with the random words of the elements at, at + 1, ... at + num - 1 of a span: `count`
-// consecutive elements of one sample, the first of which has the index `index` there.
+// consecutive elements of one sample, starting at index `index` in the sample.
 template <class Piece>
 MEGALITE_INLINE void for_words(int64_t count, uint64_t index, uint64_t sample, uint64_t key, const Piece& piece) {
-  constexpr int kPieceWords = 512;  // they stay in the first-level cache
+  constexpr int kPieceWords = 512;  // fits into the first-level cache
   static_assert(kPieceWords % (kBlocksAtOnce * kWordsPerBlock) == 0);
   alignas(64) uint32_t words[kPieceWords];
   for (int64_t at = 0; at < count;) {

@@ -13,7 +13,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// The factor of a row.
+// The scale factor of a row.
 template <class T>
 MEGALITE_INLINE Wide<T> inverse_root(const T* __restrict x, int64_t columns, double epsilon) {
   using W = Wide<T>;
@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
       const T* __restrict g = above + r * columns;
       T* __restrict to = target + r * columns;
       const W inverse = inverse_root(from, columns, epsilon);
-      // How much of the gradient is along the row: no step along it changes the norm's output.
+      // The component of the gradient along the row: a step along it does not change the norm's output.
       const W along = sum_of<W>(columns, [=](int64_t i) MEGALITE_BODY {
         return widen(g[i]) * weights[i] * (widen(from[i]) * inverse);
       }) / static_cast<W>(columns);

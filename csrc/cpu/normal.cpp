@@ -1,4 +1,4 @@
-// Normal numbers by counter on the CPU; see megalite/kernels/normal.py.
+// Counter-based normal numbers on the CPU; see megalite/kernels/normal.py.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 namespace megalite::cpu {
 namespace {
 
-constexpr int kPieceWords = 512;     // random words made at a time: they stay in the first-level cache
-constexpr int64_t kGrain = 1 << 13;  // elements that are worth a thread
+constexpr int kPieceWords = 512;     // random words generated at a time: fits into the first-level cache
+constexpr int64_t kGrain = 1 << 13;  // minimum number of elements per thread
 
-// `count` consecutive elements of the full tensor from `index` on.
+// Fills `count` consecutive elements of the full tensor, starting at `index`.
 template <class T>
 MEGALITE_INLINE void fill_span(
     T* __restrict out, int64_t count, uint64_t index, uint64_t key, double std, double mean) {

@@ -1,4 +1,4 @@
-// A tensor as rows of columns: loops over it by span, and sums of its columns that no number of threads changes.
+// A tensor as rows and columns: loops over spans of it, and column sums that do not depend on the number of threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,10 +14,10 @@
 
 namespace megalite::cpu {
 
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
-constexpr int64_t kSpan = 512;       // of a row's, whose sums stay in the first-level cache
+constexpr int64_t kGrain = 1 << 15;  // minimum number of elements per thread
+constexpr int64_t kSpan = 512;       // elements of a row: their sums stay in the first-level cache
 
-// A bias in the precision of the computation, zeros if there is none: the loops then need no second form.
+// A bias in the precision of the computation, or zeros without a bias, so that loops need no second version.
 template <class T>
 std::vector<Wide<T>> wide_bias(const std::optional<torch::stable::Tensor>& bias, int64_t columns) {
   std::vector<Wide<T>> wide(columns);
@@ -29,7 +29,7 @@ std::vector<Wide<T>> wide_bias(const std::optional<torch::stable::Tensor>& bias,
   return wide;
 }
 
-// Calls `row(r)` for each row, several at a time on as many threads.
+// Calls `row(r)` for each row, in parallel on several threads.
 template <class Row>
 void for_rows(int64_t rows, int64_t columns, const Row& row) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns));
@@ -43,7 +43,7 @@ void for_rows(int64_t rows, int64_t columns, const Row& row) {
 // Calls `span(row, first column, count, sums)` for all elements, `max_span` at a time. A span adds to any of `num_sums`
 // sums, and `out` gets their totals over all rows.
 //
-// Rows are summed in tiles, and then the tiles: with the same tiles whatever the threads, and in short chains.
+// Rows are summed in tiles, and then the tiles are summed. Tiles do not depend on the threads, and chains are short.
 template <class T, class Span>
 void sum_rows(
     int64_t rows, int64_t columns, int64_t num_sums, T* out, const Span& span, int64_t max_span = kSpan) {

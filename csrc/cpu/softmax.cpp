@@ -18,7 +18,7 @@ namespace megalite::cpu {
 namespace {
 
 constexpr int kLanes = 32;           // partial maxima and sums: their order is the same on every processor
-constexpr int64_t kGrain = 1 << 14;  // scores that are worth a thread
+constexpr int64_t kGrain = 1 << 14;  // minimum number of scores per thread
 
 // Scores are [b, n, rows, keys]. Pointers of absent arguments are null.
 struct Problem {
@@ -33,11 +33,11 @@ struct Problem {
   int64_t base, first, seq_length;
 };
 
-// One query's keys: those from `begin` on, `count` of them, of which number `own` is at the query's own position.
+// The keys of one query: `count` keys from `begin` on; key number `own` is at the query's own position.
 struct Row {
   int64_t begin, count, own;
   double slope;
-  uint64_t sample, index;  // of dropout: the index of the first key's weight within the sample
+  uint64_t sample, index;  // for dropout: the sample, and the index of the first key's weight in it
 };
 
 Row row_at(const Problem& problem, int64_t number) {
@@ -45,7 +45,7 @@ Row row_at(const Problem& problem, int64_t number) {
   const int64_t head = number / problem.rows % problem.num_heads;
   const int64_t sample = number / (problem.rows * problem.num_heads);
   const int64_t given = problem.starts ? problem.starts[sample * problem.seq_length + query] : 0;
-  const int64_t begin = std::clamp<int64_t>(given, 0, query);  // only the row's memory is read, whatever `starts` holds
+  const int64_t begin = std::clamp<int64_t>(given, 0, query);  // never read outside of the row, whatever `starts` is
   const int64_t last = problem.ends ? problem.ends[sample * problem.seq_length + query] : query + 1;
   const int64_t end = std::clamp<int64_t>(last, query + 1, problem.keys);
   const int64_t before = problem.base + (head * problem.seq_length + query) * problem.seq_length;
@@ -74,7 +74,7 @@ MEGALITE_INLINE W maximum(const W* __restrict x, int64_t count) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// The sum of x[i] * y[i], in an order that depends on `count` alone.
+// The sum of x[i] * y[i], in an order that only depends on `count`.
 template <class W>
 MEGALITE_INLINE W dot(const W* __restrict x, const W* __restrict y, int64_t count) {
   W lanes[kLanes] = {};
@@ -94,7 +94,7 @@ MEGALITE_INLINE void exponentiate(W* __restrict x, int64_t count, W subtrahend) 
   for (int64_t i = 0; i < count; ++i) x[i] = exp_of(x[i] - subtrahend);
 }
 
-// Dropout's factor of each weight of a row: 0 or 1 / (1 - p).
+// The dropout factor of each weight of a row: 0 or 1 / (1 - p).
 template <class W>
 MEGALITE_INLINE void keep_factors(W* __restrict factors, const Row& row, const Mask& mask) {
   const auto kept = static_cast<W>(mask.scale);
@@ -104,7 +104,7 @@ MEGALITE_INLINE void keep_factors(W* __restrict factors, const Row& row, const M
   });
 }
 
-// Stores a row's keys, and zeros where it sees none.
+// Stores a row's weights, and zeros at keys that it does not see.
 template <class T>
 MEGALITE_INLINE void store_row(T* __restrict out, const Wide<T>* __restrict x, const Row& row, int64_t keys) {
   std::fill_n(out, row.begin, narrow<T>(0));
@@ -117,7 +117,7 @@ MEGALITE_INLINE void multiply(W* __restrict x, const W* __restrict y, W factor, 
   for (int64_t i = 0; i < count; ++i) x[i] *= y[i] * factor;
 }
 
-// Scores become weights, after dropout; returns the logarithm of the sum of the exponentials.
+// Replaces scores by weights after dropout; returns the logarithm of the sum of exponentials.
 template <class T>
 MEGALITE_INLINE Wide<T> softmax_row(T* scores, const Row& row, const Problem& problem, Wide<T>* x, Wide<T>* factors) {
   using W = Wide<T>;
@@ -132,7 +132,7 @@ MEGALITE_INLINE Wide<T> softmax_row(T* scores, const Row& row, const Problem& pr
   return largest + std::log(sum);
 }
 
-// Scores become weights after dropout again, and their gradients those of the scores.
+// Recomputes weights after dropout from the scores, and replaces the weights' gradients by the scores' gradients.
 template <class T>
 MEGALITE_INLINE void backward_row(
     T* scores, T* grad, Wide<T> log_sum, const Row& row, const Problem& problem, Wide<T>* x, Wide<T>* factors,
@@ -169,7 +169,7 @@ Problem problem_of(
       seq_length};
 }
 
-// Calls `body(row's number, its range, buffers)` for every query, each buffer as long as there are keys.
+// Calls `body(row number, its range, buffers)` for every query; each buffer has one element per key.
 template <class W, class Body>
 void for_each_row(const Problem& problem, int64_t num_rows, int num_buffers, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, problem.keys));

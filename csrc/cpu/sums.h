@@ -1,4 +1,4 @@
-// Sums of a row in many short chains, in an order that depends on how many there are alone, on every processor.
+// Sums in many short chains, in an order that only depends on the number of terms, on every processor.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace megalite::cpu {
 // The sum of term(i) for i in [0, count).
 template <class W, class Term>
 MEGALITE_INLINE W sum_of(int64_t count, const Term& term) {
-  constexpr int kLanes = 256 / sizeof(W);  // four of the widest registers: as many sums as an addition takes cycles
+  constexpr int kLanes = 256 / sizeof(W);  // four of the widest registers, to cover the latency of an addition
   alignas(64) W lanes[kLanes] = {};
   int64_t at = 0;
   for (; at + kLanes <= count; at += kLanes) {

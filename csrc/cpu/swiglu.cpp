@@ -11,7 +11,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// A tensor of the shape of x but for its last dim.
+// A tensor with the shape of x except for the last dim.
 Tensor new_like(const Tensor& x, int64_t columns) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = columns;
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor> bias_swiglu_backward(
       for (int64_t i = 0; i < count; ++i) {
         const Wide<T> gate = widen(gates[i]) + added[column + i], up = widen(ups[i]) + added[columns + column + i];
         const Wide<T> e = exp_of(-gate), s = Wide<T>{1} / (Wide<T>{1} + e), y = widen(from[i]);
-        // The derivative of g s(g): s + g s (1 - s), where 1 - s is e s without its cancellation.
+        // The derivative of g s(g): s + g s (1 - s), with 1 - s computed as e s to avoid cancellation.
         const Wide<T> slope = e == static_cast<Wide<T>>(INFINITY) ? Wide<T>{0} : s + gate * s * s * e;
         const Wide<T> gate_grad = y * up * slope, up_grad = y * gate * s;
         of_gate[i] = narrow<T>(gate_grad);

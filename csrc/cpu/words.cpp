@@ -1,6 +1,6 @@
-// Philox by hand for x86-64, as compilers shuffle more than they multiply: a block's four words are in the low halves
-// of four registers' 64-bit lanes, where a multiplication reads them and leaves its product. The high halves are never
-// read.
+// Hand-written Philox for x86-64, because compilers generate more shuffles than multiplications. A block's four words
+// are in the low halves of four registers' 64-bit lanes, where a multiplication reads them and writes its product. The
+// high halves are never read.
 #include "words.h"
 
 #include "../philox.h"
@@ -21,7 +21,7 @@ constexpr uint32_t kKeyStep0 = 0x9E3779B9, kKeyStep1 = 0xBB67AE85;
 __attribute__((target("avx512f"))) void fill_avx512(
     uint32_t* words, uint64_t first_block, int num_blocks, uint64_t sample, uint64_t key) {
   const __m512i multiplier0 = _mm512_set1_epi64(kMultiplier0), multiplier1 = _mm512_set1_epi64(kMultiplier1);
-  // Blocks 0 to 3 in the even lanes and 4 to 7 in the odd ones, which is how unpacking finds them in order.
+  // Blocks 0 to 3 are in the even lanes and 4 to 7 in the odd lanes, so that unpacking gives them in order.
   const __m512i lanes = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (int i = 0; i < num_blocks; i += kBlocksAtOnce) {
     __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64(static_cast<long long>(first_block + i)), lanes);

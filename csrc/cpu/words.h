@@ -1,4 +1,4 @@
-// Random words of many blocks at a time, with the widest instructions that the processor has.
+// Random words of many blocks at a time, with the processor's widest instructions.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@ namespace megalite::cpu {
 
 constexpr int kBlocksAtOnce = 8;
 
-// As random_words of philox.h, and the same words, but in whole groups of kBlocksAtOnce blocks: `words`, aligned to 64
-// bytes, must be large enough for them.
+// Generates the same words as random_words of philox.h, but in whole groups of kBlocksAtOnce blocks. `words` is aligned
+// to 64 bytes and must be large enough for whole groups.
 void fill_words(uint32_t* words, uint64_t first_block, int num_blocks, uint64_t sample, uint64_t key);
 
 }  // namespace megalite::cpu

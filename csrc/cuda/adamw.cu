@@ -6,7 +6,7 @@
 namespace megalite::cuda {
 namespace {
 
-// The decay of a moment, computed in fp64: 1 - beta of a beta rounded to fp32 has lost digits.
+// The decay of a moment, computed in fp64: with beta rounded to fp32, 1 - beta loses digits.
 template <class W>
 struct Moment {
   W beta, rest, log_beta;
@@ -18,7 +18,7 @@ struct Moment {
   __device__ W bias_correction(W number) const { return -std::expm1(number * log_beta); }  // 1 - beta^number
 };
 
-// T is the dtype of the rounded weights, Wide<T> that of everything else.
+// T is the dtype of the rounded weights; everything else has dtype Wide<T>.
 template <class T, int kWidth>
 struct Update {
   using W = Wide<T>;
@@ -86,7 +86,7 @@ void adamw(
           static_cast<const W*>(gradient), scalars, Moment<W>(rates.beta1), Moment<W>(rates.beta2),
           static_cast<W>(rates.learning_rate), static_cast<W>(rates.learning_rate * rates.weight_decay),
           static_cast<W>(rates.epsilon)};
-      for_rows(op, num / kWidth, 1, stream);  // rows of one vector: neighbouring threads have neighbouring ones
+      for_rows(op, num / kWidth, 1, stream);  // rows of one vector: neighbouring threads process neighbouring vectors
     });
   });
 }

@@ -1,5 +1,5 @@
 // The sum that ends a block of the transformer and the norm that begins the next one, on a GPU; see
-// megalite/kernels/add_norm.py. A block holds its row in registers; longer rows are left to two kernels.
+// megalite/kernels/add_norm.py. A block holds its row in registers; longer rows use two kernels.
 #include "dropout_add.cuh"
 #include "norm.cuh"
 #include "rows.cuh"
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) add_norm_kernel(
   write_norm<kCentres, kWidth>(row, weight, norm_bias, out + first, columns, epsilon);
 }
 
-// Leaves the block's part of the gradients of the norm's parameters and of the bias in parts[block].
+// Writes the block's part of the gradients of the norm's parameters and of the bias to parts[block].
 template <bool kCentres, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
     const GradientInputs<T> inputs, T* residual_grad, T* x_grad, const DropMask mask, const T* weight, Wide<T>* parts,

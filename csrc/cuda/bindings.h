@@ -1,7 +1,7 @@
-// What the bindings of CUDA kernels share: the device and stream of a call, pointers and dtypes of tensors.
+// Common code of the CUDA kernels' bindings: the device and stream of a call, pointers and dtypes of tensors.
 #pragma once
 
-// Before any other of torch's headers: makes them declare the current stream.
+// Define this before including torch's headers: it makes them declare the current stream.
 #ifndef USE_CUDA
 #define USE_CUDA
 #endif
@@ -17,19 +17,19 @@
 #include "../checks.h"
 #include "launch.h"
 
-#define MEGALITE_DEVICE cuda::ops  // beside the launchers of the same names
+#define MEGALITE_DEVICE cuda::ops  // launchers with the same names are in megalite::cuda
 #include "../ops.h"
 
 namespace megalite::cuda {
 
 using torch::stable::Tensor;
 
-// Makes a tensor's device the current one for as long as this lives, and knows the device's current stream.
+// Makes a tensor's device current during this object's lifetime, and holds the device's current stream.
 class __attribute__((visibility("hidden"))) Place {
  public:
   explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     void* stream = nullptr;
-    // Not torch's macro for this: its name is not the same in torch 2.11 and 2.13.
+    // torch's macro for this is not used because its name differs between torch 2.11 and 2.13.
     const auto status = aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream);
     STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "torch gives no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
@@ -66,7 +66,7 @@ inline const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// Memory for the parts of `num_sums` sums for each of the columns.
+// Allocates memory for the parts of `num_sums` sums per column.
 inline Tensor new_workspace(const Tensor& like, int64_t rows, int64_t columns, int64_t num_sums = 1) {
   const int64_t parts = max_sum_parts(dtype_of(like), rows, columns);
   return torch::stable::new_empty(like, {parts * num_sums * columns}, computed_in(like));

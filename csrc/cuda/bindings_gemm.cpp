@@ -1,8 +1,8 @@
-// GEMMs with cuBLASLt's epilogues: they apply GELU, or multiply by its derivative, before they write their result, or
-// sum a factor besides.
+// GEMMs with cuBLASLt's epilogues: they apply GELU or multiply by its derivative before writing the result, or also
+// sum one of the factors.
 //
-// torch has loaded the library, and its functions are looked up by name: a build needs neither its headers nor the
-// library. What is declared here is as in cublasLt.h, cublas_api.h and library_types.h of CUDA 12 and 13
+// torch has loaded the library, and its functions are looked up by name, so a build needs neither its headers nor the
+// library. The declarations here match cublasLt.h, cublas_api.h and library_types.h of CUDA 12 and 13
 // (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api). GELU is in the tanh form.
 #include <dlfcn.h>
 
@@ -94,7 +94,7 @@ void check(int status, const char* what) {
   STD_TORCH_CHECK(status == kSuccess, "cuBLASLt: ", what, " failed with status ", status);
 }
 
-// A handle for the current device, for all threads. It is never destroyed: at the end CUDA may be gone.
+// A handle for the current device, shared by all threads. It is never destroyed: at exit CUDA may be gone.
 void* handle_of(int32_t device) {
   static std::mutex one_at_a_time;
   static std::map<int32_t, void*> handles;
@@ -124,7 +124,7 @@ uint32_t alignment_of(const void* data) {
   return static_cast<uint32_t>(std::min<uintptr_t>(256, address & -address));
 }
 
-// A matrix as cuBLAS has it, column by column: a contiguous tensor of `columns` rows.
+// A column-major matrix, as in cuBLAS: a contiguous tensor with `columns` rows.
 struct Matrix {
   void* data;
   int64_t rows, columns;

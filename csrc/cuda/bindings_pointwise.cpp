@@ -1,4 +1,4 @@
-// From tensors to pointers: activations, dropout, rotary embedding, initial weights, AdamW.
+// Bindings from tensors to pointers: activations, dropout, rotary embedding, initial weights, AdamW.
 #include <vector>
 
 #include "bindings.h"
@@ -6,7 +6,7 @@
 namespace megalite::cuda::ops {
 namespace {
 
-// A tensor of the shape of x but for its last dim.
+// A tensor with the shape of x except for the last dim.
 Tensor new_like(const Tensor& x, int64_t columns) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = columns;

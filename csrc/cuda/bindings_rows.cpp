@@ -1,4 +1,4 @@
-// From tensors to pointers: softmax, cross-entropy, norms.
+// Bindings from tensors to pointers: softmax, cross-entropy, norms.
 #include "bindings.h"
 
 #include <algorithm>

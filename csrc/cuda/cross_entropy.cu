@@ -5,7 +5,7 @@
 namespace megalite::cuda {
 namespace {
 
-// Vectors that a thread reads before it uses the first: fewer where each takes more registers.
+// Number of vectors that a thread reads before it uses the first: fewer if each takes more registers.
 constexpr int kInFlight = 4, kInFlightBackward = 2;
 
 template <class T>
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) gradient_kernel(
         MEGALITE_UNROLL
         for (int i = 0; i < kWidth; ++i) shares[i] = exp_for<T>(loaded[i] - largest) * scale;
         const auto target = static_cast<uint64_t>(column - at);
-        if (target < kWidth) {  // in one vector of the row at most
+        if (target < kWidth) {  // true for at most one vector of the row
           MEGALITE_UNROLL
           for (int i = 0; i < kWidth; ++i) shares[i] -= i == static_cast<int>(target) ? upper : W{0};
         }

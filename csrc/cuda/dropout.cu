@@ -1,4 +1,4 @@
-// Dropout by counter on a GPU; see megalite/kernels/dropout.py.
+// Counter-based dropout on a GPU; see megalite/kernels/dropout.py.
 #include "random.cuh"
 #include "rows.cuh"
 

@@ -6,7 +6,7 @@
 
 namespace megalite::cuda {
 
-// residual + dropout(x + bias) of a row's neighbouring elements from `column` on.
+// Computes residual + dropout(x + bias) for neighbouring elements of a row from `column` on.
 template <class T, int kWidth>
 __device__ __forceinline__ Vector<T, kWidth> residual_sum(
     const Vector<T, kWidth>& x, const Wide<T> (&bias)[kWidth], const Vector<T, kWidth>& residual,

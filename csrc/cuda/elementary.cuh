@@ -1,4 +1,4 @@
-// Functions that fp64 and fp32 have in common, and faster ones where the result is rounded to 16 bits.
+// Elementary functions for fp64 and fp32, and faster versions for results that are rounded to 16 bits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,9 +10,9 @@ namespace megalite::cuda {
 __device__ __forceinline__ float exp_of(float x) { return expf(x); }
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 
-// exp(x) for a result of type T. The special function unit is off by about as many units in the last place of fp32 as
-// x is large: too far for fp32, and nothing to 16 bits. It gives 0 for less than the smallest normal number: __expf
-// and __fdividef take three and four instructions more for those.
+// exp(x) for a result of type T. The special function unit has an error of about |x| units in the last place of fp32:
+// too large for fp32, but negligible in 16 bits. It returns 0 below the smallest normal number; __expf and __fdividef
+// take three and four more instructions to handle such numbers.
 template <class T>
 __device__ __forceinline__ Wide<T> exp_for(Wide<T> x) {
   if constexpr (sizeof(T) == 2) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ Wide<T> exp_for(Wide<T> x) {
   }
 }
 
-// 1 / x for a result of type T; 0 in place of what is less than the smallest normal number.
+// 1 / x for a result of type T; 0 if the result is below the smallest normal number.
 template <class T>
 __device__ __forceinline__ Wide<T> inverse_for(Wide<T> x) {
   if constexpr (sizeof(T) == 2) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ Wide<T> inverse_for(Wide<T> x) {
   }
 }
 
-// a * b + c in one rounding. Nothing else is contracted: these files are compiled with --fmad=false.
+// a * b + c with one rounding. Nothing else is contracted: these files are compiled with --fmad=false.
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 

@@ -8,8 +8,8 @@
 
 namespace megalite::cuda {
 
-// The largest of the numbers so far, and the sum of exp(number - largest). That sum shrinks when a larger one comes.
-// T is what they are read as, or what is made of them.
+// The largest number so far, and the sum of exp(number - largest), which is scaled down by a larger number. T is the
+// dtype of the numbers, or of the result.
 template <class T>
 struct Exponentials {
   using W = Wide<T>;
@@ -25,13 +25,13 @@ struct Exponentials {
       sum *= exp_for<T>(largest - top);
       largest = top;
     }
-    if (largest == -static_cast<W>(INFINITY)) return;  // all are: exp(-inf + inf) is NaN
+    if (largest == -static_cast<W>(INFINITY)) return;  // all numbers are -inf: exp(-inf + inf) would be NaN
     MEGALITE_UNROLL
     for (int i = 0; i < kNum; ++i) sum += exp_for<T>(numbers[i] - largest);
   }
 };
 
-// Those of all the block's threads, for each of them.
+// Combines the values of all threads in the block; every thread gets the result.
 template <class T>
 __device__ __forceinline__ Exponentials<T> block_combine(const Exponentials<T>& mine, Wide<T>* shared) {
   Exponentials<T> all;

@@ -1,4 +1,4 @@
-// Bias and GELU in its tanh form on a GPU; see megalite/kernels/gelu.py.
+// Bias and GELU (tanh form) on a GPU; see megalite/kernels/gelu.py.
 #include "elementary.cuh"
 #include "rows.cuh"
 
@@ -8,7 +8,7 @@ namespace {
 constexpr double kTwiceSqrt2OverPi = 1.59576912160573071176;
 constexpr double kCubic = 0.044715;
 
-// x (1 + tanh(u)) / 2 is x sigmoid(2u), which has no cancellation where tanh is near -1.
+// x (1 + tanh(u)) / 2 = x sigmoid(2u), which has no cancellation where tanh is near -1.
 template <class W>
 __device__ __forceinline__ W doubled_of(W x) {
   const W factor = multiply_add(static_cast<W>(kCubic) * x, x, W{1});
@@ -26,7 +26,7 @@ __device__ __forceinline__ Wide<T> slope_of(Wide<T> x) {
   using W = Wide<T>;
   const W e = exp_for<T>(-doubled_of(x)), gate = inverse_for<T>(W{1} + e);
   const W inner = static_cast<W>(kTwiceSqrt2OverPi) * multiply_add(static_cast<W>(3 * kCubic) * x, x, W{1});
-  const bool is_flat = e == W{0} || e == static_cast<W>(INFINITY);  // there `inner` may be infinite
+  const bool is_flat = e == W{0} || e == static_cast<W>(INFINITY);  // `inner` may be infinite here
   return gate + (is_flat ? W{0} : x * gate * (gate * e) * inner);
 }
 

@@ -1,4 +1,4 @@
-// How kernels are started: the element type by its tag, the width of an access, one call for every launch.
+// Launching kernels: selects the element type by its tag and the width of accesses, and starts every kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +11,8 @@
 
 namespace megalite::cuda {
 
-constexpr int kVectorBytes = 16;  // the widest access a thread has
-constexpr size_t kUnaskedSharedBytes = 47 << 10;  // a kernel must request more: 48 KiB, less what is static in it
+constexpr int kVectorBytes = 16;  // width of a thread's widest memory access
+constexpr size_t kUnaskedSharedBytes = 47 << 10;  // a kernel must request more: 48 KiB minus static shared memory
 
 // Elements of T in the widest access.
 template <class T>
@@ -26,8 +26,8 @@ constexpr int kVectorWidth = kVectorBytes / static_cast<int>(sizeof(T));
   throw std::runtime_error(told);
 }
 
-// Starts a kernel. There is no <<< >>> in this folder: that syntax is nvcc's alone, and a test compiles these files
-// with a C++ compiler, to run them without a GPU.
+// Starts a kernel. This folder does not use <<< >>>: only nvcc supports that syntax, and a test compiles these files
+// with a C++ compiler to run them without a GPU.
 template <class... Parameters>
 void launch(
     void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
@@ -50,7 +50,7 @@ void launch(
   if (error != cudaSuccess) refuse(error);
 }
 
-// A grid with a block for each row.
+// Returns a grid with one block per row.
 inline dim3 block_each(int64_t rows) {
   if (rows > INT32_MAX) throw std::runtime_error("too many rows for a CUDA kernel: " + std::to_string(rows));
   return dim3(static_cast<unsigned>(rows));
@@ -71,7 +71,7 @@ void dispatch(Dtype dtype, const Function& function) {
   }
 }
 
-// Whether accesses of kVectorBytes fit: rows of so many bytes, at these addresses (null ones fit).
+// Returns whether rows of this size at these addresses allow accesses of kVectorBytes; null pointers do.
 template <class... Pointers>
 bool fits_vectors(int64_t row_bytes, const Pointers*... pointers) {
   const uintptr_t bits = static_cast<uintptr_t>(row_bytes) | (reinterpret_cast<uintptr_t>(pointers) | ...);

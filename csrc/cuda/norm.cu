@@ -1,9 +1,9 @@
 // RMSNorm and LayerNorm on a GPU; see megalite/kernels/norm.py.
 //
-// A block reads its row from memory once. In backward it holds the row in registers, and the sums for the parameters
-// while it goes down its rows; PyTorch's (ATen/native/cuda/layer_norm_kernel.cu) reads x and the gradient a second
-// time, in a kernel of its own for the parameters. A longer row is read again from the multiprocessor's cache, and its
-// sums are in shared memory.
+// A block reads its row from memory once. In backward it holds the row in registers, and also the parameters' sums
+// over its rows. PyTorch's kernel (ATen/native/cuda/layer_norm_kernel.cu) reads x and the gradient a second time, in a
+// separate kernel for the parameters. A longer row is read again from the multiprocessor's cache, and its sums are in
+// shared memory.
 #include "norm.cuh"
 
 #include "rows.cuh"
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMaxSpanThreads) norm_kernel(
   write_norm<kCentres, kWidth>(row, weight, bias, out + blockIdx.x * columns, columns, epsilon);
 }
 
-// Leaves the block's part of the parameters' gradients in parts[block].
+// Writes the block's part of the parameters' gradients to parts[block].
 template <bool kCentres, bool kHolds, int kWidth, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
     const GradientInputs<T> inputs, T* x_grad, const T* weight, Wide<T>* parts, int64_t rows, int64_t columns,

@@ -1,7 +1,7 @@
 // RMSNorm and LayerNorm of one row by one block, and their gradients; see megalite/kernels/norm.py.
 //
-// A row is a StreamedRow or a HeldRow of span.cuh. Both give each thread the same elements in the same order, and so
-// the same bits.
+// A row is a StreamedRow or a HeldRow of span.cuh. Both give each thread the same elements in the same order, so
+// results have the same bits.
 #pragma once
 
 #include "elementary.cuh"
@@ -9,14 +9,14 @@
 
 namespace megalite::cuda {
 
-constexpr int kNormSlots = 4, kNormGradSlots = 2;  // vectors of a row that a thread reads before it uses the first
-constexpr int64_t kPartRows = 8, kMaxParts = 1024;  // rows that are worth a part of the sums: 2048 keep a GPU busy
+constexpr int kNormSlots = 4, kNormGradSlots = 2;  // vectors of a row that a thread reads before using the first
+constexpr int64_t kPartRows = 8, kMaxParts = 1024;  // rows per part (2048 rows keep a GPU busy); most parts
 
-// Sums over the rows: the gradients of weight and bias, of which RMSNorm has the first.
+// Number of sums over the rows: the gradients of weight and bias; RMSNorm only has the first.
 template <bool kCentres>
 constexpr int kNormSums = kCentres ? 2 : 1;
 
-// Whether a block's registers hold a row: of whole vectors, at most kSlots for each thread.
+// Returns whether a block's registers can hold a row: whole vectors, at most kSlots per thread.
 template <class T, int kSlots>
 bool fits_block(int64_t columns) {
   return columns <= int64_t{kMaxSpanThreads} * kSlots * kVectorWidth<T>;
@@ -30,7 +30,7 @@ __device__ __forceinline__ W inverse_root(W sum_of_squares, int64_t columns, dou
   return W{1} / sqrt(sum_of_squares / static_cast<W>(columns) + static_cast<W>(epsilon));
 }
 
-// The mean of a row, of whose vectors `x_of` gives the elements; RMSNorm uses 0.
+// The mean of a row; `x_of` returns the elements of a vector. RMSNorm uses 0.
 template <bool kCentres, int kWidth, class W, class Row, class Elements>
 __device__ __forceinline__ W mean_of(const Row& row, const Elements& x_of, int64_t columns) {
   if constexpr (!kCentres) return W{0};
@@ -44,7 +44,7 @@ __device__ __forceinline__ W mean_of(const Row& row, const Elements& x_of, int64
   return sums[0] / static_cast<W>(columns);
 }
 
-// Writes the norm of a row of Vector<T, kWidth>.
+// Writes the norm of a row of vectors Vector<T, kWidth>.
 template <bool kCentres, int kWidth, class T, class Row>
 __device__ __forceinline__ void write_norm(
     const Row& row, const T* weight, const T* bias, T* result, int64_t columns, double epsilon) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_norm(
   });
 }
 
-// What backward reads of a row: the norm's input, its output's gradient, and what is added to the input's.
+// Backward's inputs for a row: the norm's input, the output's gradient, and a term of the input's gradient.
 template <class T, int kWidth>
 struct GradientTerms {
   Vector<T, kWidth> x, grad, residual;
@@ -81,7 +81,7 @@ struct GradientTerms {
 
 template <class T>
 struct GradientInputs {
-  const T *x, *grad, *residual;  // the residual is null if nothing is added
+  const T *x, *grad, *residual;  // residual is null if nothing is added
 
   template <int kWidth>
   __device__ __forceinline__ GradientTerms<T, kWidth> load_at(int64_t at) const {
@@ -93,8 +93,8 @@ struct GradientInputs {
 
 template <class W>
 struct Statistics {
-  W mean, inverse;  // of the row: 1 / its standard deviation
-  W along, level;   // how much of the gradient is along the normal row, and its mean: neither changes the output
+  W mean, inverse;  // mean of the row, and 1 / its standard deviation
+  W along, level;   // the gradient's component along the normalized row, and its mean: neither changes the output
 };
 
 template <bool kCentres, int kWidth, class T, class Row>
@@ -105,7 +105,7 @@ __device__ __forceinline__ Statistics<Wide<T>> statistics_of(
   __shared__ WarpValues<kSums, W> shared;
   const auto x_of = [](const auto& terms) -> const auto& { return terms.x; };
   const W mean = mean_of<kCentres, kWidth, W>(row, x_of, columns);
-  W sums[kSums] = {};  // of the squares, of the gradient along the row, and of the gradient
+  W sums[kSums] = {};  // sums of the squares, of the gradient along the row, and of the gradient
   row.each([&](const auto& terms, int64_t vector, int) {
     const auto weights = load<kWidth>(weight + vector * kWidth);
     MEGALITE_UNROLL
@@ -121,7 +121,7 @@ __device__ __forceinline__ Statistics<Wide<T>> statistics_of(
   return {mean, inverse, sums[1] * inverse / count, kCentres ? sums[kSums - 1] / count : W{0}};
 }
 
-// A block's sums over its rows, kSums for each column, in shared memory: a thread has its own vectors' sums.
+// A block's sums over its rows, kSums per column, in shared memory: each thread has the sums of its own vectors.
 template <int kSums, int kWidth, class W>
 struct SharedSums {
   W* first;
@@ -156,7 +156,7 @@ struct SharedSums {
   }
 };
 
-// The same in registers, of kSlots vectors for each thread.
+// The same in registers, for kSlots vectors per thread.
 template <int kSums, int kWidth, int kSlots, class W>
 struct HeldSums {
   int64_t columns;
@@ -178,9 +178,9 @@ struct HeldSums {
   }
 };
 
-// Goes down the block's rows, every gridDim.x-th, adds up the parameters' gradients, and leaves their sums in
-// parts[block]. row_of(r) is a row of GradientTerms; finish(r, vector, of_x, sums) writes the gradient of a vector of
-// the input, and may add to sums after those of the norm's own parameters.
+// Loops over the block's rows (every gridDim.x-th row), sums the parameters' gradients, and writes the sums to
+// parts[block]. row_of(r) is a row of GradientTerms. finish(r, vector, of_x, sums) writes the gradient of a vector of
+// the input, and may add to further sums after the norm's own parameters.
 template <bool kCentres, int kWidth, class T, class RowOf, class Sums, class Finish>
 __device__ __forceinline__ void norm_gradients(
     const RowOf& row_of, Sums sums, const Finish& finish, const T* weight, Wide<T>* part, int64_t rows,
@@ -208,7 +208,7 @@ __device__ __forceinline__ void norm_gradients(
   sums.write(part);
 }
 
-// Calls `function` with a value of the element type and two constants: an access' width, whether the norm centres.
+// Calls `function` with a value of the element type and two constants: the width of accesses, and whether it centres.
 template <class Function, class... Pointers>
 void dispatch_norm(Dtype dtype, Norm kind, int64_t columns, const Function& function, const Pointers*... pointers) {
   dispatch(dtype, [&](auto element) {

@@ -1,4 +1,4 @@
-// Normal numbers by counter on a GPU; see megalite/kernels/normal.py.
+// Counter-based normal numbers on a GPU; see megalite/kernels/normal.py.
 #include <algorithm>
 
 #include "random.cuh"

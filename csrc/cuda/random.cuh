@@ -1,4 +1,4 @@
-// Random words of neighbouring elements, and where a row's elements are in their sample.
+// Random words of neighbouring elements, and the position of a row's elements in their sample.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace megalite::cuda {
 
-// The keys of each round, made by the host: among a kernel's parameters they are operands that cost no instruction.
+// The keys of each round, computed by the host: as kernel parameters they are operands that cost no instruction.
 struct Rounds {
   uint32_t key0[kRounds], key1[kRounds];
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ void words_of_block(
   words[3] = c3;
 }
 
-// The words of the elements index, index + 1, ... of a sample: a block of Philox makes four, so that an index divisible
-// by four costs a quarter of another.
+// The words of the elements index, index + 1, ... of a sample. A Philox block has four words, so an index divisible by
+// four costs a quarter of any other.
 template <int kCount>
 __device__ __forceinline__ void words_at(
     uint32_t (&words)[kCount], uint64_t index, uint64_t sample, const Rounds& rounds) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void words_at(
     }
     return;
   }
-  constexpr int kBlocks = (kCount + 2 * kWordsPerBlock - 2) / kWordsPerBlock;  // that kCount elements may be in
+  constexpr int kBlocks = (kCount + 2 * kWordsPerBlock - 2) / kWordsPerBlock;  // most blocks for kCount elements
   uint32_t blocks[kBlocks * kWordsPerBlock];
   MEGALITE_UNROLL
   for (int i = 0; i < kBlocks; ++i) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void words_at(
   }
   const auto shift = static_cast<unsigned>(index % kWordsPerBlock);
   MEGALITE_UNROLL
-  for (int i = 0; i < kCount; ++i) {  // picked without an index, which would move them to local memory
+  for (int i = 0; i < kCount; ++i) {  // an index known only at run time would move the words to local memory
     const uint32_t even = shift & 2 ? blocks[i + 2] : blocks[i], odd = shift & 2 ? blocks[i + 3] : blocks[i + 1];
     words[i] = shift & 1 ? odd : even;
   }
@@ -69,8 +69,8 @@ struct Position {
   uint64_t index, sample;
 };
 
-// A Site, with the quotient by its num_samples as a product and a shift: exact for rows and divisors below 2^31, as
-// 2^shift is at least 2^31 times the divisor, and the factor is less than 1 above 2^shift / divisor.
+// A Site that divides by num_samples with a multiplication and a shift. This is exact for rows and divisors below 2^31,
+// because 2^shift is at least 2^31 times the divisor, and the factor exceeds 2^shift / divisor by less than 1.
 struct Places {
   Site site;
   uint32_t factor, shift;
@@ -92,7 +92,7 @@ __device__ __forceinline__ Position position_of(const Places& places, int64_t ro
   return {static_cast<uint64_t>(site.base + outer * site.stride), static_cast<uint64_t>(sample)};
 }
 
-// The dropout of a tensor of rows.
+// The dropout settings of a tensor of rows.
 struct DropMask {
   Places places;
   Mask mask;
@@ -102,10 +102,10 @@ struct DropMask {
     return {Places::of(site, rows), mask, Rounds::of(mask.key)};
   }
 
-  // Drops some of a row's neighbouring elements from `column` on, and scales the others.
+  // Drops some of a row's neighbouring elements from `column` on and scales the others.
   template <int kCount, class W>
   __device__ __forceinline__ void apply(W (&values)[kCount], int64_t row, int64_t column) const {
-    if (mask.threshold == 0) return;  // all are kept, as they are
+    if (mask.threshold == 0) return;  // all elements are kept unscaled
     const Position position = position_of(places, row);
     const auto scale = static_cast<W>(mask.scale);
     uint32_t words[kCount];

@@ -1,5 +1,5 @@
-// Sums and the like over a warp or a block, in an order that depends on nothing but the block's size; every thread
-// gets the result. Blocks are one-dimensional and have whole warps, and all of their threads take part.
+// Reductions over a warp or a block, in an order that only depends on the block's size; every thread gets the result.
+// Blocks are one-dimensional and consist of whole warps, and all threads must take part.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ struct Add {
   }
 };
 
-// A NaN wins, unlike in fmax: else it would be lost.
+// Unlike fmax, this returns NaN if either argument is NaN.
 struct Larger {
   template <class W>
   __device__ __forceinline__ W operator()(W a, W b) const {
@@ -33,7 +33,7 @@ struct Larger {
   }
 };
 
-// Each kLanes neighbouring lanes get what their values combine to.
+// Each group of kLanes neighbouring lanes gets the combination of its values.
 template <int kLanes = kWarp, class W, class Combine>
 __device__ __forceinline__ W warp_reduce(W value, const Combine& combine) {
   MEGALITE_UNROLL
@@ -43,7 +43,7 @@ __device__ __forceinline__ W warp_reduce(W value, const Combine& combine) {
   return value;
 }
 
-// `shared` holds a value for each of the block's warps; it may be used again right after.
+// `shared` holds one value per warp of the block; it may be reused right after the call.
 template <class W, class Combine>
 __device__ __forceinline__ W block_reduce(W value, W* shared, const Combine& combine) {
   const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;

@@ -8,9 +8,9 @@ namespace megalite::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kHeadsInFlight = 4;  // that a thread reads before it turns the first: they share its cosines and sines
+constexpr int kHeadsInFlight = 4;  // heads that a thread reads before rotating the first; all use the same angles
 
-// A block's threads: pairs of a head (x), groups of heads (y), tokens (z). A head's pair is (i, i + d/2).
+// The dims of a block's threads: pairs of a head (x), groups of heads (y), tokens (z). A pair is (i, i + d/2).
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(
     const T* x, const Wide<T>* cosine, const Wide<T>* sine, T* out, const Heads shape, const Wide<T> sign) {
@@ -69,7 +69,7 @@ void rotate(
       const auto pairs = static_cast<unsigned>(std::min<int64_t>(half / kWidth, kThreads));
       const int64_t groups = (shape.heads + kHeadsInFlight - 1) / kHeadsInFlight;
       const auto group = static_cast<unsigned>(std::min<int64_t>(groups, kThreads / pairs));
-      const unsigned depth = std::min(64u, kThreads / (pairs * group));  // a block is at most 64 deep
+      const unsigned depth = std::min(64u, kThreads / (pairs * group));  // CUDA's limit is 64
       const dim3 grid(static_cast<unsigned>((tokens + depth - 1) / depth)), block(pairs, group, depth);
       launch(
           rotate_kernel<T, kWidth>, grid, block, 0, stream, static_cast<const T*>(x),

@@ -1,4 +1,4 @@
-// How much memory the sums of columns need.
+// The memory that column sums need.
 #include "rows.cuh"
 
 namespace megalite::cuda {

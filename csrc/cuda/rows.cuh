@@ -1,14 +1,14 @@
-// Loops over a tensor of rows and columns, and sums of its columns that no number of processors changes.
+// Loops over a tensor of rows and columns, and column sums that do not depend on the number of processors.
 //
-// A thread keeps to one vector of neighbouring columns, whose bias it reads once and whose sums it holds in registers,
-// and walks down rows, of which it reads several before it computes the first.
+// A thread processes one vector of neighbouring columns: it reads their bias once and holds their sums in registers. It
+// walks down the rows, and reads several rows before it computes the first.
 //
-// What is done is an object, passed to the kernel by value:
-//   Loaded, State       what is read of a row; what a thread keeps from row to row
-//   begin(vector)       the State to start with
-//   load(row, vector)   reads
-//   apply(state, loaded, row, vector)   computes and writes
-// To be summed it also has kSums, the sums for each column, and State has sums[kSums][kWidth].
+// The operation is an object, passed to the kernel by value:
+//   Loaded, State       data read from a row; data that a thread keeps from row to row
+//   begin(vector)       returns the initial State
+//   load(row, vector)   reads a vector of a row
+//   apply(state, loaded, row, vector)   computes and writes a vector of a row
+// With sums, it also has kSums, the number of sums per column, and State has sums[kSums][kWidth].
 #pragma once
 
 #include <algorithm>
@@ -19,17 +19,17 @@
 namespace megalite::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kRowBlocks = 3, kSumBlocks = 2;  // of a multiprocessor: with as many registers as these leave, loads stay
-                                               // in front of the first use, and none is spilled
-constexpr int kLanes = 32;              // at most, threads side by side in a row
-constexpr int kMinRows = 4;             // a thread's, if there are so many
-constexpr int64_t kManyBlocks = 4096;   // several for each multiprocessor, so that the last ones to end cost little
+constexpr int kRowBlocks = 3, kSumBlocks = 2;  // per multiprocessor: leaves enough registers that loads stay before
+                                               // the first use, without spills
+constexpr int kLanes = 32;              // largest number of threads side by side in a row
+constexpr int kMinRows = 4;             // minimum number of rows per thread, if the tensor has as many
+constexpr int64_t kManyBlocks = 4096;   // several per multiprocessor, so that the last blocks to end cost little
 
 struct RowGrid {
   dim3 grid, block;
 };
 
-// Depends on the tensor alone, its shape and alignment, and so do the sums' bits.
+// Only depends on the tensor's shape and alignment, and so do the sums' bits.
 inline RowGrid row_grid(int64_t rows, int64_t vectors) {
   unsigned lanes = 1;
   while (lanes < vectors && lanes < kLanes) lanes *= 2;
@@ -40,7 +40,8 @@ inline RowGrid row_grid(int64_t rows, int64_t vectors) {
   return {dim3(static_cast<unsigned>(across), static_cast<unsigned>(down)), dim3(lanes, depth)};
 }
 
-// Rows that a thread reads before it uses the first: more need so many registers that fewer threads read.
+// Number of rows that a thread reads before using the first: more rows would need so many registers that fewer threads
+// could run.
 template <class Op>
 constexpr int kRowsInFlight = sizeof(typename Op::Loaded) <= kVectorBytes ? 4 : 2;
 
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) row_kernel(const Op op, 
   walk_rows(op, state, vector, rows);
 }
 
-// As row_kernel; then each block adds up its threads' sums, and leaves them in parts[its depth][sum][column].
+// Like row_kernel; then each block adds its threads' sums and writes them to parts[its depth][sum][column].
 template <int kWidth, class W, class Op>
 __global__ void __launch_bounds__(kThreads, kSumBlocks) sum_kernel(
     const Op op, W* parts, int64_t rows, int64_t vectors) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks) sum_kernel(
   }
 }
 
-constexpr int kPartDepth = 32, kPartsInFlight = 8;  // few blocks run: many threads deep, each with several reads
+constexpr int kPartDepth = 32, kPartsInFlight = 8;  // few blocks run, so each has many threads with several reads
 constexpr int kPartThreads = kLanes * kPartDepth;
 
 // out[i] = the sum of parts[0][i], parts[1][i] and so on.
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kPartThreads) add_parts_kernel(
   out[i] = narrow<T>(total);
 }
 
-// Does `op` for each vector of each row.
+// Applies `op` to each vector of each row.
 template <class Op>
 void for_rows(const Op& op, int64_t rows, int64_t vectors, cudaStream_t stream) {
   if (rows == 0 || vectors == 0) return;
@@ -131,7 +132,7 @@ void for_rows(const Op& op, int64_t rows, int64_t vectors, cudaStream_t stream) 
   launch(row_kernel<Op>, shape.grid, shape.block, 0, stream, op, rows, vectors);
 }
 
-// Adds up `num_parts` parts of `num_sums` sums.
+// Sums `num_parts` parts of `num_sums` sums.
 template <class T>
 void add_parts(const void* parts, void* out, int64_t num_parts, int64_t num_sums, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((num_sums + kLanes - 1) / kLanes)), block(kLanes, kPartDepth);
@@ -140,7 +141,7 @@ void add_parts(const void* parts, void* out, int64_t num_parts, int64_t num_sums
       num_sums);
 }
 
-// Does `op` for each vector of each row; `out`, [kSums, columns], gets its sums over the rows.
+// Applies `op` to each vector of each row; `out` [kSums, columns] gets its sums over the rows.
 template <class T, int kWidth, class Op>
 void sum_rows(const Op& op, int64_t rows, int64_t columns, void* workspace, void* out, cudaStream_t stream) {
   if (columns == 0) return;

@@ -6,22 +6,22 @@
 namespace megalite::cuda {
 namespace {
 
-constexpr int kInFlight = 1;  // more would need too many registers, with words of random numbers for each element
+constexpr int kInFlight = 1;  // more would need too many registers, because each element has a random word
 
-// One query's keys: those from `begin` on, `count` of them, of which number `own` is at the query's own position.
+// The keys of one query: `count` keys from `begin` on; key number `own` is at the query's own position.
 template <class T>
 struct Row {
   using W = Wide<T>;
 
   int64_t begin, count, own;
   W scale, slope;
-  uint64_t sample, index;  // of dropout: the index of the first key's weight within the sample
+  uint64_t sample, index;  // for dropout: the sample, and the index of the first key's weight in it
 
   __device__ static Row at(const Scores& scores, int64_t number) {
     const int64_t query = scores.first + number % scores.rows, head = number / scores.rows % scores.num_heads;
     const int64_t sample = number / (scores.rows * scores.num_heads);
     int64_t begin = scores.starts == nullptr ? 0 : scores.starts[sample * scores.seq_length + query];
-    begin = begin < 0 ? 0 : (begin > query ? query : begin);  // only the row's memory is read, whatever `starts` holds
+    begin = begin < 0 ? 0 : (begin > query ? query : begin);  // never read outside of the row, whatever `starts` is
     int64_t end = scores.ends == nullptr ? query + 1 : scores.ends[sample * scores.seq_length + query];
     end = end < query + 1 ? query + 1 : (end > scores.keys ? scores.keys : end);
     const int64_t before = scores.base + (head * scores.seq_length + query) * scores.seq_length;
@@ -38,7 +38,7 @@ struct Row {
   }
 };
 
-// The factors of the weights from `key` on: 0 or 1 / (1 - p) with dropout, and 1 without.
+// The dropout factors of the weights from `key` on: 0 or 1 / (1 - p), and 1 without dropout.
 template <bool kDrops, class T, int kWidth>
 __device__ __forceinline__ void keep_factors(
     Wide<T> (&factors)[kWidth], const Row<T>& row, int64_t key, const Mask& mask, const Rounds& rounds) {
@@ -102,7 +102,7 @@ struct Pair {
   Vector<T, kWidth> score, grad;
 };
 
-// The second pass computes the weights and their mask again: keeping them would need registers by the row's length.
+// The second pass recomputes the weights and their mask: keeping them would need registers in proportion to the row.
 template <bool kDrops, class T>
 __global__ void __launch_bounds__(kMaxSpanThreads) backward_kernel(
     T* all_scores, T* all_grads, const Wide<T>* log_sums, const Scores problem, const Mask mask, const Rounds rounds) {

@@ -1,4 +1,4 @@
-// One block for one row: loops over its neighbouring elements in the widest accesses that their addresses allow.
+// Loops of one block over one row, in the widest accesses that the addresses allow.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace megalite::cuda {
 
-constexpr int kMaxSpanThreads = 512, kMaxSpanWarps = kMaxSpanThreads / kWarp;  // of a block
+constexpr int kMaxSpanThreads = 512, kMaxSpanWarps = kMaxSpanThreads / kWarp;  // per block
 
 template <int kWidth>
 using Width = std::integral_constant<int, kWidth>;
 
-// Threads for a span of so many elements of T: whole warps, with kInFlight vectors for each where it is long enough.
+// Number of threads for a span of this many elements of T: whole warps, with kInFlight vectors per thread if possible.
 template <class T, int kInFlight>
 dim3 span_threads(int64_t count) {
   constexpr int kEach = kVectorWidth<T> * kInFlight;
@@ -23,9 +23,9 @@ dim3 span_threads(int64_t count) {
   return dim3(static_cast<unsigned>(std::min<int64_t>((needed + kWarp - 1) / kWarp * kWarp, kMaxSpanThreads)));
 }
 
-// Calls apply(loaded, vector) once for each vector of [0, vectors), by one of the block's threads, and the same one
-// each time; loaded = load(vector). A thread loads kInFlight of them before it applies the first. Loads under a
-// condition, for what is left at the end, would make of each 16-bit number a register of its own.
+// Calls apply(loaded, vector) once for each vector in [0, vectors), with loaded = load(vector). A vector always belongs
+// to the same thread of the block. A thread loads kInFlight vectors before it applies the first. Conditional loads for
+// the remainder would put each 16-bit number into a separate register.
 template <int kInFlight, class Load, class Apply>
 __device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, const Apply& apply) {
   const int64_t step = blockDim.x;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void for_vectors(int64_t vectors, const Load& load, c
   for (; vector < vectors; vector += step) apply(load(vector), vector);
 }
 
-// A row of vectors that each pass reads again, kInFlight at a time.
+// A row of vectors that each pass reads from memory again, kInFlight at a time.
 template <int kInFlight, class Load>
 struct StreamedRow {
   int64_t vectors;
@@ -58,17 +58,17 @@ __device__ __forceinline__ StreamedRow<kInFlight, Load> streamed_row(int64_t vec
   return {vectors, load};
 }
 
-// The vector in a thread's slot, if a row has so many.
+// The vector in a thread's slot, if the row has as many.
 __device__ __forceinline__ int vector_of(int slot) { return static_cast<int>(threadIdx.x + slot * blockDim.x); }
 
-// A row of vectors that is read once. Each thread holds at most kSlots of them in registers, the same ones as of a
+// A row of vectors that is read once. Each thread holds at most kSlots of them in registers, the same vectors as with a
 // StreamedRow.
 template <int kSlots, class Loaded>
 struct HeldRow {
   int vectors;
   Loaded loaded[kSlots];
 
-  // As of a StreamedRow. The slot is a constant after unrolling, to index what else is in registers.
+  // Like StreamedRow's. The slot is a constant after unrolling, so that it can index other registers.
   template <class Apply>
   __device__ __forceinline__ void each(const Apply& apply) const {
     MEGALITE_UNROLL
@@ -79,7 +79,7 @@ struct HeldRow {
   }
 };
 
-// Reads all of the row before any is used. A slot beyond the row reads the last vector, without a condition: see
+// Reads the whole row before using it. A slot beyond the row reads the last vector, without a condition; see
 // for_vectors.
 template <int kSlots, class Load>
 __device__ __forceinline__ auto held_row(int vectors, const Load& load) {
@@ -93,10 +93,9 @@ __device__ __forceinline__ auto held_row(int vectors, const Load& load) {
   return row;
 }
 
-// Calls apply(loaded, at, width) once for each element of [0, count), by one of the block's threads, with
-// loaded = load(at, width) for the elements from `at` on: as many as a vector has (width is a constant), and one by one
-// at the end. Who gets which depends on `count` and the block alone, and so does the order of sums over them: the same
-// row gives the same bits wherever it is.
+// Calls apply(loaded, at, width) once for all elements in [0, count), with loaded = load(at, width) for the elements
+// from `at` on: one vector at a time (width is a constant), and single elements at the end. The assignment to threads
+// and the order of sums only depend on `count` and the block: the same row gives the same bits at any address.
 template <int kInFlight, class T, class Load, class Apply>
 __device__ __forceinline__ void sum_span(int64_t count, const Load& load, const Apply& apply) {
   constexpr int kWidth = kVectorWidth<T>;
@@ -109,15 +108,15 @@ __device__ __forceinline__ void sum_span(int64_t count, const Load& load, const 
   }
 }
 
-// As sum_span, but for what adds up nothing: vectors begin where all pointers, to their elements 0, are aligned, if
-// they are alike, and elements before that are done one by one too.
+// Like sum_span, for operations without sums. If all pointers (to their elements 0) have the same alignment, vectors
+// begin at an aligned element, and the elements before it are also processed one by one.
 template <int kInFlight, class T, class Load, class Apply, class... Others>
 __device__ __forceinline__ void for_span(
     int64_t count, const Load& load, const Apply& apply, const T* pointer, const Others*... others) {
   constexpr int kWidth = kVectorWidth<T>;
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   const bool are_alike = (((reinterpret_cast<uintptr_t>(others) ^ address) | ... | 0) & (kVectorBytes - 1)) == 0;
-  const auto before = static_cast<int64_t>((0 - address) % kVectorBytes / sizeof(T));  // up to an aligned one
+  const auto before = static_cast<int64_t>((0 - address) % kVectorBytes / sizeof(T));  // before an aligned element
   const int64_t head = are_alike && before < count ? before : count;
   const int64_t vectors = (count - head) / kWidth;
   for_vectors<kInFlight>(
@@ -129,7 +128,7 @@ __device__ __forceinline__ void for_span(
   }
 }
 
-// Elements one by one, which need not be aligned.
+// Single elements, which need not be aligned.
 template <int kWidth, class T>
 __device__ __forceinline__ Vector<T, kWidth> load_each(const T* from) {
   T values[kWidth];
@@ -140,8 +139,8 @@ __device__ __forceinline__ Vector<T, kWidth> load_each(const T* from) {
   return vector;
 }
 
-// Calls function(load): load(from, width) is the fastest that there is for vectors which begin at these pointers or a
-// whole number of vectors behind them. It is chosen once: a choice at each load would keep it from the one before.
+// Calls function(load): load(from, width) is the fastest load for vectors that begin at these pointers or a whole
+// number of vectors after them. It is selected once: a choice at each load would delay it until the previous load ends.
 template <class Function, class... Pointers>
 __device__ __forceinline__ void with_loads(const Function& function, const Pointers*... pointers) {
   if (((reinterpret_cast<uintptr_t>(pointers) | ...) & (kVectorBytes - 1)) == 0) {
@@ -159,7 +158,7 @@ __device__ __forceinline__ void zero_span(T* to, int64_t count) {
       [=](Nothing, int64_t at, auto width) { store(to + at, Vector<T, decltype(width)::value>{}); }, to);
 }
 
-// The sums of the block's threads' values, for all of them.
+// Sums the values of the block's threads; every thread gets the sums.
 template <int kNum, class W>
 __device__ __forceinline__ void block_sums(W (&values)[kNum], W (&shared)[kMaxSpanWarps][kNum]) {
   const int warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;

@@ -5,7 +5,7 @@
 namespace megalite::cuda {
 namespace {
 
-// A thread has the same columns of both halves: `columns` is the width of one.
+// A thread has the same columns of both halves: `columns` is the width of one half.
 template <class T, int kWidth>
 struct Halves {
   Vector<T, kWidth> gate, up;
@@ -87,7 +87,7 @@ struct Backward {
       const Wide<T> gate = loaded.x.gate[i] + state.bias.gate[i];
       const Wide<T> up = loaded.x.up[i] + state.bias.up[i], y = loaded.grad[i];
       const Wide<T> e = exp_for<T>(-gate), s = inverse_for<T>(Wide<T>{1} + e);
-      // The derivative of g s(g): s + g s (1 - s), where 1 - s is e s without its cancellation.
+      // The derivative of g s(g): s + g s (1 - s), with 1 - s computed as e s to avoid cancellation.
       const Wide<T> slope = e == static_cast<Wide<T>>(INFINITY) ? Wide<T>{0} : s + gate * s * (e * s);
       const Wide<T> gate_grad = y * up * slope, up_grad = y * gate * s;
       gates[i] = gate_grad;

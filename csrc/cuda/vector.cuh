@@ -9,8 +9,8 @@
 
 namespace megalite::cuda {
 
-// Two of 16 bits are a word: each alone would need a register, and instructions to move it there. Vectors wider than
-// the widest access need several.
+// Two 16-bit elements form a word: separately, each would need a register, and instructions to move it there. Vectors
+// wider than the widest access need several accesses.
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Vector {
   static constexpr bool kPairs = sizeof(T) == 2 && kWidth % 2 == 0;
@@ -19,7 +19,7 @@ struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Vector {
 
   Word words[kWidth / kEach];
 
-  // An element in the precision of the computation.
+  // Converts an element to the precision of the computation.
   __device__ __forceinline__ Wide<T> operator[](int i) const {
     if constexpr (!kPairs) {
       return widen(words[i]);
@@ -44,14 +44,14 @@ __device__ __forceinline__ Vector<T, kWidth> narrow_all(const Wide<T> (&wide)[kW
   return vector;
 }
 
-// The elements from `from` on, which must be aligned as a Vector is.
+// Reads the elements from `from` on, which must have a Vector's alignment.
 template <int kWidth, class T>
 __device__ __forceinline__ Vector<T, kWidth> load(const T* from) {
   return *reinterpret_cast<const Vector<T, kWidth>*>(from);
 }
 
-// Of 16-bit elements it is to global memory. There the compiler would make four stores of some: they lie in registers
-// that are no neighbours.
+// 16-bit elements are stored to global memory explicitly: for some vectors, the compiler would use four stores, because
+// they are in registers that are not neighbours.
 template <class T, int kWidth>
 __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
 #if defined(__CUDA_ARCH__)
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
   *reinterpret_cast<Vector<T, kWidth>*>(to) = vector;
 }
 
-// The elements in the precision of the computation; those of a null pointer are 0.
+// The elements in the precision of the computation; 0 for a null pointer.
 template <int kWidth, class T>
 __device__ __forceinline__ void load_wide(Wide<T> (&wide)[kWidth], const T* from) {
   if (from == nullptr) {

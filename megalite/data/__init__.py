@@ -11,7 +11,7 @@ from pathlib import Path
 
 if importlib.util.find_spec(f"{__name__}._index_builder") is None:
     _package = Path(__file__).parents[1]
-    # An exit, so that a program of several ranks prints one line each instead of a traceback.
+    # Exit instead of raising, so that each rank prints one line instead of a traceback.
     sys.exit(
         f"error: {_package} is not compiled: run `pip install {_package.parent}`, or start in another folder "
         "to use an installed megalite"

@@ -1,4 +1,4 @@
-"""Load the microbatches of one rank, by number, from anywhere in the run.
+"""Load any microbatch of one rank by its number.
 
 Shapes: b samples of a microbatch, s tokens of a sequence.
 """
@@ -20,7 +20,7 @@ from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 
 NUM_AHEAD = 4
-"""Number of microbatches that are read before they are requested."""
+"""Number of microbatches to read ahead."""
 
 
 def microbatch_samples(
@@ -29,22 +29,22 @@ def microbatch_samples(
     """Return the sample numbers of one microbatch on one data-parallel rank, int64 ``[b]``.
 
     An iteration takes consecutive blocks of ``b * dp_size`` samples, and each rank takes its slice of each
-    block. So a global batch is the same set of samples for any dp_size, and the number of consumed samples is
-    all that resuming needs.
+    block. A global batch is therefore the same set of samples for any dp_size, and resuming only needs the
+    number of consumed samples.
 
     Args:
-        consumed: samples of the run before this global batch.
-        index: of the microbatch in the global batch, from 0.
+        consumed: number of samples that the run has consumed before this global batch.
+        index: index of the microbatch in the global batch, from 0.
         micro_batch_size: b.
-        dp_rank: the rank on the data-parallel axis.
-        dp_size: the size of that axis.
+        dp_rank: data-parallel rank.
+        dp_size: data-parallel size.
     """
     first = consumed + (index * dp_size + dp_rank) * micro_batch_size
     return np.arange(first, first + micro_batch_size, dtype=np.int64)
 
 
 def reads_data(topology: Topology, samples: Samples) -> bool:
-    """Return whether this rank reads samples: for tokens, for labels, or to find where documents end."""
+    """Return whether this rank reads samples: for tokens, for labels, or to find document ends."""
     return topology.pp.is_first or topology.pp.is_last or samples.on_every_stage
 
 
@@ -52,13 +52,13 @@ class BatchLoader:
     """Loads microbatch `index` of the global batch that starts at sample `consumed`.
 
     Only the first stage uses tokens and only the last uses labels. A stage between them gets empty tokens and
-    the sample numbers, which key its dropout, and opens no file, unless its layers must know the documents.
+    the sample numbers, which key its dropout. It opens no file, unless its layers must know the documents.
 
-    It reads ahead in a thread: close it, or use it in a ``with`` block.
+    The loader reads ahead in a thread: close it, or use it in a ``with`` block.
 
     Args:
-        samples: what the dataset returns.
-        num_ahead: microbatches that are read before they are requested.
+        samples: how the dataset's samples become microbatches.
+        num_ahead: number of microbatches to read ahead.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BatchLoader:
         """Load one microbatch to the device.
 
         Raises:
-            UserError: a sample is damaged. Other ranks may not have read it: `on_one_rank` is set.
+            UserError: a sample is damaged. `on_one_rank` is set, because other ranks may not have read it.
         """
         numbers = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
         if self._prefetcher is None:
@@ -99,7 +99,7 @@ class BatchLoader:
         return self.samples.marked(microbatch)
 
     def close(self, *, waits: bool = True) -> None:
-        """End the thread that reads ahead and free what it has read; a second call does nothing.
+        """End the thread that reads ahead, and free what it has read. A second call does nothing.
 
         Args:
             waits: wait for the read in progress, which takes long if a file system hangs.
@@ -120,10 +120,10 @@ class BatchLoader:
 
 
 class Prefetcher:
-    """Reads the microbatches that are likely next in a thread, and any other one on request.
+    """Reads the microbatches that are likely next in a thread, and any other microbatch on request.
 
-    A rank's next microbatch starts `stride` samples later, also in the next global batch. The result depends
-    on the sample numbers alone: a wrong guess costs time and changes nothing.
+    A rank's next microbatch starts `stride` samples later, even in the next global batch. The result only
+    depends on the sample numbers: a wrong guess costs time and changes nothing.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Prefetcher:
         self._stride = stride
         self._device = device
         self._reads: OrderedDict[int, Future[Microbatch]] = OrderedDict()  # by the first sample's number
-        # The thread must not refer to this object: an object that its own thread keeps alive is never freed.
+        # The thread must not refer to this object: it would keep the object alive forever.
         self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
 
     def take(self, numbers: npt.NDArray[np.int64]) -> Microbatch:
@@ -170,7 +170,7 @@ class Prefetcher:
 def read_microbatch(
     dataset: Dataset, numbers: npt.NDArray[np.int64], device: torch.device, samples: Samples
 ) -> Microbatch:
-    """Read samples by their numbers into host memory that `device` can copy from; any thread may call it.
+    """Read samples by number into host memory that `device` can copy from; any thread may call this.
 
     Raises:
         UserError: a sample is damaged.
@@ -179,11 +179,11 @@ def read_microbatch(
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """Return the microbatch in memory that `device` can copy from."""
+    """Return the microbatch in host memory that `device` can copy from."""
     return microbatch.pin_memory() if device.type == "cuda" else microbatch
 
 
 def _use_device(device: torch.device) -> None:
-    """Make the rank's GPU current in a new thread, which would else pin memory through GPU 0's context."""
+    """Make the rank's GPU current in a new thread: otherwise it would pin memory in GPU 0's context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

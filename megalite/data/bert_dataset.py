@@ -18,19 +18,19 @@ from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
 
 _FORMAT = 2
-"""Part of the digest under which an order is cached: raise it when the same values give another order."""
+"""Part of a cached order's digest: increase it when the same values give another order."""
 
 
 @dataclass(frozen=True)
 class BertOptions:
-    """Hold the options of BERT samples.
+    """Holds the options of BERT samples.
 
     Attributes:
-        seq_length: tokens of a sample, padding included.
-        seed: of the order of samples and of what is drawn in each.
+        seq_length: number of tokens in a sample, padding included.
+        seed: seed of the samples' order, and of the random numbers of each sample.
         mask_prob: share of the tokens to predict.
-        short_seq_prob: share of the samples that are shorter than others on purpose.
-        has_two_segments: samples have two segments, in a drawn order; else one.
+        short_seq_prob: share of the samples that are made shorter than the others.
+        has_two_segments: whether samples have two segments, in a random order, or one.
     """
 
     seq_length: int
@@ -42,28 +42,28 @@ class BertOptions:
 
     @property
     def max_tokens(self) -> int:
-        """Return the largest number of tokens of both segments."""
+        """Return the largest number of tokens in both segments together."""
         return self.seq_length - NUM_BERT_SPECIAL
 
     @property
     def max_predictions(self) -> int:
-        """Return the largest number of tokens of a sample that are predicted."""
+        """Return the largest number of tokens to predict in a sample."""
         return max(1, int(self.mask_prob * self.max_tokens))
 
     @property
     def min_sentences(self) -> int:
-        """Return the smallest number of sentences of a sample."""
+        """Return the smallest number of sentences in a sample."""
         return 2 if self.has_two_segments else 1
 
     def row(
         self, sentences: list[npt.NDArray[np.int64]], max_tokens: int, seed: int
     ) -> npt.NDArray[np.int64]:
-        """Return one sample as a dataset returns it; see `packed_row`.
+        """Return one sample as a packed row; see `packed_row`.
 
         Args:
-            sentences: of one document.
-            max_tokens: of both segments of this sample.
-            seed: of what is drawn for it.
+            sentences: sentences of one document.
+            max_tokens: largest number of tokens in both segments of this sample.
+            seed: seed of the sample's random numbers.
         """
         random = np.random.RandomState(seed % 2**32)
         sample = make_sample(
@@ -73,7 +73,7 @@ class BertOptions:
 
 
 def packed_row(sample: BertSample, seq_length: int, pad: int) -> npt.NDArray[np.int64]:
-    """Return a sample as int64 [3 S + 2]: tokens, types and labels with padding, the length, the order."""
+    """Pack a sample as int64 [3 S + 2]: padded tokens, types and labels, then length and order."""
     row = np.empty(3 * seq_length + 2, np.int64)
     for part, (values, padding) in zip(
         row[:-2].reshape(3, seq_length),
@@ -87,11 +87,11 @@ def packed_row(sample: BertSample, seq_length: int, pad: int) -> npt.NDArray[np.
 
 
 class BertDataset:
-    """Read the samples of one split of one dataset of sentences.
+    """Reads the samples of one split of one dataset of sentences.
 
     Attributes:
-        indexed: the corpus, with a sequence for each sentence.
-        sample_index: int64 [n, 3], first sentence, sentence after the last, and tokens at most.
+        indexed: the corpus, with one sequence for each sentence.
+        sample_index: int64 [n, 3], first sentence, sentence after the last, and largest number of tokens.
 
     Raises:
         UserError: no document has enough sentences.
@@ -109,9 +109,9 @@ class BertDataset:
         """Order the samples.
 
         Args:
-            sequences: the split's sentences, of whole documents.
-            num_samples: build at least so many; None for those of one epoch.
-            cache: maps and keeps the order; None to build it in memory.
+            sequences: the split's sentences; its documents are complete.
+            num_samples: build at least this many; None for the samples of one epoch.
+            cache: stores and maps the order; None to build it in memory.
         """
         self.indexed = indexed
         self.options = options
@@ -146,7 +146,7 @@ class BertDataset:
                     rows = _index_builder.build_sentence_samples(
                         bounds, lengths, **arguments, progress=progress
                     )
-            finally:  # an order of lengths that changed meanwhile must not be kept, and may end early
+            finally:  # if lengths changed meanwhile, the order may end early and must not be kept
                 self.indexed.check_files()
             return {"sample_index": rows}
 
@@ -175,7 +175,7 @@ class BertDataset:
         first, last, max_tokens = self.sample_index[index].tolist()
         try:
             sentences = [np.asarray(self.indexed[i], np.int64) for i in range(first, last)]
-        except IndexError:  # the order agreed with the corpus when it was opened
+        except IndexError:  # the order matched the corpus when it was opened
             self._files.verify()
             raise
         self._files.check()

@@ -1,7 +1,7 @@
-"""Make a BERT sample of sentences: two segments, cut to a length, with masked words.
+"""Make BERT samples from sentences: two segments, cut to a length, with masked words.
 
-The draws are those of megatron-core 0.16's BERT dataset, in its order and from the same generator, so that
-samples are equal to its, token for token. They depend on a sample's number alone.
+Random numbers are drawn in the order of megatron-core 0.16's BERT dataset and from the same generator, so
+samples are equal to its samples, token for token. They only depend on a sample's number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 
 MAX_NGRAM = 3
-"""Words in a row that are masked together, at most: as in Megatron-LM's pretrain_bert.py."""
+"""Largest number of consecutive words that are masked together, as in Megatron-LM's pretrain_bert.py."""
 _KEEP = 0.5
 """Share of the masked tokens without a mask token that keep their id; the others get a random one."""
 _MASK = 0.8
@@ -24,7 +24,7 @@ _MASK = 0.8
 def _ngram_bounds() -> npt.NDArray[np.float64]:
     """Return the cumulated probabilities of 1, 2, … words, each proportional to 1 / n."""
     probabilities = 1.0 / (np.arange(MAX_NGRAM) + 1)
-    # Three normalisations, as the original's code and numpy's `choice` do: the bits must be the same.
+    # Normalise three times, as the original code and numpy's `choice` do: the bits must be the same.
     probabilities = probabilities / probabilities.sum()
     bounds = (probabilities / probabilities.sum()).cumsum()
     result: npt.NDArray[np.float64] = bounds / bounds[-1]
@@ -36,10 +36,10 @@ _NGRAM_BOUNDS = _ngram_bounds()
 
 @dataclass(frozen=True)
 class WordPieces:
-    """Describe a vocabulary of word pieces.
+    """Describes a WordPiece vocabulary.
 
     Attributes:
-        continues: bool ``[vocab_size]``, whether a token continues the word of the one before it.
+        continues: bool ``[vocab_size]``, whether a token continues the word of the previous token.
         cls, sep, mask, pad: ids of the special tokens.
     """
 
@@ -62,13 +62,13 @@ class WordPieces:
 
 @dataclass(frozen=True)
 class BertSample:
-    """Hold one sample before padding.
+    """Holds one sample before padding.
 
     Attributes:
-        tokens: inputs, some of them masked.
+        tokens: input tokens, some of them masked.
         token_types: 0 for the first segment, 1 for the second.
-        labels: the original token where one is predicted, else -1.
-        is_swapped: the segments are in the wrong order.
+        labels: the original token at positions to predict, else -1.
+        is_swapped: whether the segments are in the wrong order.
     """
 
     tokens: Ids
@@ -85,13 +85,13 @@ def make_sample(
     has_two_segments: bool,
     random: np.random.RandomState,
 ) -> BertSample:
-    """Make a sample of the sentences of one document.
+    """Make a sample from the sentences of one document.
 
     Args:
-        sentences: at least two if the sample has two segments.
-        max_tokens: of both segments, without the special tokens.
+        sentences: the sentences, at least two if the sample has two segments.
+        max_tokens: largest number of tokens in both segments, without the special tokens.
         mask_prob: share of the tokens to predict.
-        random: seeded by the sample's number.
+        random: generator seeded by the sample's number.
     """
     pivot, is_swapped = len(sentences), False
     if has_two_segments:
@@ -114,7 +114,7 @@ def _joined(sentences: Sequence[npt.NDArray[np.integer]]) -> Ids:
 
 
 def _cut(first: Ids, second: Ids, max_tokens: int, random: np.random.RandomState) -> tuple[Ids, Ids]:
-    """Cut the longer segment by a token at either end until both have `max_tokens` together."""
+    """Cut tokens from either end of the longer segment until both have `max_tokens` together."""
     begins, ends = [0, 0], [len(first), len(second)]
     lengths = [len(first), len(second)]
     for _ in range(sum(lengths) - max_tokens):
@@ -133,7 +133,7 @@ def mask_words(
     """Mask whole words, in groups of up to `MAX_NGRAM`: 80% as the mask token, 10% as random tokens.
 
     Returns:
-        The masked tokens, and labels: the original token of each masked one, else -1.
+        The masked tokens, and labels: the original token of each masked token, else -1.
     """
     words = _words(tokens, pieces)
     limit = min(mask_prob * max_tokens, max(1, round(len(tokens) * mask_prob)))
@@ -159,7 +159,7 @@ def mask_words(
 
 
 def _words(tokens: Ids, pieces: WordPieces) -> list[list[int]]:
-    """Return the positions of each word's tokens, without the special ones."""
+    """Return the positions of each word's tokens, without special tokens."""
     words: list[list[int]] = []
     is_special = (tokens == pieces.cls) | (tokens == pieces.sep)
     continues = pieces.continues[tokens]
@@ -172,7 +172,7 @@ def _words(tokens: Ids, pieces: WordPieces) -> list[list[int]]:
 
 
 def _largest_group(words: Sequence[list[int]], limit: float) -> list[int]:
-    """Return the tokens of the most words, from the first on, that are at most `limit`; maybe none."""
+    """Return the tokens of as many words, from the first on, as have at most `limit` tokens; may be empty."""
     for num_words in range(len(words), 0, -1):
         places = [place for word in words[:num_words] for place in word]
         if len(places) <= limit:

@@ -1,4 +1,4 @@
-"""Samples of BERT: pairs of segments with masked words, from a corpus of sentences or at random.
+"""BERT samples: pairs of segments with masked words, from a corpus of sentences or at random.
 
 Shapes: b samples of a microbatch, s tokens of a sequence.
 """
@@ -24,14 +24,14 @@ from megalite.microbatch import Microbatch
 
 _SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 _NUM_CHECKED = 100
-"""Documents of a corpus of which one must have several sentences."""
+"""Number of a corpus's first documents to check: one of them must have several sentences."""
 
 
 def word_pieces(tokenizer: Tokenizer) -> WordPieces:
-    """Return what BERT's samples need of a vocabulary.
+    """Return the properties of a vocabulary that BERT samples need.
 
     Raises:
-        UserError: it has no special tokens of BERT.
+        UserError: the vocabulary lacks BERT's special tokens.
     """
     special = {name: tokenizer.token_id(token) for name, token in _SPECIAL.items()}
     missing = [_SPECIAL[name] for name, number in special.items() if number is None]
@@ -43,12 +43,12 @@ def word_pieces(tokenizer: Tokenizer) -> WordPieces:
         )
     names = [tokenizer.token_name(i) or "" for i in range(tokenizer.vocab_size)]
     continues = np.array([name.startswith("##") for name in names])
-    return WordPieces(continues, **special)  # type: ignore[arg-type]  # none is None
+    return WordPieces(continues, **special)  # type: ignore[arg-type]  # no value is None
 
 
 @dataclass(frozen=True)
 class BertSamples:
-    """Cut samples of pairs of segments of one document, and mask words of them."""
+    """Cuts samples with two segments of one document, and masks some of their words."""
 
     options: BertOptions
 
@@ -85,11 +85,11 @@ class BertSamples:
         return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
 
     def microbatch(self, text: Tensor, sample_numbers: Tensor) -> Microbatch:
-        """Return the microbatch of rows of `packed_row`, int64 ``[b, 3 s + 2]``."""
+        """Return the microbatch of packed rows, int64 ``[b, 3 s + 2]``; see `packed_row`."""
         s = self.seq_length
         tokens, token_types, labels = (part.contiguous() for part in text[:, : 3 * s].split(s, dim=1))
         is_padding = torch.arange(s) >= text[:, -2:-1]
-        positions = (labels < 0).char().argsort(dim=1, stable=True)  # those of labels come first
+        positions = (labels < 0).char().argsort(dim=1, stable=True)  # positions with a label come first
         positions = positions[:, : self.options.max_predictions].contiguous()
         labels = labels.gather(1, positions)
         has_loss = labels >= 0
@@ -109,7 +109,7 @@ class BertSamples:
 
 
 class MockSentences:
-    """Generate sentences of random tokens; a sample is a function of the seed, the split and its number."""
+    """Generates sentences of random tokens; a sample depends on the seed, the split and its number."""
 
     def __init__(self, num_samples: int, split: int, options: BertOptions) -> None:
         self._num_samples = num_samples

@@ -17,12 +17,12 @@ from megalite.data.storage import FilesInUse
 from megalite.errors import UserError
 
 SURPLUS = 0.005
-"""Share of samples that each dataset of a blend is built for beyond its part."""
+"""Share of extra samples that each dataset of a blend is built for."""
 
 MAX_DATASETS = 2**15 - 1
 
 _FORMAT = 1
-"""Part of the digest under which an order is cached: raise it when the same weights give another order."""
+"""Part of a cached order's digest: increase it when the same weights give another order."""
 
 
 def parse_data_path(
@@ -30,8 +30,8 @@ def parse_data_path(
 ) -> tuple[list[str], tuple[float, ...] | None]:
     """Return the prefixes that a flag names, and their weights if it has any.
 
-    An odd number of values are prefixes. An even number are WEIGHT PREFIX WEIGHT PREFIX ..., or all prefixes
-    if none of the values at a weight's position is a number.
+    If the number of values is odd, all are prefixes. If it is even, they are WEIGHT PREFIX WEIGHT PREFIX ...,
+    or all prefixes if no value at a weight's position is a number.
 
     Raises:
         UserError: there is no value, weights and prefixes are mixed up, or a weight is not positive.
@@ -43,7 +43,7 @@ def parse_data_path(
         for value in values:
             if len(values) > 1 and _number(value) is not None and not os.path.exists(f"{value}.idx"):
                 raise UserError(
-                    f"{flag} has {len(values)} values, an odd number, so that all are prefixes, "
+                    f"{flag} has {len(values)} values, an odd number, so all are read as prefixes, "
                     f"but {value} is a number: pass WEIGHT PREFIX WEIGHT PREFIX ..., or only prefixes"
                 )
         return values, None
@@ -71,17 +71,17 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def num_samples_to_build(num_samples: int, weight: float) -> int:
-    """Return how many samples a dataset of normalised weight is built for, in a blend of `num_samples`."""
+    """Return how many samples to build for a dataset with this normalised weight in a blend."""
     return math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS))
 
 
 class BlendedDataset:
-    """Draw each sample from the dataset that is furthest behind its share; no randomness.
+    """Draws each sample from the dataset that is furthest behind its share, without randomness.
 
     Attributes:
-        datasets: what is blended.
-        dataset_index: int16 [n], the dataset that a sample comes from.
-        dataset_sample_index: int64 [n], its number there.
+        datasets: the datasets to blend.
+        dataset_index: int16 [n], dataset of each sample.
+        dataset_sample_index: int64 [n], number of each sample in its dataset.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class BlendedDataset:
         """Order the samples.
 
         Args:
-            datasets: each holds as many samples as the blend draws from it.
-            weights: of the datasets, in any unit.
-            num_samples: of the blend.
-            cache: maps and keeps the order; None to build it in memory.
-            prefix: of the first corpus, beside which the default cache is.
-            split_name: for the names of files in the cache.
+            datasets: datasets with at least as many samples as the blend draws from each.
+            weights: weights of the datasets, in any unit.
+            num_samples: number of samples of the blend.
+            cache: stores and maps the order; None to build it in memory.
+            prefix: prefix of the first corpus; the default cache is beside it.
+            split_name: name of the split, used in file names of the cache.
         """
         self.datasets = tuple(datasets)
 
@@ -131,7 +131,7 @@ class BlendedDataset:
         return self.gather(np.array([index], np.int64))[0]
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the samples with these numbers, int64 [b, S + 1]; those of one dataset are read together."""
+        """Return the samples with these numbers, int64 [b, S + 1]; each dataset is read in one call."""
         for sample in samples.tolist():
             if not 0 <= sample < len(self):
                 raise IndexError(f"sample {sample} of a blend of {len(self)}")
@@ -140,7 +140,7 @@ class BlendedDataset:
         rows = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
         try:
             texts = {d: gather(self.datasets[d], numbers[of_d]) for d, of_d in rows.items()}
-        except IndexError:  # the order agreed with the datasets when it was opened
+        except IndexError:  # the order matched the datasets when it was opened
             self._files.verify()
             raise
         width = next(iter(texts.values())).shape[1]

@@ -1,4 +1,4 @@
-"""Build the datasets of a run, from the parts of corpora that each split reads to its samples."""
+"""Build the datasets of a run from the parts of the corpora that each split reads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megalite.log import log
 
 
 class NamedDataset(NamedTuple):
-    """Name one of several datasets that a split is evaluated on.
+    """One of several named datasets that a split is evaluated on.
 
     Attributes:
         split: "valid" or "test".
-        name: as the user calls it.
+        name: the user's name for the dataset.
     """
 
     split: str
@@ -34,11 +34,12 @@ class NamedDataset(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetSplits:
-    """Hold the datasets of a run; None if a split needs no samples, or its share of the corpus is empty.
+    """Holds the datasets of a run; None if a split needs no samples, or its share of the corpus is empty.
 
     Attributes:
-        named: datasets to evaluate on that have names of their own, beside `valid` and `test`.
-        record: what is read of which corpus; None for random tokens, and on ranks that read none.
+        named: named datasets to evaluate on, besides `valid` and `test`.
+        record: record of the corpora and the parts that are read; None for random tokens, and on ranks
+            that read no data.
     """
 
     train: Dataset | None
@@ -48,16 +49,16 @@ class DatasetSplits:
     record: DataRecord | None = None
 
     def evaluated(self, split: str) -> list[tuple[str, Dataset]]:
-        """Return names and datasets that a split is evaluated on; the name is empty for the split's own."""
+        """Return the names and datasets that a split is evaluated on; the split's own dataset has no name."""
         own = {"valid": self.valid, "test": self.test}[split]
         named = [(each.name, each.dataset) for each in self.named if each.split == split]
         return named if own is None else [("", own), *named]
 
     def verify_files(self) -> None:
-        """Check now that the files of all datasets still hold what was read.
+        """Check that no dataset's files have changed since they were read, without relying on cached status.
 
         Raises:
-            UserError: one was changed or became unreadable while it was in use.
+            UserError: a file was changed or became unreadable while it was in use.
         """
         datasets = (self.train, self.valid, self.test, *(each.dataset for each in self.named))
         for dataset in datasets:
@@ -74,13 +75,13 @@ class DatasetSplits:
 
 
 class BuildOptions(NamedTuple):
-    """Hold the options that all datasets of a run share.
+    """Holds the options that all datasets of a run share.
 
     Attributes:
-        samples: how they are cut.
-        blend_by: how datasets without weights are weighted: by "tokens", in whole samples, or "documents".
-        cache: of the orders of samples; without one they are built in memory.
-        batch_size: samples of a batch; a corpus with fewer in all is refused for training.
+        samples: how samples are cut from a corpus.
+        blend_by: weight of datasets without one: their number of "tokens", in whole samples, or "documents".
+        cache: cache of the samples' orders; without a cache they are built in memory.
+        batch_size: samples per batch; training refuses a corpus with fewer samples in total.
     """
 
     samples: Samples
@@ -95,11 +96,11 @@ def num_samples_per_split(
     """Return the samples that a whole run draws from train, valid and test.
 
     Args:
-        train_samples: samples of the run if it is set in samples, else 0.
+        train_samples: length of the run in samples; 0 if it is set in iterations.
         train_iters: iterations of the run.
         eval_interval: iterations between two evaluations; 0 for one at the end only.
-        eval_iters: batches an evaluation.
-        global_batch_size: samples a batch.
+        eval_iters: batches per evaluation.
+        global_batch_size: samples per batch.
     """
     num_evaluations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
     train = train_samples if train_samples > 0 else train_iters * global_batch_size
@@ -107,7 +108,7 @@ def num_samples_per_split(
 
 
 def build_mock_datasets(samples: Samples, num_samples: tuple[int, int, int]) -> DatasetSplits:
-    """Build datasets of random tokens, without any file."""
+    """Build datasets of random tokens, without files."""
     train, valid, test = (
         samples.mock(number, split) if number > 0 else None for split, number in enumerate(num_samples)
     )
@@ -122,18 +123,18 @@ def build_from_corpora(
 ) -> DatasetSplits:
     """Order the samples of each split.
 
-    Each dataset holds at least the requested samples, from as many epochs as needed. The result depends on
-    the arguments alone, so that every rank builds the same. What training sees of each corpus is logged.
+    Each dataset holds at least the requested samples, from as many epochs as needed. The result only depends
+    on the arguments, so every rank builds the same. It logs how much of each corpus training uses.
 
     Args:
-        sources: the blends of each split.
-        opened: their corpora, by prefix; see `open_corpora`.
-        num_samples: requested of train, valid and test.
-        options: the same for all datasets.
+        sources: blends of each split.
+        opened: the corpora by prefix; see `open_corpora`.
+        num_samples: number of samples requested from train, valid and test.
+        options: options of all datasets.
 
     Raises:
         UserError: a split is too small for one sample, there is nothing to train on, or a corpus does not
-            suit the samples.
+            fit the samples.
     """
     for corpus in opened.values():
         options.samples.check(corpus)
@@ -174,7 +175,7 @@ def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
 
 
 def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
-    """Warn of corpora that are evaluated on text that is also trained on."""
+    """Warn of corpora whose evaluation text is also trained on."""
     parts = {
         split: [source for blend in sources[split] for source in blend.sources] if split in used else []
         for split in SPLIT_NAMES
@@ -187,12 +188,12 @@ def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
             if one.prefix == other.prefix and max(one.begin, other.begin) < min(one.end, other.end)
         }
         for prefix in sorted(shared):
-            log.warning("%s is evaluated (%s) on text that is also trained on", prefix, split)
+            log.warning("%s: the %s split evaluates on text that is also trained on", prefix, split)
 
 
 @dataclass(frozen=True)
 class _BlendBuild:
-    """Build one dataset of a split."""
+    """Builds one dataset of a split."""
 
     split: str
     blend: Blend
@@ -215,7 +216,7 @@ class _BlendBuild:
         return self._blend_by_weight(kept, [self.blend.weights[i] for i in kept])
 
     def _check_batch(self, kept: list[int]) -> None:
-        """Refuse to train on so little that one batch would hold a sample twice."""
+        """Refuse to train on a corpus so small that one batch would hold a sample twice."""
         num_tokens = sum(self._num_tokens(i) for i in kept)
         num_samples = num_tokens // self.options.samples.seq_length
         if self.split == "train" and 0 < num_samples < self.options.batch_size:
@@ -234,7 +235,7 @@ class _BlendBuild:
         return range(*(int(corpus.document_index[i]) for i in (documents.start, documents.stop)))
 
     def _sources_with_sequences(self) -> list[int]:
-        """Return the sources that have a part in this split; training needs every one of them."""
+        """Return the sources that have a part in this split; training needs all of them."""
         indices = range(len(self.blend.sources))
         empty = [i for i in indices if not self._sequences(i)]
         for i in empty if len(indices) > 1 or self.blend.weights is not None else []:
@@ -246,7 +247,7 @@ class _BlendBuild:
             if self.split == "train":
                 raise UserError(f"{fault}: give train a larger share, or remove this dataset from the blend")
             if len(empty) < len(indices):
-                log.warning("%s; the others are blended in their proportions", fault)
+                log.warning("%s; the others keep their proportions in the blend", fault)
         return [i for i in indices if i not in empty]
 
     def _blend_by_weight(self, kept: list[int], weights: Sequence[float]) -> Dataset:
@@ -261,7 +262,7 @@ class _BlendBuild:
         return BlendedDataset(datasets, weights, self.num_samples, self.options.cache, prefix, name)
 
     def _blend_by_size(self, kept: list[int]) -> Dataset:
-        """Weight each dataset by its size; repeat them only if all of them together are too few."""
+        """Weight each dataset by its size. Datasets only repeat if all of them together are too small."""
         if self.split == "train":
             log.info(
                 "%d datasets without weights are blended by their number of %s (--blend-by)",

@@ -11,16 +11,16 @@ from megalite.data import _index_builder
 from megalite.log import THIS_RANK, log
 
 INTERVAL_SECONDS = 10.0
-"""Between two lines; a shorter build logs none."""
+"""Seconds between two log lines; a shorter build logs no line."""
 
 
 @contextmanager
 def reported_progress(what: str, unit: str, total: int) -> Iterator[_index_builder.Progress]:
-    """Log the progress of the build in this block, from a thread, on whichever rank builds.
+    """Log the progress of the build in this block, from a thread, on the rank that builds.
 
     Args:
-        what: is built.
-        unit: of what is counted, in the plural.
+        what: name of the object that is built.
+        unit: name of the counted unit, in the plural.
         total: number of units at the end.
     """
     progress, done = _index_builder.Progress(), threading.Event()

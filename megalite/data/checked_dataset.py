@@ -1,4 +1,4 @@
-"""Check each sample of a dataset of the program's own as it is read."""
+"""Check each sample of a program's own dataset when it is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megalite.errors import UserError, kind_of
 
 
 class CheckedDataset:
-    """Return the samples of a dataset unchanged, and refuse those that the model cannot read.
+    """Returns the samples of a dataset unchanged, and refuses samples that the model cannot read.
 
     Args:
-        name: of the dataset, for messages.
-        lengths: of each field of a sample; under an empty name if a sample is one array.
-        vocab_size: tokens and labels are below it.
+        name: name of the dataset, for messages.
+        lengths: length of each field of a sample; the key is empty if a sample is one array.
+        vocab_size: tokens and labels must be smaller than this.
     """
 
     def __init__(self, dataset: Dataset, name: str, lengths: Mapping[str, int], vocab_size: int) -> None:
@@ -34,7 +34,7 @@ class CheckedDataset:
         """Return a sample.
 
         Raises:
-            UserError: it has other fields, lengths or types than the run's samples, or numbers out of range.
+            UserError: it has other fields, lengths or dtypes than the run's samples, or a value out of range.
         """
         sample = self._dataset[index]
         if "" in self._lengths:
@@ -69,7 +69,7 @@ class CheckedDataset:
         if smallest < 0 or largest >= limit:
             more = "make the dataset for this model, or change the model's size"
             if field == "labels" and smallest < 0:
-                more = "give labels without a loss any token id, and False in loss_mask"
+                more = "set labels without a loss to any token id, and loss_mask to False there"
             what = "positions" if field == "position_ids" else "token ids"
             size = f"--seq-length is {limit}" if field == "position_ids" else f"the vocabulary has {limit}"
             raise UserError(

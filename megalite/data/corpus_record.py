@@ -1,4 +1,4 @@
-"""Record what corpora hold and which parts a run reads, for checkpoints and for comparing ranks."""
+"""Record the contents of corpora and the parts that a run reads, for checkpoints and to compare ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite.errors import few
 
 _WHOLE_BYTES = 4 << 20
 _BLOCK_BYTES = 16 << 10
-"""Index arrays up to the first size are hashed whole, larger ones in as many bytes of spaced blocks."""
+"""Index arrays up to the first size are hashed whole; of larger ones, as many bytes in spaced blocks."""
 _NUM_SAMPLED_SEQUENCES = 8
 _NUM_SAMPLED_TOKENS = 1024
 _MAX_SHOWN = 5
@@ -26,13 +26,13 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class CorpusIdentity:
-    """Identify a corpus by its contents: copies of it are equal, wherever they are.
+    """Identifies a corpus by its contents: copies are equal, wherever they are.
 
     Attributes:
-        bin_bytes, sequences, documents: sizes.
-        dtype: of the tokens.
-        index_sha256: of lengths, offsets and documents; of large ones a sample (`_WHOLE_BYTES` of each).
-        tokens_sha256: of the first tokens of a few sequences; None for a corpus in object storage.
+        bin_bytes, sequences, documents: sizes of the corpus.
+        dtype: dtype of the tokens.
+        index_sha256: hash of lengths, offsets and documents; of a large array, `_WHOLE_BYTES` are hashed.
+        tokens_sha256: hash of the first tokens of a few sequences; None for a corpus in object storage.
     """
 
     bin_bytes: int
@@ -44,7 +44,7 @@ class CorpusIdentity:
 
     @staticmethod
     def of(corpus: IndexedDataset) -> CorpusIdentity:
-        """Read and hash at most 12 MB of the index and 8 kilotokens, whatever the corpus's size."""
+        """Read and hash at most 12 MB of the index and 8,000 tokens, whatever the corpus's size."""
         index = hashlib.sha256()
         for array in (corpus.sequence_lengths, corpus.sequence_offsets, corpus.document_index):
             for block in _sampled(array):
@@ -64,17 +64,17 @@ class CorpusIdentity:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> CorpusIdentity:
-        """Return the identity that `asdict` and JSON made this record from.
+        """Return the identity from its JSON record (`asdict`).
 
         Raises:
-            ValueError: it is not a record of one.
+            ValueError: it is not the record of an identity.
         """
         if not isinstance(record, Mapping) or set(record) != {field.name for field in fields(CorpusIdentity)}:
-            raise ValueError("run.json is damaged: a corpus in it lacks fields or has others")
+            raise ValueError("run.json is damaged: a corpus in it has missing or unknown fields")
         return CorpusIdentity(**record)
 
     def is_equal(self, other: CorpusIdentity) -> bool:
-        """Return whether both hold the same, as far as both are known."""
+        """Return whether both are the same corpus, as far as both are known."""
         of_tokens = self.tokens_sha256, other.tokens_sha256
         return self._without_tokens() == other._without_tokens() and (
             None in of_tokens or of_tokens[0] == of_tokens[1]
@@ -88,7 +88,7 @@ class CorpusIdentity:
 
 
 def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of an array that are hashed: all of a small one, evenly spaced blocks of others."""
+    """Yield the bytes of an array to hash: all of a small array, evenly spaced blocks of a large one."""
     raw = array.view(np.uint8)
     if len(raw) <= _WHOLE_BYTES:
         yield raw
@@ -99,12 +99,12 @@ def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """Record what each split reads.
+    """Records the data that each split reads.
 
     Attributes:
-        sources: the blends of each split.
-        corpora: the identity of every corpus, by its prefix.
-        blend_by: how corpora without weights are weighted.
+        sources: blends of each split.
+        corpora: identity of every corpus, by its prefix.
+        blend_by: how to weight corpora without weights.
     """
 
     sources: Sources
@@ -112,14 +112,14 @@ class DataRecord:
     blend_by: str
 
     def for_json(self) -> dict[str, Any]:
-        """Return what a checkpoint records."""
+        """Return the record for a checkpoint."""
         return {
             "corpora": {prefix: asdict(identity) for prefix, identity in self.corpora.items()},
             "splits": {split: [self._blend(blend) for blend in self.sources[split]] for split in SPLIT_NAMES},
         }
 
     def for_ranks(self) -> dict[str, str]:
-        """Return what must be the same on all ranks that read data, as text for messages."""
+        """Return values that must agree on all ranks that read data, as text for messages."""
         return {f"corpus {prefix}": str(identity) for prefix, identity in self.corpora.items()} | {
             f"the data of {split}": f"{_describe(blends)}, {_short_digest(blends)}"
             for split in SPLIT_NAMES
@@ -140,7 +140,7 @@ def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
     """Compare two records of `DataRecord.for_json`; where corpora are does not matter.
 
     Returns:
-        Descriptions of differences in the data that is trained on, and in the data for evaluation only.
+        Descriptions of differences in the training data, and in data that is only evaluated on.
 
     Raises:
         ValueError: a record is damaged.
@@ -172,12 +172,12 @@ def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split:
 
 
 def _shape(blend: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the parts that are read and their weights, without the corpora themselves."""
+    """Return the parts that are read and their weights, without the corpora."""
     return blend["weights"], blend["blend_by"], [part[1:] for part in blend["parts"]]
 
 
 def _describe(blends: Sequence[Mapping[str, Any]]) -> str:
-    """Return which parts the blends are made of, as in "0.3 a, 0.7 b[0:0.5]"."""
+    """Describe the parts of the blends, as in "0.3 a, 0.7 b[0:0.5]"."""
     texts = []
     for blend in blends:
         weights = blend["weights"] or [None] * len(blend["parts"])

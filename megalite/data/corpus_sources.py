@@ -1,4 +1,4 @@
-"""Find the part of each corpus that training, validation and test read."""
+"""Find the parts of the corpora that training, validation and test read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Return the weights of train, valid and test, normalised to 1; missing ones are 0.
+    """Return the weights of train, valid and test, normalised to 1; missing weights are 0.
 
     Raises:
-        UserError: the text is not one to three numbers that are not negative, with a positive sum.
+        UserError: the text is not one to three non-negative numbers with a positive sum.
     """
     weights = split_weights(text)
     if not weights:
@@ -38,7 +38,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Select the sequences of a corpus from `begin` to `end`, as fractions of all of them."""
+    """Selects the sequences of a corpus from `begin` to `end`, as fractions of all sequences."""
 
     prefix: str
     begin: float = 0.0
@@ -51,11 +51,11 @@ class CorpusSource:
 
 @dataclass(frozen=True)
 class Blend:
-    """Name the corpora that one dataset is drawn from, and their weights; None to weight them by their size.
+    """Names the corpora of one dataset and their weights; None to weight them by their size.
 
     Attributes:
-        name: as the user calls it; empty for a split's own dataset.
-        given_by: the flag that its shares come from, for messages.
+        name: the user's name for the dataset; empty for a split's own dataset.
+        given_by: the flag that sets its shares, for messages.
     """
 
     sources: tuple[CorpusSource, ...]
@@ -69,12 +69,12 @@ Sources = Mapping[str, tuple[Blend, ...]]
 
 
 def find_sources(data: DataConfig) -> Sources:
-    """Return what each split reads, from whichever flags name it; files that the flags name are read here.
+    """Return the data that each split reads, from the flags and the files that they name.
 
     Relative prefixes begin in --aml-data-download-path, if it is set.
 
     Raises:
-        UserError: a file cannot be read, or its contents or a flag's are malformed.
+        UserError: a file cannot be read, or its contents or a flag's value are malformed.
     """
     sources = _named_sources(data)
     folder = data.aml_data_download_path
@@ -84,7 +84,7 @@ def find_sources(data: DataConfig) -> Sources:
 
 
 def _in_folder(blend: Blend, folder: str) -> Blend:
-    """Return the blend with the folder before its relative prefixes; those of object storage are absolute."""
+    """Return the blend with the folder before its relative prefixes; URLs of object storage are absolute."""
     corpora = (
         source if "://" in source.prefix else replace(source, prefix=os.path.join(folder, source.prefix))
         for source in blend.sources
@@ -93,7 +93,7 @@ def _in_folder(blend: Blend, folder: str) -> Blend:
 
 
 def _named_sources(data: DataConfig) -> Sources:
-    """Return what each split reads, by the prefixes that the user wrote."""
+    """Return the data that each split reads, with the prefixes that the user wrote."""
     if any(getattr(data, name) for name in WEIGHTED_SPLIT_FIELDS):
         return {split: _weighted(data, split) for split in SPLIT_NAMES}
     if data.per_split_data_args_path is not None:
@@ -107,10 +107,10 @@ def _named_sources(data: DataConfig) -> Sources:
 
 
 def sources_of_one_blend(data_path: Sequence[str], split: str) -> Sources:
-    """Return one blend for all splits, each of which reads its part of every corpus.
+    """Return one blend for all splits: each split reads its part of every corpus.
 
     Args:
-        data_path: the values of --data-path.
+        data_path: values of --data-path.
         split: weights of train, valid and test, such as "949,50,1".
     """
     prefixes, weights = parse_data_path(data_path)
@@ -130,7 +130,7 @@ def sources_of_one_blend(data_path: Sequence[str], split: str) -> Sources:
 
 
 def _sources_per_split(train: Sequence[str], valid: Sequence[str], test: Sequence[str]) -> Sources:
-    """Return a blend of whole corpora for each split; none for a split without values."""
+    """Return a blend of whole corpora for each split that has values."""
     sources: dict[str, tuple[Blend, ...]] = dict.fromkeys(SPLIT_NAMES, ())
     for name, values in zip(SPLIT_NAMES, (train, valid, test), strict=True):
         if values:
@@ -145,12 +145,12 @@ def parse_weighted_groups(flag: str, groups: Sequence[str]) -> tuple[Blend, ...]
     """Return the blends of texts of the form "NAME: WEIGHT BEGIN:END PREFIX, WEIGHT BEGIN:END PREFIX".
 
     Raises:
-        UserError: a text is not of that form, or two have the same name.
+        UserError: a text does not have this form, or two have the same name.
     """
     blends = tuple(_weighted_group(flag, group) for group in groups)
     names = [blend.name for blend in blends]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{flag} has two groups called {twice}: give each a name of its own")
+        raise UserError(f"{flag} has two groups called {twice}: rename one of them")
     return blends
 
 
@@ -162,7 +162,7 @@ def _weighted(data: DataConfig, split: str) -> tuple[Blend, ...]:
     if split == "train" and len(blends) > 1:
         names = ", ".join(blend.name for blend in blends)
         raise UserError(
-            f"{flag} has {len(blends)} groups, {names}: training has one group, put all corpora into it"
+            f"{flag} has {len(blends)} groups, {names}: training takes one group, so put all corpora into it"
         )
     return blends
 
@@ -186,7 +186,7 @@ def _weighted_group(flag: str, group: str) -> Blend:
         raise UserError(
             f"{flag} has the group {group!r} without a name: write NAME: WEIGHT BEGIN:END PREFIX, ..."
         )
-    if "/" in name:  # it is part of file names
+    if "/" in name:  # the name is part of file names
         raise UserError(f"{flag} has a group called {name}: give it a name without a slash")
     parts = [_weighted_source(flag, name, text) for text in rest.split(",")]
     weights = tuple(weight for weight, _ in parts)

@@ -1,4 +1,4 @@
-"""Log how often training goes through each corpus, and how much of it training will never see."""
+"""Log how many epochs of each corpus training reads, and how much of it training does not use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megalite.data.gpt_dataset import plan_epochs
 from megalite.log import log
 
 _MAX_LINES = 24
-"""Corpora that are logged one by one; of more, the most and the least repeated ones."""
+"""Number of corpora to log one by one: with more, the most and the least repeated ones."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Describe what a whole run reads of one corpus.
+    """Describes how much a whole run reads of one corpus.
 
     Attributes:
-        num_tokens: of the part that is trained on.
-        num_samples: drawn from it, to within one.
-        epochs: how often its tokens are read, on average.
-        unseen: share of its tokens that no sample holds; the expected one if chance decides.
+        num_tokens: number of tokens in the part that is trained on.
+        num_samples: number of samples drawn from it, to within one.
+        epochs: average number of times that its tokens are read.
+        unseen: share of its tokens that are in no sample; the expected share if it is random.
     """
 
     prefix: str
@@ -33,14 +33,14 @@ class Coverage:
     def of(
         cls, prefix: str, num_tokens: int, seq_length: int, num_samples: float, num_built: int | None
     ) -> Coverage:
-        """Compute it from how the corpus's samples are cut and ordered.
+        """Compute the coverage from how the corpus's samples are cut and ordered.
 
         Args:
-            prefix: the corpus.
-            num_tokens: of the part that is trained on.
-            seq_length: S; S tokens of a sample are new.
-            num_samples: drawn from it.
-            num_built: samples that its order is made for, some more; None for those of one epoch.
+            prefix: prefix of the corpus.
+            num_tokens: number of tokens in the part that is trained on.
+            seq_length: S; S tokens of a sample are not in the previous one.
+            num_samples: number of samples drawn from it.
+            num_built: number of samples that its order is built for, a few more; None for one epoch.
         """
         if num_tokens <= seq_length:
             return cls(prefix, num_tokens, num_samples, 0.0, 1.0)  # GPTDataset refuses it
@@ -56,7 +56,7 @@ class Coverage:
 
     @property
     def epochs_text(self) -> str:
-        """Return the epochs with three digits, and never with an exponent."""
+        """Return the epochs with three digits and without an exponent."""
         return f"{self.epochs:,.0f}" if self.epochs >= 100 else f"{self.epochs:.3g}"
 
     def line(self) -> str:
@@ -67,8 +67,8 @@ class Coverage:
         )
         if self.unseen >= 0.0005:
             share = 1 if self.unseen == 1 else min(self.unseen, 0.9999)
-            return f"{text}, {100 * share:.4g}% of which are never seen"
-        return f"{text}, each seen about {self.epochs:.1f} times" if self.epochs >= 1.05 else text
+            return f"{text}; {100 * share:.4g}% of its tokens are not used"
+        return f"{text}, each used about {self.epochs:.1f} times" if self.epochs >= 1.05 else text
 
 
 def log_coverage(corpora: Sequence[Coverage]) -> None:

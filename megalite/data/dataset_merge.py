@@ -28,15 +28,15 @@ from megalite.errors import UserError
 from megalite.files import new_file, url_problem
 
 _BLOCK = 1 << 20
-"""Entries of an index that are written at a time."""
+"""Number of index entries to write at a time."""
 
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """Count what a merge wrote.
+    """Counts of a merge's output.
 
     Attributes:
-        prefixes: the datasets that were merged, in their order.
+        prefixes: prefixes of the merged datasets, in order.
     """
 
     prefixes: tuple[str, ...]
@@ -46,10 +46,10 @@ class MergeSummary:
 
 
 def find_prefixes(names: Sequence[str]) -> list[str]:
-    """Return the datasets that prefixes and folders name; of a folder, but not of its subfolders, sorted.
+    """Return the datasets that prefixes and folders name; datasets of a folder are sorted.
 
     Raises:
-        UserError: a folder holds no dataset, or half of one, or a dataset is named twice.
+        UserError: a folder holds no dataset, or only one file of a dataset, or a dataset is named twice.
     """
     found: list[str] = []
     for name in names:
@@ -66,7 +66,7 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
             raise UserError(f"the folder {name} holds no .bin and .idx files: pass another")
         found += sorted(bins)
     if twice := next((prefix for prefix in found if found.count(prefix) > 1), None):
-        raise UserError(f"{twice} is named twice: its documents would count twice; give it a weight instead")
+        raise UserError(f"{twice} is named twice: its documents would count twice; use a weight instead")
     return found
 
 
@@ -77,7 +77,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     once both files are complete, the .idx last.
 
     Raises:
-        UserError: an input is damaged, the token types differ, the output exists, is an input or a URL, or
+        UserError: an input is damaged, the token dtypes differ, the output exists, is an input or a URL, or
             the disk is full.
     """
     if problem := url_problem(output_prefix):
@@ -100,7 +100,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
             _write_index(sources, stream)
         for dataset in sources:
             dataset.check_files()
-        with suppress(FileNotFoundError):  # before the digest changes: it is of another dataset
+        with suppress(FileNotFoundError):  # before the digest changes: it belongs to another dataset
             os.remove(paths[1])
         if digest_source is None:
             digest_path(output_prefix).unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
 
 
 def _check_types(sources: Sequence[IndexedDataset]) -> None:
-    """Check that all token types are equal: a vocabulary has one type."""
+    """Check that all token dtypes are equal: a vocabulary has one dtype."""
     if not sources:
         raise UserError("there is no dataset to merge: pass prefixes or folders")
     first = sources[0]
@@ -134,7 +134,7 @@ def _check_types(sources: Sequence[IndexedDataset]) -> None:
 
 
 def _source_of_digest(prefixes: Sequence[str]) -> str | None:
-    """Return a dataset with the digest of the tokenizer that made all of them; None if one has no digest.
+    """Return a dataset that has the tokenizer digest of all of them; None if one has no digest.
 
     Raises:
         UserError: two of them were made with different tokenizers.

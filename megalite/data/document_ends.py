@@ -1,4 +1,4 @@
-"""Positions, attention and loss of the documents inside a sample.
+"""Find the documents inside a sample, for their positions, attention and loss.
 
 Shapes: b samples of a microbatch, s tokens of a sequence.
 """
@@ -15,7 +15,7 @@ from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 
 NUM_CHECKED = 16
-"""Documents of a corpus that are checked for the token that ends them."""
+"""Number of a corpus's documents to check for the end-of-document token."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class DocumentEnds:
         eod: id of the token that ends a document.
         reset_position_ids: positions count from 0 in each document.
         reset_attention_mask: tokens attend within their document only.
-        eod_mask_loss: the inputs `eod` have no loss: the first token of the next document is not learned.
-        on_every_stage: the layers need the documents, not only the embedding and the loss.
+        eod_mask_loss: inputs equal to `eod` have no loss: the next document's first token is not learned.
+        on_every_stage: whether the layers need the documents, not only the embedding and the loss.
     """
 
     eod: int
@@ -66,7 +66,7 @@ def position_ids(is_end: Tensor) -> Tensor:
 
 
 def check_ends(corpus: IndexedDataset, eod: int) -> None:
-    """Refuse a corpus without end-of-document tokens, whose documents could not be found in a sample.
+    """Refuse a corpus without end-of-document tokens: its documents cannot be found in a sample.
 
     Raises:
         UserError: none of its first documents ends with `eod`.

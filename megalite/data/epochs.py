@@ -13,12 +13,12 @@ from megalite.errors import UserError
 
 
 class Epochs:
-    """Read a dataset again and again, each time in another random order.
+    """Repeats a dataset, with another random order in each epoch.
 
-    The order depends on the seed and the epoch alone, so that a resumed run continues in it.
+    The order only depends on the seed and the epoch, so a resumed run continues in it.
 
     Args:
-        num_samples: of all epochs, the last of which may be read in part.
+        num_samples: number of samples in all epochs; the last epoch may be partial.
 
     Raises:
         UserError: the dataset is empty.

@@ -1,4 +1,4 @@
-"""Apply fill-in-the-middle: move the middle of documents of training samples to their end."""
+"""Apply fill-in-the-middle: move the middle of documents in training samples to their end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Tokens = npt.NDArray[np.int64]
 
 
 class FillInMiddle(NamedTuple):
-    """Hold the settings of fill-in-the-middle.
+    """Holds the settings of fill-in-the-middle.
 
     Attributes:
-        rate: share of the documents that are permuted.
-        spm_rate: of these, the share in the order suffix, prefix, middle; else prefix, suffix, middle.
+        rate: share of the documents to permute.
+        spm_rate: share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle.
         prefix, middle, suffix: ids of the tokens that mark the parts.
-        seed: of the random choices.
+        seed: seed of the random choices.
     """
 
     rate: float
@@ -33,19 +33,19 @@ class FillInMiddle(NamedTuple):
 
 
 class FillInMiddleDataset:
-    """Cut some documents of another dataset's samples in three, and put the parts in another order.
+    """Cuts some documents of another dataset's samples into three parts, and reorders the parts.
 
     Each document of a sample, or part of one, is chosen with a probability of `rate`, and cut between two
     characters (not tokens) drawn evenly; the orders are PSM and variant 2 of SPM in Bavarian et al. 2022,
-    "Efficient Training of Language Models to Fill in the Middle". A sample keeps its length: what the marks
-    push beyond its end is cut off. Every choice is a function of the seed and the sample's number alone.
+    "Efficient Training of Language Models to Fill in the Middle". A sample keeps its length: tokens that the
+    marks push beyond its end are cut off. Every choice only depends on the seed and the sample's number.
 
     Args:
-        plain: the dataset.
+        plain: the other dataset.
         tokenizer: the one that the dataset was made with.
 
     Attributes:
-        plain: as passed.
+        plain: the other dataset.
     """
 
     def __init__(self, plain: Dataset, tokenizer: Tokenizer, settings: FillInMiddle) -> None:
@@ -85,7 +85,7 @@ class FillInMiddleDataset:
         text = self._tokenizer.decode(document.tolist())
         first, second = sorted(rng.integers(0, len(text) + 1, 2).tolist())
         is_suffix_first = rng.random() < self._settings.spm_rate
-        if "\ufffd" in text:  # it begins or ends inside a character, which could not be encoded again
+        if "\ufffd" in text:  # it begins or ends inside a character and could not be encoded again
             return document
         prefix, middle, suffix = (
             np.array(ids, np.int64)
@@ -102,11 +102,11 @@ def find_marks(tokenizer: Tokenizer, names: dict[str, str]) -> tuple[int, int, i
     """Return the ids of the three marks.
 
     Args:
-        tokenizer: its vocabulary has them.
-        names: of the prefix, middle and suffix token, by the flags that set them.
+        tokenizer: tokenizer whose vocabulary must contain them.
+        names: names of the prefix, middle and suffix token, by the flags that set them.
 
     Raises:
-        UserError: one is not a token of the vocabulary, or two are the same.
+        UserError: a name is not a token of the vocabulary, or two are the same.
     """
     ids = {flag: tokenizer.token_id(name) for flag, name in names.items()}
     lacking = [f"{flag} {names[flag]}" for flag, found in ids.items() if found is None]

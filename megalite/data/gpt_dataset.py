@@ -18,23 +18,23 @@ from megalite.data.storage import FilesInUse, MappedBytes
 from megalite.errors import UserError
 
 LAST_EPOCH_THRESHOLD = 0.80
-"""If less than this share of the last epoch is used, it is shuffled separately: else the few samples drawn
-from it would displace some of the earlier epochs'."""
+"""If less than this share of the last epoch is used, it is shuffled separately: otherwise its few samples
+would displace samples of earlier epochs."""
 
 _INT32_MAX = 2**31 - 1
 
 _FORMAT = 1
-"""Part of the digest: raise it when the same values give other arrays."""
+"""Part of the digest: increase it when the same values give other arrays."""
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Number of epochs and of samples of a split.
+    """Numbers of epochs and samples of a split.
 
     Attributes:
-        num_epochs: times that the documents are read, the last one in part.
-        num_samples: samples of S + 1 tokens that these epochs hold, at least as many as requested.
-        num_samples_before_last: samples before the last epoch if it is shuffled separately, else None.
+        num_epochs: number of times that the documents are read; the last epoch may be partial.
+        num_samples: number of samples of S + 1 tokens in these epochs, at least as many as requested.
+        num_samples_before_last: number of samples before a separately shuffled last epoch, else None.
     """
 
     num_epochs: int
@@ -48,11 +48,11 @@ class GPTIndex:
 
     Attributes:
         document_index: int32 or int64 [num_epochs * num_sequences], sequence numbers in the order of the
-            stream; Megatron's name. `IndexedDataset.document_index` is another array.
-        sample_index: int32 or int64 [n + 1, 2], position in document_index and token offset where a sample
-            starts.
-        shuffle_index: uint32 or int64 [n], the sample that is drawn i-th.
-        files: that the arrays are mapped from; none if they were built in memory.
+            stream. Megatron uses this name; `IndexedDataset.document_index` is another array.
+        sample_index: int32 or int64 [n + 1, 2], position in document_index and token offset at which a
+            sample starts.
+        shuffle_index: uint32 or int64 [n], number of the i-th drawn sample.
+        files: files that the arrays are mapped from; empty if they were built in memory.
     """
 
     document_index: npt.NDArray[Any]
@@ -62,15 +62,15 @@ class GPTIndex:
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> EpochPlan:
-    """Return the smallest number of epochs that holds `num_samples` samples; one epoch for None.
+    """Return the smallest number of epochs with at least `num_samples` samples; one epoch for None.
 
-    A sample's last token is the next one's first: `num_samples` need num_samples * seq_length + 1 tokens.
+    A sample's last token is the next sample's first, so they need num_samples * seq_length + 1 tokens.
 
     Raises:
         UserError: there are no tokens.
     """
     if tokens_per_epoch < 1:
-        raise UserError("the documents hold no tokens: use others")
+        raise UserError("the documents hold no tokens: use other documents")
     num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
     total = (num_epochs * tokens_per_epoch - 1) // seq_length
     if num_samples is None or num_epochs == 1:
@@ -93,12 +93,11 @@ def build_gpt_index(
 
     Args:
         sequence_lengths: lengths of all sequences of the dataset, in tokens.
-        sequences: those that belong to this split.
-        num_samples: build at least so many samples, from as many epochs as needed; None for those of one
-            epoch.
+        sequences: sequences that belong to this split.
+        num_samples: build at least this many samples, from as many epochs as needed; None for one epoch.
         seq_length: S; a sample holds S + 1 tokens.
-        seed: of the shuffles; every dataset and split starts from it.
-        name: of the build in the log of its progress.
+        seed: seed of the shuffles, the same for every dataset and split.
+        name: name of the build in the progress log.
 
     Raises:
         UserError: the sequences hold no tokens.
@@ -118,13 +117,13 @@ def cached_gpt_index(
     seed: int,
     check_lengths: Callable[[], None] = lambda: None,
 ) -> GPTIndex:
-    """Return what `build_gpt_index` does, mapped from a cache if another process or run has built it before.
+    """Return the result of `build_gpt_index`, mapped from a cache if another process or run has built it.
 
-    The digest is of the split's lengths and of all that the arrays depend on; the requested samples count by
-    the epochs that they need, so that a run made a little longer finds its index.
+    The digest covers the split's lengths and everything that the arrays depend on. It covers the number of
+    epochs instead of the number of samples, so a run that is made a little longer finds its index.
 
     Args:
-        check_lengths: raises if the lengths have changed; called before a new index is kept.
+        check_lengths: raises if the lengths have changed; called before a new index is stored.
     """
     plan = plan_epochs(count_tokens(sequence_lengths, sequences), num_samples, seq_length)
     values = {
@@ -170,7 +169,7 @@ def _is_wide(stream_length: int) -> bool:
 
 
 def _shuffle_dtype(plan: EpochPlan) -> npt.DTypeLike:
-    # The limit is Megatron-core's.
+    # Megatron-core has the same limit.
     return np.uint32 if plan.num_samples < 2**32 - 2 else np.int64
 
 
@@ -188,7 +187,7 @@ def _build(
     name: str,
 ) -> GPTIndex:
     """Shuffle the documents, then cut the samples while another thread shuffles their numbers."""
-    # The draws' order belongs to the format: first documents, then samples. Cutting samples draws nothing.
+    # The order of random draws is part of the format: first documents, then samples. Cutting draws nothing.
     random = _index_builder.LegacyRandom(seed)
     stream_length = plan.num_epochs * len(sequences)
     with (
@@ -209,7 +208,7 @@ def _document_index(
     random: _index_builder.LegacyRandom,
     progress: _index_builder.Progress,
 ) -> npt.NDArray[Any]:
-    """Return the sequences of all epochs, shuffled together, or with the last epoch shuffled separately."""
+    """Return the sequences of all epochs, shuffled together or with a separately shuffled last epoch."""
     index = _empty(plan.num_epochs * len(sequences), _document_dtype(sequences))
     together = len(index) if plan.num_samples_before_last is None else len(index) - len(sequences)
     for part in (index[:together], index[together:]):
@@ -220,7 +219,7 @@ def _document_index(
 def _shuffle_index(
     plan: EpochPlan, random: _index_builder.LegacyRandom, progress: _index_builder.Progress
 ) -> npt.NDArray[Any]:
-    """Return the shuffled numbers of the samples, those before a separate last epoch first."""
+    """Return the shuffled sample numbers; samples before a separate last epoch come first."""
     index = _empty(plan.num_samples, _shuffle_dtype(plan))
     boundary = plan.num_samples if plan.num_samples_before_last is None else plan.num_samples_before_last
     random.fill_shuffled(index[:boundary], 0, boundary, progress)
@@ -229,16 +228,16 @@ def _shuffle_index(
 
 
 def _empty(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return an array as `np.empty` does, but faster to fill: page faults would dominate a small build."""
+    """Return an array like `np.empty`, but faster to fill: page faults would dominate a small build."""
     dtype = np.dtype(dtype)
     array: npt.NDArray[Any] = _index_builder.empty_bytes(size * dtype.itemsize).view(dtype)
     return array
 
 
 class Dataset(Protocol):
-    """Return samples by number, int64 [S + 1]: the inputs lack the last token, the labels the first.
+    """Returns samples by number, int64 [S + 1]: inputs are all tokens but the last, labels all but the first.
 
-    Datasets of other models return what their `Samples` read.
+    Datasets of other models return the format that their `Samples` read.
     """
 
     def __len__(self) -> int: ...
@@ -248,7 +247,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class GatherDataset(Protocol):
-    """Read many samples at a time, faster than one by one."""
+    """Reads many samples at a time, faster than one by one."""
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples with these numbers, int64 [b, S + 1]."""
@@ -257,10 +256,10 @@ class GatherDataset(Protocol):
 
 @runtime_checkable
 class FileDataset(Protocol):
-    """Read samples from files that must not change meanwhile."""
+    """Reads samples from files that must not change meanwhile."""
 
     def verify_files(self) -> None:
-        """Check now that the files still hold all that was read, before it is saved what came of it.
+        """Check now that the files have not changed since they were read, before training results are saved.
 
         Raises:
             UserError: a file was changed or became unreadable while it was in use.
@@ -281,11 +280,11 @@ def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.i
 
 
 class GPTDataset:
-    """Read the samples of one split of one dataset.
+    """Reads the samples of one split of one dataset.
 
     Attributes:
         indexed: the corpus.
-        index: the document, sample and shuffle index.
+        index: document, sample and shuffle index.
 
     Raises:
         UserError: the sequences hold fewer tokens than one sample.
@@ -307,12 +306,12 @@ class GPTDataset:
         Args:
             indexed: the dataset.
             sequences: the split's sequences.
-            num_samples: build at least so many; None for those of one epoch.
+            num_samples: build at least this many; None for the samples of one epoch.
             seq_length: S; a sample holds S + 1 tokens.
-            seed: of the order.
-            vocab_size: if set, a sample with a token id beyond it is refused when it is read.
-            split_name: for messages, and the names of files in the cache.
-            cache: maps and keeps the index; None to build it in memory.
+            seed: seed of the order.
+            vocab_size: if set, reading a sample with a token id beyond it raises.
+            split_name: name of the split, for messages and file names of the cache.
+            cache: stores and maps the index; None to build it in memory.
         """
         self.indexed = indexed
         self._seq_length = seq_length
@@ -354,7 +353,7 @@ class GPTDataset:
         """Return the samples with these numbers in the shuffled order, int64 [b, S + 1], without the GIL.
 
         Raises:
-            UserError: a token id is outside the vocabulary, or a file of the corpus or of the index was
+            UserError: a token id is outside the vocabulary, or a file of the corpus or the index was
                 changed since it was opened.
             IndexError: there is no such sample.
         """
@@ -385,7 +384,7 @@ class GPTDataset:
                 rows,
                 text,
             )
-        except IndexError as error:  # corpus and index were checked on opening, and agreed
+        except IndexError as error:  # corpus and index were checked on opening, and matched
             self._files.verify()
             cache = " and its index in --data-cache-path" if self.index.files else ""
             raise UserError(
@@ -398,7 +397,7 @@ class GPTDataset:
         self._files.verify()
 
     def _read_in_sequences(self, row: int) -> npt.NDArray[np.int64]:
-        """Return one sample from only the sequences that it is in: the rest of the corpus may be far away."""
+        """Return one sample by reading only its sequences: the rest of the corpus may be remote."""
         (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
         parts = [self.indexed[i] for i in self.index.document_index[first : last + 1].tolist()]
         parts[-1] = parts[-1][: end + 1]

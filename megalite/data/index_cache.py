@@ -1,9 +1,9 @@
-"""Cache arrays that one process builds and all others map: the indices of a run, kept between starts.
+"""Cache the indices of a run: one process builds the arrays, and all others map them.
 
-An entry's name holds a digest of all that its arrays depend on, so that it is never stale. It is built under
-a lock that the system releases with the process that holds it. Each file is written under another name and
-renamed; the description comes last, and makes the entry complete. It holds a checksum of each array; an entry
-that does not match is built again. Ranks wait outside of collectives: they watch the folder, not each other.
+An entry's name holds a digest of everything that its arrays depend on, so it is never stale. It is built
+under a lock that the system releases when the process ends. Each file is written under a temporary name and
+renamed. The description is renamed last and makes the entry complete. It holds a checksum of each array; an
+entry that does not match is rebuilt. Ranks wait outside of collectives: they poll the folder.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _CHECKSUM_BLOCK = 1 << 24
 _CHECKSUM_THREADS = 4
 
 MIN_ENTRIES = 2**20
-"""A build of fewer entries takes milliseconds, and makes no folder unless the user names one."""
+"""A build of fewer entries takes milliseconds, and is only cached in a folder that the user names."""
 
 _POLL_SECONDS = 0.1
 _LOG_SECONDS = 30.0
 
 
 class CacheKey(NamedTuple):
-    """Name what a cache holds.
+    """Names a cache entry.
 
     Attributes:
-        kind: of the dataset, such as "GPTDataset"; part of the files' names, as in Megatron-LM.
-        split: likewise.
-        values: all that the arrays depend on, as JSON can hold it.
-        num_entries: about as many as the arrays hold.
-        prefix: of the corpus, beside which the default folder is; not in the digest, so that a corpus may be
-            moved with its cache.
+        kind: kind of dataset, such as "GPTDataset"; part of the file names, as in Megatron-LM.
+        split: name of the split, also part of the file names.
+        values: everything that the arrays depend on, as JSON values.
+        num_entries: approximate number of entries in the arrays.
+        prefix: prefix of the corpus; the default folder is beside it. It is not in the digest, so a corpus
+            can be moved with its cache.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class CacheKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what the entry's file names begin with."""
+        """Return the prefix of the entry's file names."""
         text = json.dumps(self.values, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{self.kind}-{self.split}"
 
@@ -71,7 +71,7 @@ def digest_of(values: npt.NDArray[Any]) -> str:
 
 
 def checksum(values: npt.NDArray[Any]) -> str:
-    """Return a CRC-32 of an array's type, shape and bytes, fast enough to verify at each start.
+    """Return a CRC-32 of an array's dtype, shape and bytes, fast enough to verify at each start.
 
     It is the CRC-32 of the CRC-32s of blocks, which threads compute in parallel.
     """
@@ -83,9 +83,9 @@ def checksum(values: npt.NDArray[Any]) -> str:
 
 
 class CachedArrays(NamedTuple):
-    """Hold arrays and the files that they are mapped from; no files if they were built in memory.
+    """Holds arrays and the files that they are mapped from; no files if they were built in memory.
 
-    After reading from the arrays call `check` of each file.
+    After reading from the arrays, call `check` of each file.
     """
 
     arrays: Arrays
@@ -93,20 +93,20 @@ class CachedArrays(NamedTuple):
 
 
 class IndexCache:
-    """Keep arrays in a folder, each built once.
+    """Stores arrays in a folder, so that each is built once.
 
     Args:
-        folder: by default each corpus has PREFIX/cache/GPTDataset_indices, as in Megatron-LM; for a corpus in
-            object storage nothing is kept.
+        folder: folder of the cache; by default PREFIX/cache/GPTDataset_indices of each corpus, as in
+            Megatron-LM. By default, nothing is stored for a corpus in object storage.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else Path(folder)
 
     def get(self, key: CacheKey, names: Sequence[str], build: Callable[[], Arrays]) -> CachedArrays:
-        """Return the arrays of these names: mapped if the cache has all of them, else built, kept and mapped.
+        """Return the arrays with these names: mapped from the cache, or built, stored and mapped.
 
-        If the folder cannot be written or locked, they are built in memory, and a warning says so.
+        If the folder cannot be written or locked, they are built in memory, with a warning.
         """
         folder = self._folder
         if folder is None:
@@ -119,7 +119,7 @@ class IndexCache:
 
 
 class _Entry:
-    """Locate, read and write the files of one key."""
+    """Locates, reads and writes the files of one key."""
 
     def __init__(self, folder: Path, key: CacheKey, names: Sequence[str]) -> None:
         self.folder = folder
@@ -146,7 +146,7 @@ class _Entry:
         return CachedArrays(arrays, tuple(file for _, file in pairs.values()))
 
     def save(self, arrays: Arrays) -> None:
-        """Write the files and give them their names, the description last."""
+        """Write the files and rename them, the description last."""
         self.description.unlink(missing_ok=True)
         for name, path in self.paths.items():
             with _replace_file(path) as file:
@@ -161,14 +161,14 @@ class _Entry:
 
 
 def _replace_file(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Open a new file that replaces `path`; the name is fixed: a build removes what a killed one left."""
+    """Open a new file that replaces `path`; its fixed name lets a build remove a killed build's file."""
     return replace_file(path, partial=path.with_name(f"{path.name}.partial"))
 
 
 def _map_array(path: Path, described: dict[str, Any]) -> tuple[npt.NDArray[Any], MappedBytes]:
     """Map the array of a .npy file.
 
-    Type and shape are those of the description: the checksum covers them, and not the file's own header.
+    The description gives dtype and shape: the checksum covers them, but not the file's own header.
 
     Raises:
         ValueError: the file does not match its description.
@@ -200,17 +200,17 @@ def _build_once(entry: _Entry, build: Callable[[], Arrays]) -> CachedArrays:
 
 
 def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) -> CachedArrays:
-    """Build the arrays and keep them; `problem` says why those that are there cannot be used."""
+    """Build and store the arrays; `problem` says why existing arrays cannot be used."""
     key, start = entry.key, time.monotonic()
     if problem:
         log.warning(
-            "the index of the %s split of %s in %s is damaged and is built again: %s",
+            "the index of the %s split of %s in %s is damaged and will be rebuilt: %s",
             *(key.split, key.prefix, entry.folder, problem),
             extra=THIS_RANK,
         )
-        entry.description.unlink(missing_ok=True)  # waiting processes need not verify the damaged one again
+        entry.description.unlink(missing_ok=True)  # waiting processes need not verify it again
     else:
-        log.info(  # the one rank of each file system that builds logs it
+        log.info(  # logged by the rank of each file system that builds
             "building the %s index of the %s split of %s", *(key.kind, key.split, key.prefix), extra=THIS_RANK
         )
     arrays = build()
@@ -219,7 +219,7 @@ def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) ->
     except OSError as error:
         _warn_not_kept(entry, error)
         return CachedArrays(arrays)
-    log.info("built in %.1f s and kept in %s", *(time.monotonic() - start, entry.folder), extra=THIS_RANK)
+    log.info("built in %.1f s and stored in %s", *(time.monotonic() - start, entry.folder), extra=THIS_RANK)
     entry.lock.unlink(missing_ok=True)  # a process that waits for this lock finds the entry complete
     kept = entry.load()
     return kept if isinstance(kept, CachedArrays) else CachedArrays(arrays)
@@ -227,15 +227,15 @@ def _build_and_save(entry: _Entry, problem: str, build: Callable[[], Arrays]) ->
 
 def _warn_not_kept(entry: _Entry, error: OSError) -> None:
     log.warning(
-        "the index of the %s split of %s cannot be kept in %s (%s), so every rank builds its own: "
-        "pass a folder that can be written with --data-cache-path",
+        "the index of the %s split of %s cannot be stored in %s (%s), so every rank builds its own: "
+        "pass a writable folder with --data-cache-path",
         *(entry.key.split, entry.key.prefix, entry.folder, error.strerror),
     )
 
 
 @contextmanager
 def _locked(entry: _Entry) -> Iterator[CachedArrays | str]:
-    """Hold the entry's lock, and yield what `load` returns then: another process may have built the entry."""
+    """Hold the entry's lock, and yield the result of `load`: another process may have built the entry."""
     with open(entry.lock, "ab", opener=no_follow) as file:
         logged_at = time.monotonic() - _LOG_SECONDS
         while not _try_lock(file.fileno()):
@@ -250,7 +250,7 @@ def _locked(entry: _Entry) -> Iterator[CachedArrays | str]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the lock if it is free; it ends with the process, however that ends."""
+    """Take the lock if it is free; the system releases it when the process ends."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

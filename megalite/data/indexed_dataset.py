@@ -1,4 +1,4 @@
-"""Read and write indexed datasets: the tokens in PREFIX.bin, and where each sequence is in PREFIX.idx."""
+"""Read and write indexed datasets: tokens in PREFIX.bin, positions of sequences in PREFIX.idx."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megalite.files import new_file, open_new
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, number of sequences, number of documents + 1; then the arrays, unaligned."""
+"""Magic, version, dtype code, number of sequences, number of documents + 1; unaligned arrays follow."""
 
 DTYPE_CODES: dict[int, str] = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16",
 }  # fmt: skip
 
 _BLOCK = 1 << 20
-"""Sequences that are checked at a time, which bounds the memory of the checks."""
+"""Number of sequences to check at a time, which bounds the memory of the checks."""
 
 
 class _Index(NamedTuple):
@@ -40,23 +40,23 @@ class _Index(NamedTuple):
 
 
 class IndexedDataset:
-    """Map the sequences of one corpus.
+    """Maps the sequences of one corpus.
 
-    Opening checks all of the index: the sequences are back to back and fill the .bin, so that no later access
+    Opening checks the whole index: the sequences must be back to back and fill the .bin, so no later access
     can leave the file or read tokens from a wrong position.
-    The arrays are views of the file, and not aligned. After reading from them or from `tokens` call
-    `check_files`: another process may have written to a file, or truncated it. With files in object storage,
-    the index is copied to this machine on opening, and tokens in blocks, as sequences are read.
+    The arrays are unaligned views of the file. After reading from them or from `tokens`, call `check_files`:
+    another process may have written to a file, or truncated it. For files in object storage, opening copies
+    the index to this machine, and reading sequences copies tokens in blocks.
 
     Attributes:
-        prefix: the two files' name or URL without .bin and .idx.
-        dtype: the tokens' type in the file.
+        prefix: path or URL of the two files, without .bin and .idx.
+        dtype: dtype of the tokens in the file.
         sequence_lengths: int32 [N], in tokens.
-        sequence_offsets: int64 [N], where each sequence starts in the .bin, in bytes.
-        document_index: int64 [D + 1], the first sequence of each document, and N at the end.
+        sequence_offsets: int64 [N], start of each sequence in the .bin, in bytes.
+        document_index: int64 [D + 1], first sequence of each document, and N at the end.
 
     Raises:
-        UserError: a file is missing, unreadable, truncated, in another format, or contradicts the other.
+        UserError: a file is missing, unreadable, truncated or in another format, or the files do not match.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -97,7 +97,7 @@ class IndexedDataset:
         return self._bin, self._idx
 
     def check_files(self) -> None:
-        """Check that both files hold what they held when they were opened.
+        """Check that neither file has changed since it was opened.
 
         Raises:
             UserError: a file was changed or became unreadable since it was opened.
@@ -113,7 +113,7 @@ class IndexedDataset:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the files are in object storage: then single sequences are cheaper than `tokens`."""
+        """Return whether the files are in object storage: then reading sequences is cheaper than `tokens`."""
         return is_remote(self.prefix)
 
     @property
@@ -125,7 +125,7 @@ class IndexedDataset:
         return len(self.document_index) - 1
 
     def document_of(self, sequence: int) -> int:
-        """Return the number of the document that a sequence is part of."""
+        """Return the number of the document that a sequence belongs to."""
         return int(np.searchsorted(self.document_index, sequence, side="right")) - 1
 
 
@@ -137,7 +137,7 @@ def _open(path: str) -> MappedBytes:
 
 
 def _prefix_hint(path: str) -> str:
-    """Return what the user may have meant by a prefix that names no file."""
+    """Return a hint at what the user may have meant by a prefix that names no file."""
     if is_remote(path):
         return "; pass the prefix of a .bin and an .idx file"
     prefix = Path(path).with_suffix("") if path.endswith((".bin", ".idx")) else Path(path)
@@ -155,7 +155,7 @@ def _prefix_hint(path: str) -> str:
 
 
 def _read_header(path: str, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """Return the tokens' type, the number of sequences, and the number of documents + 1.
+    """Return the dtype of the tokens, the number of sequences, and the number of documents + 1.
 
     Raises:
         UserError: the file is not an .idx of version 1 with integer tokens.
@@ -222,11 +222,11 @@ def _read_index(path: str) -> _Index:
 def _check_sequences(idx_path: str, bin_path: str, index: _Index, num_bytes: int) -> None:
     """Check that the sequences are back to back from the first to the last byte of the .bin.
 
-    Every writer of the format places them so. Then no offset can lead to a wrong position: one flipped bit in
-    a length or an offset contradicts the sequence beside it.
+    Every writer of the format places them like this. The check finds every wrong offset: one flipped bit in
+    a length or an offset contradicts the neighbouring sequence.
 
     Raises:
-        UserError: a length is negative, an offset is not where the sequence before it ends, or the .bin has
+        UserError: a length is negative, an offset is not the end of the previous sequence, or the .bin has
             another size.
     """
     itemsize, end = index.dtype.itemsize, 0
@@ -268,15 +268,15 @@ _MAX_LENGTH = 2**31 - 1
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type that tokens of a vocabulary are written in: uint16 for a small one, else int32."""
+    """Return the dtype in which a vocabulary's tokens are written: uint16 if they fit, else int32."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCAB_SIZE else "<i4")
 
 
 class IndexedWriter:
-    """Write PREFIX.bin and PREFIX.idx; the names appear when both files are complete.
+    """Writes PREFIX.bin and PREFIX.idx; the names appear when both files are complete.
 
-    A context manager: leaving it commits, leaving it by an exception discards. The .idx is renamed last, so
-    that a dataset with an .idx is complete.
+    Use it as a context manager: leaving it commits the files, an exception discards them. The .idx is renamed
+    last, so a dataset with an .idx is complete.
 
     Raises:
         UserError: the folder cannot be written, the files exist, or a token or a length does not fit.
@@ -303,14 +303,14 @@ class IndexedWriter:
         return len(self._document_ends) - 1
 
     def add_document(self, sequences: Sequence[npt.ArrayLike]) -> None:
-        """Append one document of any number of sequences, even none."""
+        """Append one document with any number of sequences, even zero."""
         parts = [np.asarray(sequence) for sequence in sequences]
         for part in parts:
             self._append(part, np.array([part.size]))
         self._document_ends.append(len(self._lengths))
 
     def add_documents(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
-        """Append many documents of one sequence each: their tokens back to back, and their lengths."""
+        """Append many documents of one sequence each, from their tokens back to back and their lengths."""
         first = len(self._lengths) + 1
         self._append(tokens, lengths)
         self._document_ends.extend(range(first, len(self._lengths) + 1))
@@ -378,10 +378,10 @@ class IndexedWriter:
 def replace_dataset(prefix: str, files: Mapping[str, str]) -> None:
     """Rename complete files to PREFIX.{suffix}, in this order, the .idx last; first remove the old .idx.
 
-    So a dataset with an .idx is complete, and a new .bin is never read through an old .idx.
+    A dataset with an .idx is therefore complete, and a new .bin is never read through an old .idx.
 
     Args:
-        files: present names by suffix.
+        files: current names by suffix.
 
     Raises:
         OSError: a file cannot be renamed.

@@ -1,4 +1,4 @@
-"""Inspect an indexed dataset: counts, lengths, damage; compare two."""
+"""Inspect an indexed dataset for counts, lengths and damage, and compare two datasets."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import UserError
 
 _BLOCK = 1 << 20
-"""Sequences or tokens that are read at a time."""
+"""Number of sequences or tokens to read at a time."""
 _BAR_WIDTH = 40
 
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Hold the figures of a dataset.
+    """Holds statistics of a dataset.
 
     Attributes:
-        num_empty: sequences without a token.
-        min_length: of a sequence, in tokens; this and the next three are 0 for an empty dataset.
-        max_length: likewise.
-        min_token: the smallest id.
-        max_token: the largest id.
-        length_counts: int64, entry 0 the empty sequences, entry k those of 2**(k-1) to 2**k - 1 tokens.
+        num_empty: number of sequences without tokens.
+        min_length: shortest sequence in tokens; this and the next three are 0 for an empty dataset.
+        max_length: longest sequence in tokens.
+        min_token: smallest token id.
+        max_token: largest token id.
+        length_counts: int64 counts of sequences: entry 0 of empty ones, entry k of those with 2**(k-1) to
+            2**k - 1 tokens.
     """
 
     num_sequences: int
@@ -42,7 +43,7 @@ class DatasetSummary:
 
 
 def summarize(dataset: IndexedDataset) -> DatasetSummary:
-    """Read all of a dataset, a block at a time; opening it has checked its index."""
+    """Read a whole dataset, one block at a time; opening it has checked its index."""
     lengths = dataset.sequence_lengths
     counts = np.zeros(33, np.int64)
     shortest, longest = 2**31, 0
@@ -60,12 +61,12 @@ def summarize(dataset: IndexedDataset) -> DatasetSummary:
 
 
 def find_problem(dataset: IndexedDataset, summary: DatasetSummary, vocab_size: int | None) -> str | None:
-    """Return what is wrong with a dataset that could be opened; None if nothing is.
+    """Return what is wrong with an opened dataset, or None.
 
     Args:
-        dataset: opening it has checked its index.
-        summary: its figures.
-        vocab_size: the ids that its tokens must be below, if it is known.
+        dataset: the dataset; opening it has checked its index.
+        summary: its statistics.
+        vocab_size: upper bound of its token ids, if known.
     """
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     if summary.min_token >= 0 and summary.max_token < limit:
@@ -98,7 +99,7 @@ def document_tokens(dataset: IndexedDataset, number: int) -> list[npt.NDArray[np
 
 
 def histogram_lines(counts: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Yield a line for each range of lengths, with a bar that is proportional to its sequences."""
+    """Yield a line for each range of lengths, with a bar proportional to its number of sequences."""
     used = np.flatnonzero(counts)
     if not len(used):
         return
@@ -135,13 +136,13 @@ def _document_at(dataset: IndexedDataset, token: int) -> str:
 
 
 _COMPARED_SEQUENCES = 1 << 16
-"""Sequences that are compared at a time."""
+"""Number of sequences to compare at a time."""
 
 
 def compare(a: IndexedDataset, b: IndexedDataset) -> str | None:
-    """Return the first difference of two datasets; None if they hold the same documents.
+    """Return the first difference between two datasets; None if they hold the same documents.
 
-    The token types may differ: the ids are compared.
+    The token dtypes may differ: only the ids are compared.
     """
     difference = _first_difference(a, b)
     a.check_files()
@@ -158,7 +159,7 @@ def compare(a: IndexedDataset, b: IndexedDataset) -> str | None:
 
 
 def _first_difference(a: IndexedDataset, b: IndexedDataset) -> str | None:
-    """Return the first sequence of both that differs, or else the first document with other sequences."""
+    """Return the first sequence that differs, or else the first document with other sequences."""
     for first in range(0, min(len(a), len(b)), _COMPARED_SEQUENCES):
         block = range(first, min(first + _COMPARED_SEQUENCES, len(a), len(b)))
         if not _equal(a, b, block) and (found := _first_in(a, b, block)):

@@ -1,4 +1,4 @@
-"""Generate random tokens in place of a corpus, to try a config before there is one."""
+"""Generate random tokens, to try a config without a corpus."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_ENDS = 4
-"""Ends of documents in a sample, on average."""
+"""Average number of document ends in a sample."""
 
 
 class MockDataset:
-    """Generate samples of uniformly random tokens, each a function of the seed, the split and its number.
+    """Generates samples of uniformly random tokens; a sample depends on the seed, the split and its number.
 
     Args:
-        split: number of the split, so that the splits differ.
-        eod: if set, the token that ends documents of random length, NUM_ENDS of them a sample on average.
+        split: number of the split, so that splits differ.
+        eod: if set, the token that ends documents of random length: on average NUM_ENDS per sample.
     """
 
     def __init__(

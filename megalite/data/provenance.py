@@ -1,4 +1,4 @@
-"""Find where in the corpora the tokens of a sample come from."""
+"""Find the positions in the corpora of a sample's tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megalite.errors import UserError
 
 @dataclass(frozen=True)
 class SampleSpan:
-    """Locate consecutive tokens of a sample in one sequence of a corpus.
+    """Locates consecutive tokens of a sample in one sequence of a corpus.
 
     Attributes:
-        prefix: the corpus.
-        document: its number there.
-        sequence: likewise; the document's number if documents have one sequence each.
-        offset: of the first of these tokens in the sequence.
-        tokens: the ids.
+        prefix: prefix of the corpus.
+        document: number of the document in the corpus.
+        sequence: number of the sequence in the corpus; equals `document` if documents have one sequence each.
+        offset: position of the first of these tokens in the sequence.
+        tokens: the token ids.
     """
 
     prefix: str
@@ -34,10 +34,10 @@ class SampleSpan:
 
 
 def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
-    """Return the spans that make up a sample, in order; their tokens joined are the sample's.
+    """Return the spans that make up a sample, in order; their tokens joined are the sample's tokens.
 
-    With fill-in-the-middle they are those of the sample before its documents are cut. Of a BERT they are the
-    whole sentences, in the document's order, before they are cut, swapped and masked.
+    With fill-in-the-middle, they are the spans of the sample before its documents are cut. For BERT, they are
+    the complete sentences, in the document's order, before they are cut, swapped and masked.
 
     Raises:
         UserError: the dataset does not come from a corpus.

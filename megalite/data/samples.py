@@ -1,4 +1,4 @@
-"""Samples of a run: how they are cut from a corpus, and how they become microbatches.
+"""Cut the samples of a run from a corpus, and turn them into microbatches.
 
 Shapes: b samples of a microbatch, s tokens of a sequence.
 """
@@ -22,15 +22,15 @@ from megalite.microbatch import Microbatch
 
 
 class Samples(Protocol):
-    """Describe the samples of a kind of model.
+    """Describes the samples of a kind of model.
 
     Attributes:
-        seq_length: tokens of a sample.
-        on_every_stage: every pipeline stage needs the samples; else the stages between the first and the
-            last read none.
-        are_masked: losses are means over predictions whose number only the whole global batch tells.
-        are_of_documents: corpora are split into training and evaluation by whole documents; else by
-            sequences.
+        seq_length: number of tokens in a sample.
+        on_every_stage: whether every pipeline stage needs the samples; otherwise stages between the first
+            and the last read none.
+        are_masked: whether losses are means over a number of predictions that depends on the global batch.
+        are_of_documents: whether corpora are split into training and evaluation by complete documents, or
+            by sequences.
     """
 
     @property
@@ -46,10 +46,10 @@ class Samples(Protocol):
     def are_of_documents(self) -> bool: ...
 
     def check(self, corpus: IndexedDataset) -> None:
-        """Refuse a corpus that cannot be read as such samples.
+        """Refuse a corpus that cannot be read as these samples.
 
         Raises:
-            UserError: what it lacks, and how to make it.
+            UserError: the message says what the corpus lacks, and how to make it.
         """
 
     def dataset(
@@ -60,7 +60,7 @@ class Samples(Protocol):
         split_name: str,
         cache: IndexCache | None,
     ) -> Dataset:
-        """Order at least so many samples of some sequences of a corpus; None for those of one epoch."""
+        """Order at least this many samples of some sequences of a corpus; None for one epoch."""
         ...
 
     def mock(self, num_samples: int, split: int) -> Dataset:
@@ -68,22 +68,22 @@ class Samples(Protocol):
         ...
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
-        """Read samples by their numbers, int64 ``[b]``, into a microbatch on the host."""
+        """Read samples by number, int64 ``[b]``, into a microbatch on the host."""
         ...
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
-        """Return the microbatch with what is computed on its device."""
+        """Return the microbatch with the fields that are computed on its device."""
         ...
 
 
 @dataclass(frozen=True)
 class GPTSamples:
-    """Cut samples of s + 1 consecutive tokens, whatever documents they are in.
+    """Cuts samples of s + 1 consecutive tokens, across documents.
 
     Attributes:
-        seed: of the order, the same for all datasets and splits.
-        vocab_size: a token id beyond it is refused when its sample is read.
-        ends: what happens at the ends of documents; then corpora that do not mark them are refused.
+        seed: seed of the order, the same for all datasets and splits.
+        vocab_size: reading a sample with a token id beyond it raises.
+        ends: finds the documents in samples; corpora that do not mark document ends are then refused.
     """
 
     seq_length: int
@@ -127,13 +127,13 @@ class GPTSamples:
 
 @dataclass(frozen=True)
 class FieldSamples:
-    """Read samples of a dataset of your own that returns a `Microbatch`'s fields by their names.
+    """Reads samples of your own dataset, which returns a `Microbatch`'s fields by name.
 
     A sample is a mapping of each field to an int64 or bool array ``[s]``. With a loss mask the loss is the
     mean over the tokens of the whole global batch that have a loss.
 
     Args:
-        fields: of each sample: tokens and labels, and optionally loss_mask and position_ids.
+        fields: fields of each sample: tokens and labels, and optionally loss_mask and position_ids.
 
     Raises:
         UserError: there are no such fields.
@@ -141,7 +141,7 @@ class FieldSamples:
 
     fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")
 
-    seq_length = 0  # of samples that are cut from a corpus
+    seq_length = 0  # samples are not cut from a corpus
     on_every_stage = True
     are_of_documents = False
 

@@ -1,8 +1,8 @@
-"""Read a file's bytes as an array: mapped from disk, or fetched in blocks from object storage.
+"""Read a file's bytes as an array, mapped from disk or fetched in blocks from object storage.
 
-A file must not change while it is read. If another process writes to a mapped file, the reader sees what was
-written. If it truncates the file, or the disk fails, reading would end this process by SIGBUS; here the
-missing bytes read as zeros. In each case `MappedBytes.check` raises: call it after reading.
+A file must not change while it is read. If another process writes to a mapped file, the reader sees the new
+bytes. If it truncates the file, or the disk fails, reading would end this process by SIGBUS; here the missing
+bytes read as zeros. In each case `MappedBytes.check` raises: call it after reading.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
 from megalite.errors import UserError, first_line
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of one request: large enough for a store's throughput, small compared with a corpus."""
+"""Size of one request: large enough for a store's throughput, small compared with a corpus."""
 _MAX_REQUEST_BLOCKS = 16
 
 
 STATUS_AGE_MS = 20
-"""Milliseconds for which a loader relies on the size and times that a file had."""
+"""Milliseconds for which a loader relies on a file's last known size and times."""
 
 
 def is_remote(path: str) -> bool:
@@ -40,11 +40,11 @@ def is_remote(path: str) -> bool:
 
 
 def open_bytes(path: str) -> MappedBytes:
-    """Open a file of this machine, or of any store that fsspec knows.
+    """Open a file of this machine, or of any store that fsspec supports.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     return CachedBytes(path) if is_remote(path) else MappedBytes(path.removeprefix("file://"))
 
@@ -54,8 +54,8 @@ def read_small(path: str) -> bytes:
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it is on this machine, and cannot be read.
-        UserError: it is in a store, and cannot be read.
+        OSError: the file is on this machine and cannot be read.
+        UserError: the file is in a store and cannot be read.
     """
     if not is_remote(path):
         return Path(path.removeprefix("file://")).read_bytes()
@@ -64,11 +64,11 @@ def read_small(path: str) -> bytes:
 
 
 class MappedBytes:
-    """Map a file of this machine.
+    """Maps a file of this machine.
 
     Attributes:
-        array: uint8, the file's bytes.
-        mapped: the mappings that reading it depends on.
+        array: the file's bytes, uint8.
+        mapped: mappings that reading the array depends on.
     """
 
     array: npt.NDArray[np.uint8]
@@ -85,10 +85,10 @@ class MappedBytes:
         self._name = path
 
     def fetch(self, begin: int, end: int) -> None:
-        """Make bytes `begin` to `end` of the array valid; before, they may be zeros."""
+        """Make bytes `begin` to `end` of the array valid; before this call they may be zeros."""
 
     def check(self) -> None:
-        """Check that all that was read from the array so far is what the file held when it was opened.
+        """Check that everything read from the array so far is as the file was when it was opened.
 
         Raises:
             UserError: the file was changed or became unreadable while it was in use.
@@ -97,7 +97,7 @@ class MappedBytes:
             self.verify()
 
     def verify(self) -> None:
-        """Check likewise, and rely on nothing that this machine knows of a file of another one.
+        """Check like `check`, without relying on cached attributes of a network file system.
 
         Raises:
             UserError: as `check`.
@@ -121,11 +121,11 @@ def _described(change: FileChange) -> str:
 
 
 class FilesInUse:
-    """Check the files that a loader reads after each batch, all in one call.
+    """Checks the files that a loader reads after each batch, all in one call.
 
-    A system call for each file and batch would take longer than reading the batch, so a file's status is read
-    again only after `STATUS_AGE_MS`. What a batch has read of a change until then, the next batch notices, or
-    `verify` before a checkpoint is saved.
+    A system call for each file and batch would take longer than reading the batch, so a file's status is only
+    read again after `STATUS_AGE_MS`. A later batch, or `verify` before a checkpoint is saved, finds a change
+    that a batch has missed.
     """
 
     def __init__(self, files: Sequence[MappedBytes]) -> None:
@@ -133,7 +133,7 @@ class FilesInUse:
         self._mapped = tuple(mapped for file in files for mapped in file.mapped)
 
     def check(self) -> None:
-        """Check that all that was read so far is what the files held when they were opened.
+        """Check that everything read so far is as the files were when they were opened.
 
         Raises:
             UserError: a file was changed or became unreadable while it was in use.
@@ -142,7 +142,7 @@ class FilesInUse:
             self.verify()
 
     def verify(self) -> None:
-        """Check likewise, now.
+        """Check like `check`, but read the status now.
 
         Raises:
             UserError: as `check`.
@@ -152,24 +152,24 @@ class FilesInUse:
 
 
 class CachedBytes(MappedBytes):
-    """Read a file of an object store, and keep the blocks that were read in a file of this machine.
+    """Reads a file of an object store, and caches the blocks that were read in a local file.
 
-    That file is sparse and has the full size, so that it can be mapped; all processes of a machine share it.
-    A second file has one byte for each block, which says whether the block is there. A block is marked after
-    its bytes are on disk, so a marked block is complete, whatever kills the process or the machine. The
-    files' name is a digest of the URL and of the store's mark of this version: a changed object is read anew.
+    The cache file is sparse and has the full size, so it can be mapped; all processes of a machine share it.
+    A second file has one byte for each block that marks whether the block is present. A block is marked after
+    its bytes are on disk, so a marked block is complete even if the process or the machine is killed. The
+    files' name is a digest of the URL and the store's version of the object: a changed object is read anew.
 
-    The files outlive the run, for the next one. While they take more than half of the disk space that is
-    there for them (theirs and free space), those that no process has open are removed, the least recently
-    used first. The files of a running process are never removed: the disk must hold all that a run reads.
+    The files stay for the next run. While they take more than half of the available disk space (their own and
+    free space), files that no process has open are removed, the least recently used first. The files of a
+    running process are never removed: the disk must hold everything that a run reads.
     """
 
     def __init__(self, url: str, folder: Path | None = None) -> None:
         """Open a file.
 
         Args:
-            url: as fsspec takes it; credentials and options come from fsspec's own configuration.
-            folder: of the cache, on a disk of this machine; by default in the folder of temporary files.
+            url: URL for fsspec; credentials and options come from fsspec's own configuration.
+            folder: cache folder on a local disk; by default in the folder of temporary files.
         """
         self._url = url
         self._files, self._path = _file_system(url)
@@ -199,12 +199,12 @@ class CachedBytes(MappedBytes):
                 f"cannot cache {url} in {folder}: {error.strerror}; set TMPDIR to another folder"
             ) from None
         self.array, self._marks = (mapped.array() for mapped in self.mapped)
-        if not was_whole:  # the file is new, or lost bytes that were marked
+        if not was_whole:  # the file is new, or lost marked bytes
             self._marks[:] = 0
         self._name = f"{url} (its copy {self._bytes})"
 
     def fetch(self, begin: int, end: int) -> None:
-        """Read the blocks of this range that are not there yet, and check that they are of the same object.
+        """Read the missing blocks of this range, and check that the object has not changed.
 
         Raises:
             UserError: the store cannot be read, the object was changed, or this machine's disk is full.
@@ -223,7 +223,7 @@ class CachedBytes(MappedBytes):
             self._marks[first:last] = 1
 
     def _request(self, start: int, stop: int) -> bytes:
-        """Return these bytes of the object, of the version that was opened."""
+        """Return these bytes of the opened version of the object."""
         try:
             data = bytes(_call_store(self._url, self._files.cat_file, self._path, start=start, end=stop))
             is_same = self._find_version() == self._object_version
@@ -238,8 +238,8 @@ class CachedBytes(MappedBytes):
         return data
 
     def _find_version(self) -> str:
-        """Return the store's mark of the object's version."""
-        self._files.invalidate_cache(self._path)  # of listings, which have versions too
+        """Return the store's identifier of the object's version."""
+        self._files.invalidate_cache(self._path)  # cached listings contain versions too
         return str(_call_store(self._url, self._files.ukey, self._path))
 
     def _missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -252,7 +252,7 @@ class CachedBytes(MappedBytes):
 
 
 def _check_owner(folder: Path) -> None:
-    """Check that no other user can write to the folder, or to what it links to: they could change tokens.
+    """Check that no other user can write to the folder or its link target: they could change tokens.
 
     Raises:
         PermissionError: another user could.
@@ -286,7 +286,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _open_shared(path: Path) -> BinaryIO:
-    """Open or create a file; `_remove_least_used` leaves it alone until it is closed."""
+    """Open or create a file; `_remove_least_used` does not remove it until it is closed."""
     while True:
         file = path.open("ab")
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -296,14 +296,14 @@ def _open_shared(path: Path) -> BinaryIO:
                 return file
         except FileNotFoundError:
             pass
-        file.close()  # it was removed before it was locked
+        file.close()  # another process removed it before it was locked
 
 
 def _remove_least_used(folder: Path) -> None:
-    """Remove objects that no process has open, while all of them take over half of the space for them."""
+    """Remove objects that no process has open, while all objects take over half of the available space."""
     entries = []
     for marks in folder.glob("*.marks"):
-        with suppress(FileNotFoundError):  # another process removes it too, or has yet to write
+        with suppress(FileNotFoundError):  # another process also removes it, or has not written yet
             num_bytes = marks.with_suffix(".bytes").stat().st_blocks * 512
             entries.append((marks.stat().st_mtime, marks, num_bytes))
     kept = sum(num_bytes for _, _, num_bytes in entries)
@@ -324,7 +324,7 @@ def _remove_unused(marks: Path) -> bool:
 
 
 def _resize(path: Path, num_bytes: int) -> bool:
-    """Truncate or extend a file to this size with zeros; return whether it had that size."""
+    """Truncate a file or extend it with zeros to this size; return whether it had this size."""
     with path.open("ab") as stream:
         had_size = stream.tell() == num_bytes
         if not had_size:

@@ -34,25 +34,25 @@ WORLD = "world"
 """Name of the axis of all ranks; it is not an axis of the mesh."""
 
 _SECONDS_TO_REFUSE = 10.0
-"""Seconds that a rank that refuses its settings tries to reach the others to report it."""
+"""Seconds for which a rank that refuses its settings tries to report this to the others."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as one rank sees it.
+    """One mesh axis, seen from one rank.
 
     Attributes:
         size: number of ranks along the axis.
         rank: this rank's coordinate, in [0, size).
         ranks: global ranks along the axis, in order of their coordinate.
         group: process group of those ranks.
-        backward_group: on the pipeline axis, a second group of the same ranks, for gradients: their messages
-            do not wait for those of hidden states.
+        backward_group: on the pipeline axis, a second group of the same ranks for gradients, so that their
+            messages do not wait for messages with hidden states.
         sharded: on the data-parallel axis, this rank's group of neighbours that ZeRO shards over; None if
-            that is the whole axis.
-        replicate: the ranks that hold the same shards as this one, one of each group; None if there is one
+            ZeRO shards over the whole axis.
+        replicate: ranks that hold the same shards as this rank, one from each group; None if there is one
             group. Observers of the axis observe both parts.
-        observers: called at the beginning and end of each wait for the other ranks.
+        observers: called at the beginning and end of each wait for other ranks.
     """
 
     name: str
@@ -75,16 +75,16 @@ class Axis:
 
     @property
     def shard(self) -> Axis:
-        """The ranks that ZeRO shards over."""
+        """Return the ranks that ZeRO shards over."""
         return self.sharded or self
 
     @property
     def parts(self) -> tuple[Axis, ...]:
-        """The axis, and the parts that ZeRO divides it into, if it does."""
+        """Return the axis, and the parts that ZeRO divides it into, if any."""
         return (self, *(part for part in (self.replicate, self.sharded) if part is not None))
 
     def wait_begins(self, what: str, of: object = "", peer: int | None = None) -> None:
-        """Post that this rank begins to wait in a collective, or for a message; see `Wait`."""
+        """Post that this rank begins to wait in a collective or for a message; see `Wait`."""
         for observer in self.observers:
             observer.begins(Wait(self.name, what, of, peer))
 
@@ -100,10 +100,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among the launched ones: by torchrun, or plain python with the same variables set.
+    """Identifies this process among the launched processes: by torchrun, or with the same variables set.
 
     Attributes:
-        restarts: number of times that torchrun restarted the ranks, plus Slurm's restarts of the job.
+        restarts: number of torchrun's restarts of the ranks, plus Slurm's restarts of the job.
     """
 
     rank: int
@@ -116,8 +116,8 @@ class Launch:
     def from_environment() -> Launch:
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the counts of restarts.
 
-        The latter are TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT. If neither RANK nor WORLD_SIZE is
-        set, there is one rank.
+        The restart counts are TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT. If neither RANK nor
+        WORLD_SIZE is set, there is one rank.
 
         Raises:
             UserError: only some of the variables that ``env://`` needs are set, or one is not valid.
@@ -155,11 +155,11 @@ def _environment_int(name: str, default: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's coordinate on every axis, its device and the mesh.
+    """Holds this rank's coordinate on every axis, its device and the mesh.
 
     Attributes:
         world: all ranks as one axis.
-        events: this rank's open events: those that are posted here, and those that the watchdog observes.
+        events: this rank's open events, posted here and observed by the watchdog.
     """
 
     rank: int
@@ -185,12 +185,12 @@ class Topology:
         Args:
             parallel: sizes of the axes, backend and time-out.
             launch: this process among the launched ones.
-            init_file: rendezvous over this file instead of MASTER_ADDR and MASTER_PORT.
+            init_file: file for the rendezvous, instead of MASTER_ADDR and MASTER_PORT.
             must_agree: settings that must be equal on every rank; not compared if `init_file` is set.
 
         Raises:
-            UserError: world size is not tp * pp * dp, which is raised on every rank before any process group
-                starts; or ranks were started with different settings.
+            UserError: world size is not tp * pp * dp (raised on every rank before any process group starts),
+                or ranks were started with different settings.
         """
         sizes = _axis_sizes(parallel, launch.world_size)
         with refusal_reported() if init_file is None else nullcontext():  # nodes may differ
@@ -214,12 +214,12 @@ class Topology:
         try:
             yield _from_mesh(sizes, shard_degree, launch.rank, device, timeout)
             has_failed = False
-        except SystemExit:  # on which all ranks agree
+        except SystemExit:  # all ranks exit
             has_failed = False
             raise
         finally:
             # Destroying NCCL's group waits for collectives in flight, which ranks without the error never
-            # join: this process would wait for the time-out before it reports the error.
+            # join: this process would only report the error after the time-out.
             if not (has_failed and device.type == "cuda"):
                 dist.destroy_process_group()
 
@@ -228,7 +228,7 @@ class Topology:
     def fake(
         parallel: ParallelConfig, world_size: int, rank: int, device: str = "meta"
     ) -> Iterator[Topology]:
-        """Return any rank of any world in this one process; its collectives move nothing.
+        """Return any rank of any world in this one process; its collectives do nothing.
 
         Raises:
             UserError: world size is not tp * pp * dp.
@@ -245,7 +245,7 @@ class Topology:
 
     @property
     def store(self) -> Store:
-        """The store that all ranks of the run share."""
+        """Return the store that all ranks of the run share."""
         return self.world.group.get_group_store()
 
     @property
@@ -260,7 +260,7 @@ class Topology:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise a UserError of some ranks in this block on all ranks.
+        """Raise a UserError on all ranks if some ranks raise it in this block.
 
         Otherwise the ranks without the error would hang in the next collective. The block must not contain a
         collective, and may take longer on some ranks than a collective's time-out.
@@ -280,21 +280,21 @@ class Topology:
             raise UserError(first)
 
     def check_agreement(self, record: RankRecord | None, topic: str) -> None:
-        """Compare this rank's record with those of all ranks; every rank must call it.
+        """Compare this rank's record with the records of all ranks; every rank must call it.
 
         Args:
-            record: None where this rank has nothing to compare.
+            record: values to compare; None if this rank has none.
 
         Raises:
             UserError: records differ; raised on every rank.
         """
         if self.world_size > 1:
-            with suppress(dist.DistError):  # a rank is gone: the next collective reports it better
+            with suppress(dist.DistError):  # a rank is gone; the next collective gives a better error
                 check_agreement(self.store, self.rank, self.world_size, record, topic)
 
 
 class FakeTopology(Topology):
-    """A rank of a world whose other ranks do not exist."""
+    """A rank in a world whose other ranks do not exist."""
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -318,18 +318,18 @@ def _axis_sizes(parallel: ParallelConfig, world_size: int) -> tuple[int, int, in
 
 
 def _shard_degree(parallel: ParallelConfig, dp: int, local_world_size: int) -> int:
-    """Return how many neighbours of `dp` replicas ZeRO shards over, on nodes of `local_world_size` ranks."""
+    """Return how many of `dp` replicas ZeRO shards over, on nodes with `local_world_size` ranks."""
     degree = parallel.shard_degree_among(dp, local_world_size)
     if parallel.shards_within_node and degree == 1 < dp:
         raise UserError(
-            f"--shard-within-node: the {local_world_size} ranks of a node hold no two whole replicas of "
-            f"--tp {parallel.tp} that divide the {dp} replicas: pass --data-parallel-shard-degree N, or "
+            f"--shard-within-node: the {local_world_size} ranks of a node do not hold two complete replicas "
+            f"of --tp {parallel.tp} that divide the {dp} replicas: pass --data-parallel-shard-degree N, or "
             "remove it to shard over all of them"
         )
     if dp % degree:
         raise UserError(
-            f"--data-parallel-shard-degree {degree} does not divide the data-parallel size {dp}: pass a "
-            "divisor of it"
+            f"--data-parallel-shard-degree {degree} does not divide the data-parallel size {dp}: pass one of "
+            "its divisors"
         )
     return degree
 
@@ -351,7 +351,7 @@ def _pick_device(backend: str, launch: Launch) -> torch.device:
 
 @contextmanager
 def refusal_reported() -> Iterator[None]:
-    """Report a UserError of this rank in this block to the other ranks, which raise it too.
+    """Report a UserError of this rank in this block to the other ranks, which also raise it.
 
     The block must run before any rank waits for another. If all ranks raise the error, rank 0 opens no store
     and nothing is reported: rank 0 prints it.
@@ -378,7 +378,7 @@ def _join(
     init_file: Path | None,
     must_agree: RankRecord | None,
 ) -> None:
-    """Start the process group, after the ranks' settings agree: with different axes they would hang."""
+    """Start the process group after checking that the ranks' settings agree: otherwise they could hang."""
     if launch.world_size > 1:
         master = "localhost" if init_file else os.environ["MASTER_ADDR"]
         choose_interface(master, many_hosts=launch.local_world_size < launch.world_size)
@@ -403,12 +403,12 @@ def _join(
             f"({str(error).splitlines()[0]}): every rank must name rank 0's host and a free port of it, and "
             "rank 0 must be running"
         )
-        mistake.on_one_rank = True  # rank 0 may be gone, or never have started
+        mistake.on_one_rank = True  # rank 0 may be gone, or may never have started
         raise mistake from None
 
 
 def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
-    """Return the store for the rendezvous, without keys of an earlier start."""
+    """Return the store for the rendezvous, without the keys of an earlier start."""
     if launch.world_size == 1:
         return HashStore()
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -430,7 +430,7 @@ def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
             wait_for_listener(master, int(os.environ["MASTER_PORT"]), timeout.total_seconds())
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
     store.set_timeout(timeout)
-    if is_torchruns:  # it outlives the ranks, and so does every key in it
+    if is_torchruns:  # torchrun's store and its keys outlive the ranks
         name = name_of_start(store, launch.rank, launch.world_size, timeout.total_seconds())
         return PrefixStore(name, store)
     return store

@@ -1,1 +1,1 @@
-"""The transformer: GPT, BLOOM and Llama are switches of one model, and BERT shares its layers."""
+"""The transformer: GPT, BLOOM and Llama are settings of one model, and BERT shares its layers."""

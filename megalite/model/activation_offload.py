@@ -1,7 +1,7 @@
-"""Activation offload: saved tensors of some layers are in host memory from their forward to their backward.
+"""Activation offload: keep saved tensors of some layers in host memory between forward and backward.
 
-`apply_offload` wraps a built stage, after `apply_recompute` and before `compile_layers`. The modules do not
-know of it.
+`apply_offload` wraps a built stage, after `apply_recompute` and before `compile_layers`. The modules are not
+aware of it.
 
     when                        what
     a tensor is saved           a copy of its storage to the host starts
@@ -10,12 +10,12 @@ know of it.
     a saved tensor is used      the device waits for the copies of its group
 
 A group is a layer, or several layers that are recomputed together and save their input. A device holds the
-offloaded tensors of at most two groups: of the one that runs, and of the one before or after it.
+offloaded tensors of at most two groups: the running group, and the one before or after it.
 
-A storage is copied once, however many tensors of it are saved. What others hold anyway is not copied:
-parameters, tables, and the inputs that all layers share. With stored weight gradients
-(zero bubble), the inputs of linear layers are on the device again from the backward of a layer's input to
-that of its weights: a second copy would take longer than they are there.
+A storage is copied once, however many of its tensors are saved. Storages that stay on the device anyway are
+not copied: parameters, tables, and inputs that all layers share. With stored weight gradients
+(zero bubble), the inputs of linear layers stay on the device from the backward of a layer's input to the
+backward of its weights: copying them again would take longer than this.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from megalite.model.transformer_stage import TransformerStage
 from megalite.torch_private import storage_number, tree_leaves
 
 MIN_BYTES = 1 << 14
-"""Smallest storage to copy: starting a copy takes as long as copying this many bytes."""
+"""Smallest storage to copy, in bytes: starting a copy takes as long as copying this many bytes."""
 
 
 class ActivationOffload:
-    """Move saved tensors of a rank's stages to the host and back.
+    """Moves saved tensors of a rank's stages to the host and back.
 
     Args:
-        device: of the stages.
+        device: device of the stages.
 
     Attributes:
-        buffers: the copies in host memory.
+        buffers: copies in host memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.buffers = HostBuffers(device)
         self.device = device
-        self._leaving: _SavedGroup | None = None  # the latest group, whose storages are still on the device
+        self._leaving: _SavedGroup | None = None  # the latest group; its storages are still on the device
 
     def ran(self, group: _SavedGroup | None) -> None:
-        """Release the storages of the group before; `group` has run, None if it is not offloaded."""
+        """Release the storages of the previous group; `group` has just run, None if it is not offloaded."""
         self._release()
         self._leaving = group
         if group is not None:
             group.copied = self.buffers.mark_copied()
 
     def begin_backward(self, group: _SavedGroup | None, before: _SavedGroup | None, grad: Tensor) -> None:
-        """Start the copies back for a group, and for the one that ran before it and is next."""
+        """Start to copy back a group, and the group before it, whose backward is next."""
         if group is self._leaving:
             self._leaving = None
         self._release()
@@ -77,7 +77,7 @@ class ActivationOffload:
 
 
 class _Piece:
-    """Hold a saved storage: on the device, on the host, or both while it is copied."""
+    """Holds a saved storage: on the device, on the host, or on both while it is copied."""
 
     def __init__(self, storage: torch.UntypedStorage, offload: ActivationOffload) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=offload.device)
@@ -87,7 +87,7 @@ class _Piece:
         self._on_host = self._buffers.copy_to_host(self.on_device)
 
     def fetch(self) -> None:
-        """Start to copy it back, unless it is on the device."""
+        """Start to copy the storage back, unless it is on the device."""
         if self.on_device is None:
             assert self._on_host is not None
             self.on_device, self._on_host = self._buffers.copy_to_device(self._on_host), None
@@ -100,7 +100,7 @@ class _Piece:
 
 
 class _Saved(NamedTuple):
-    """Stand for a saved tensor in autograd's graph."""
+    """Represents a saved tensor in autograd's graph."""
 
     piece: _Piece
     dtype: torch.dtype
@@ -113,13 +113,13 @@ class _SavedGroup:
     """The saved tensors of one group of layers for one microbatch.
 
     Args:
-        layers: of the group.
-        kept: storages that stay on the device, besides those of the layers' parameters.
-        before: the group that ran before it, which may have saved the same storages.
+        layers: layers of the group.
+        kept: storages that stay on the device, besides the layers' parameters.
+        before: previous group, which may have saved the same storages.
 
     Attributes:
-        pieces: by storage, until they are released.
-        copied: end of their copies to the host.
+        pieces: saved storages by storage number, until they are released.
+        copied: event at the end of their copies to the host.
     """
 
     def __init__(
@@ -143,14 +143,14 @@ class _SavedGroup:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def release(self) -> None:
-        """Release the storages on the device; its later work waits for their copies."""
+        """Release the storages on the device; the device's later work waits for their copies."""
         self._offload.buffers.wait(self.copied)
         for piece in self.pieces.values():
             piece.on_device = None
         self._forget()
 
     def fetch(self) -> None:
-        """Start to copy back what backward still needs."""
+        """Start to copy back the storages that backward still needs."""
         self._forget()
         pieces = [piece for each in self._released if (piece := each()) is not None]
         if any(piece.on_device is None for piece in pieces):
@@ -159,7 +159,7 @@ class _SavedGroup:
             self._arrived = self._offload.buffers.mark_arrived()
 
     def _forget(self) -> None:
-        """Leave the pieces to autograd's graph, which frees each as soon as it has been used."""
+        """Drop the pieces: autograd's graph frees each piece after its use."""
         self._released += map(weakref.ref, self.pieces.values())
         self.pieces, self._before = {}, {}
 
@@ -167,14 +167,14 @@ class _SavedGroup:
         storage = tensor.untyped_storage()
         if not tensor.is_floating_point() or storage.nbytes() < MIN_BYTES:
             return tensor.detach()
-        if self._layers is not None:  # the first tensor: ZeRO stage 3 has gathered the parameters by now
+        if self._layers is not None:  # first saved tensor: ZeRO stage 3 has gathered the parameters by now
             parameters = (parameter for layer in self._layers for parameter in layer.parameters())
             self._kept, self._layers = self._kept | _storages(parameters), None
         number = storage_number(storage)
         if number in self._kept:
             return tensor.detach()
         piece = self.pieces.get(number) or self._before.get(number)
-        if piece is None or piece.on_device is None:  # released: another storage had this number
+        if piece is None or piece.on_device is None:  # another storage with this number was released
             piece = self._copied(storage)
         self.pieces[number] = piece
         return _Saved(piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -189,13 +189,13 @@ class _SavedGroup:
                 f"and pinned besides {held:,} bytes ({first_line(error)}): pass a smaller "
                 "--cpu-offload-activations"
             )
-            mistake.on_one_rank = True  # the others may have found theirs
+            mistake.on_one_rank = True  # other ranks may have succeeded
             raise mistake from None
 
     def _unpack(self, saved: _Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if saved.piece.on_device is None:  # backward did not begin at the group's output
+        if saved.piece.on_device is None:  # backward has not begun at the group's output
             self.fetch()
         if self._arrived is not None:
             self._offload.buffers.wait(self._arrived)
@@ -207,15 +207,15 @@ class _SavedGroup:
 
 
 def _storages(tensors: Iterable[Any]) -> set[int]:
-    """Return the numbers of the tensors' storages, each valid as long as its storage exists."""
+    """Return the numbers of the tensors' storages; each is valid as long as its storage exists."""
     return {storage_number(each.untyped_storage()) for each in tensors if isinstance(each, Tensor)}
 
 
 def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> None:
-    """Offload what the first layers of a stage save; call it after `apply_recompute`.
+    """Offload the saved tensors of a stage's first layers; call it after `apply_recompute`.
 
     Args:
-        num_layers: a group of layers is offloaded if its first layer is one of this many.
+        num_layers: a group is offloaded if its first layer is among this many layers.
     """
     if isinstance(stage, TransformerStage):
         stage.core.prepare(stage.config.seq_length)

@@ -1,4 +1,4 @@
-"""The models by the config's `architecture`."""
+"""Model classes by the config's `architecture`."""
 
 from __future__ import annotations
 

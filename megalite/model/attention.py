@@ -18,12 +18,12 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Attention(nn.Module):
-    """Compute grouped-query attention (Ainslie et al. 2023), without the bias of the projection.
+    """Computes grouped-query attention (Ainslie et al. 2023), without the bias of the projection.
 
     r = 1 is multi-head attention, g = 1 multi-query attention. The rows of the fused query/key/value weight
     are grouped by key/value head, ``[g, r + 2, d]``, so that a rank's heads with their keys and values are
-    one plain slice of it. If tp > g, several ranks share a key/value head: the slice is then a part of a
-    group, and the ranks all-gather their outputs and select what they need.
+    one plain slice. If tp > g, several ranks share a key/value head: the slice is then a part of a group, and
+    the ranks all-gather their outputs and select the heads that they need.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
@@ -70,8 +70,8 @@ class Attention(nn.Module):
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups.
 
-        Tokens are one dim meanwhile: the gradient of a split is a cat, and PyTorch's cat on CUDA is one
-        kernel for at most 4 dims, and one copy per part for 5.
+        Tokens are flattened to one dim for the split: its gradient is a cat, and PyTorch's cat on CUDA is one
+        kernel for at most 4 dims, but one copy per part for 5.
         """
         tokens = qkv.shape[:2]
         grouped = qkv.flatten(0, 1).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))

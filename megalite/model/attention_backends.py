@@ -1,8 +1,8 @@
-"""Attention backends by the names of --attention-backend, the runs that each supports, and auto's choice.
+"""Attention backends by name (--attention-backend), the runs that each supports, and auto's choice.
 
-A backend states in text why it does not support a run, so that the error message names the reason and the
-alternatives. What PyTorch's own kernels support on a GPU depends on the GPU, the versions of CUDA and cuDNN
-and the head size. We query PyTorch instead of keeping a table.
+A backend returns a text that says why it does not support a run; the error message contains it and the
+alternatives. Whether PyTorch's kernels support a run depends on the GPU, the versions of CUDA and cuDNN and
+the head size. We query PyTorch instead of keeping a table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MIN_CAPABILITY = (8, 0)  # of attention kernels in Triton, FlexAttention's and 
 
 @dataclass(frozen=True)
 class Case:
-    """Describe what a run needs of attention."""
+    """Describes a run's requirements on attention."""
 
     config: ModelConfig
     context: LayerContext
@@ -47,17 +47,17 @@ class Case:
 
     @property
     def has_bias(self) -> bool:
-        """Return whether scores have a bias besides the causal mask."""
+        """Return whether the scores have a bias besides the causal mask."""
         return self.config.position_embedding_type == "alibi" or self.context.has_documents
 
 
 class Backend(NamedTuple):
-    """Describe one way to compute attention.
+    """Describes one way to compute attention.
 
     Attributes:
-        build: builds the core of a stage.
-        refusal: returns why it does not support a run, in text; empty if it does.
-        kernels: of scaled_dot_product_attention that it may run on; none if it does not call it.
+        build: builds the attention core of a stage.
+        refusal: returns the reason why it does not support a run, as text; empty if it does.
+        kernels: kernels of scaled_dot_product_attention that it may use; empty if it does not call it.
     """
 
     build: Callable[[ModelConfig, LayerContext], AttentionCore]
@@ -66,7 +66,7 @@ class Backend(NamedTuple):
 
 
 def _sdpa(*kernels: SDPBackend) -> Backend:
-    """Return the backend that calls scaled_dot_product_attention on one of these kernels."""
+    """Return the backend that calls scaled_dot_product_attention with one of these kernels."""
 
     def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
         return SdpaCore(config, context, *by_speed(kernels, context.device))
@@ -75,10 +75,10 @@ def _sdpa(*kernels: SDPBackend) -> Backend:
 
 
 def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPBackend]:
-    """Order kernels by their expected speed: PyTorch takes the first that supports a call.
+    """Order kernels by expected speed: PyTorch takes the first that supports a call.
 
-    cuDNN's is the fastest on Hopper and on Blackwell's data center GPUs, as it uses their own instructions
-    (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6), FlashAttention 2 on others.
+    cuDNN is the fastest on Hopper and Blackwell data center GPUs, because it uses their own instructions
+    (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6); FlashAttention 2 is the fastest on other GPUs.
     """
     is_cuda = device.type == "cuda" and torch.cuda.is_available()
     prefers_cudnn = is_cuda and torch.cuda.get_device_capability(device) in _CUDNN_FIRST
@@ -112,7 +112,7 @@ _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries, keys and bias of one sample; they are expanded and need little memory."""
+    """Return queries, keys and bias of one sample, as expanded tensors that need little memory."""
     config, context = case.config, case.context
     heads = config.num_attention_heads // context.tp.size
     groups = max(1, config.num_kv_heads // context.tp.size)
@@ -124,13 +124,13 @@ def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
-    """Return one sample's arguments of SDPA."""
+    """Return the arguments of scaled_dot_product_attention for one sample."""
     q, k, bias = _tensors(case)
     return torch.backends.cuda.SDPAParams(q, k, k, bias, 0.0, bias is None, q.shape[1] != k.shape[1])
 
 
 def kernel_of(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    """Return the kernel that PyTorch selects on a GPU for this run's shapes, with cuDNN's version."""
+    """Return the kernel that PyTorch selects on a GPU for this run's shapes, and cuDNN's version."""
     q, k, bias = _tensors(case)
     with sdpa_kernel(by_speed(kernels, case.context.device), set_priority=True):
         selected = SDPBackend(
@@ -156,7 +156,7 @@ def _flex_refusal(case: Case) -> str:
         return "FlexAttention has no fp64"
     if case.config.head_dim < _MIN_FLEX_HEAD:
         return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {case.config.head_dim}"
-    if case.config.head_dim > _MAX_FLEX_HEAD:  # its blocks do not fit into shared memory
+    if case.config.head_dim > _MAX_FLEX_HEAD:  # blocks do not fit into shared memory
         return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.config.head_dim}"
     return _lacks(case)
 
@@ -172,7 +172,7 @@ def _triton_refusal(case: Case) -> str:
 
 
 def _lacks(case: Case) -> str:
-    """Return what this machine lacks to run attention kernels in Triton."""
+    """Return why this machine cannot run attention kernels in Triton; empty if it can."""
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
         return ""
     if problem := compile_problem("cuda"):
@@ -191,18 +191,18 @@ BACKENDS: Mapping[str, Backend] = {
     "triton": Backend(TritonCore, _triton_refusal),
     "unfused": Backend(UnfusedCore, lambda case: ""),
 }
-"""Every backend by name."""
+"""All backends by name."""
 _ALIASES = {"local": "unfused"}
-"""Megatron-core's names of backends that have another name here."""
+"""Names of backends in Megatron-core that differ from ours."""
 
 
 def preference(case: Case) -> tuple[str, ...]:
-    """Return the backends in the order in which auto tries them; the last supports every run.
+    """Return the backends in the order in which auto tries them; the last one supports every run.
 
-    The order on a CPU is what benchmarks/attention.py measured (docs/attention.md). On a GPU PyTorch takes
-    the first of its kernels, in the order of `by_speed`, that supports the call. For ALiBi and documents they
-    need a bias in memory, and our Triton kernel does not. FlexAttention is not among them until it is
-    measured. Device meta is treated as a GPU.
+    The order on a CPU was measured with benchmarks/attention.py (docs/attention.md). On a GPU PyTorch uses
+    the first of its kernels, in the order of `by_speed`, that supports the call. For ALiBi and documents
+    these kernels need a bias in memory; our Triton kernel does not. FlexAttention is not included until it
+    is measured. Device meta is treated as a GPU.
     """
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
@@ -212,7 +212,7 @@ def preference(case: Case) -> tuple[str, ...]:
 
 
 def choose(case: Case) -> tuple[str, str]:
-    """Return the backend's name, and a line for the log that says why it was chosen.
+    """Return the backend's name, and a log line with the reason for the choice.
 
     Raises:
         UserError: the requested backend does not support the run.
@@ -241,7 +241,7 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     """Build the attention core of a stage.
 
     Raises:
-        UserError: --attention-backend names one that does not support the run.
+        UserError: the backend of --attention-backend does not support the run.
     """
     case = Case(config, context)
     name, line = choose(case)

@@ -37,7 +37,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class LayerCore(Protocol):
-    """Define the attention core as one layer calls it."""
+    """Interface of the attention core that one layer calls."""
 
     @property
     def rotate(self) -> Callable[[Tensor, Angles | None], Tensor]: ...
@@ -46,16 +46,16 @@ class LayerCore(Protocol):
         """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
 
         Args:
-            mask: `PositionInfo.mask`.
-            drop: settings of the weights' dropout.
+            mask: the mask of `PositionInfo`.
+            drop: dropout settings of the attention weights.
         """
 
 
 class Core(Protocol):
-    """Define the attention core of all layers of a stage.
+    """Base class of the attention core of all layers of a stage.
 
     Attributes:
-        choice: the backend and why it was chosen, for the log.
+        choice: the backend and the reason for its choice, for the log.
     """
 
     choice: str
@@ -70,7 +70,7 @@ class Core(Protocol):
 
 
 class AttentionCore(ABC):
-    """Share one set of tables among all layers: the base class of the backends of training."""
+    """Base class of the backends for training: all layers share one set of tables."""
 
     choice = ""
 
@@ -93,17 +93,17 @@ class AttentionCore(ABC):
         self.rotate.table(seq_length)
 
     def tables(self) -> Iterable[Tensor]:
-        """Yield the tables that all layers share and autograd may save."""
+        """Yield the tables that all layers share and that autograd may save."""
         for angles in self.rotate.tables.values():
             yield from angles
 
     def for_layer(self, layer: int) -> LayerCore:
-        """Return the core of one layer: this object, which holds nothing per layer."""
+        """Return the core of one layer: this object, because it has no state per layer."""
         return self
 
     @abstractmethod
     def mask(self, document_ids: Tensor) -> Any:
-        """Return what `__call__` needs to keep attention within documents ``[b, s]``."""
+        """Return the mask that keeps attention within documents ``[b, s]``, in the core's representation."""
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, drop: Drop) -> Tensor:
@@ -111,12 +111,12 @@ class AttentionCore(ABC):
 
 
 class SdpaCore(AttentionCore):
-    """Call PyTorch's scaled_dot_product_attention, without dropout: its masks would depend on the layout.
+    """Calls PyTorch's scaled_dot_product_attention, without dropout: its masks would depend on the layout.
 
     ALiBi and documents are passed as a bias ``[b or 1, n or 1, s, s]``, which all layers share.
 
     Args:
-        kernels: that it may run on, the preferred one first; by default any.
+        kernels: kernels that it may use, the preferred one first; by default any kernel.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, *kernels: SDPBackend) -> None:
@@ -150,7 +150,7 @@ class SdpaCore(AttentionCore):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        assert drop.p == 0.0, "chosen for a model without dropout of attention weights"
+        assert drop.p == 0.0, "this backend does not support dropout of attention weights"
         bias = self.bias(q.shape[-2]) if mask is None and self.has_bias else mask
         with self.kernels():
             return F.scaled_dot_product_attention(
@@ -175,7 +175,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 class SoftmaxCore(AttentionCore):
-    """Share what our own kernels need: slopes and documents instead of a bias, and counter-based dropout."""
+    """Base class of our kernels, with slopes and documents instead of a bias, and counter-based dropout."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -186,7 +186,7 @@ class SoftmaxCore(AttentionCore):
         self.scale = 1.0 / math.sqrt(config.head_dim)
 
     def mask(self, document_ids: Tensor) -> SeenKeys:
-        """Return the keys that each query sees."""
+        """Return the range of keys that each query sees."""
         return seen_keys(document_ids, self.config)
 
     def softmax(self, q: Tensor, mask: SeenKeys | None, drop: Drop) -> CausalSoftmax:
@@ -196,7 +196,7 @@ class SoftmaxCore(AttentionCore):
 
 
 class UnfusedCore(SoftmaxCore):
-    """Compute attention block by block; it supports every position, head size, dtype, device and dropout."""
+    """Computes attention block by block; supports all positions, head sizes, dtypes, devices and dropout."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -212,7 +212,7 @@ class UnfusedCore(SoftmaxCore):
 
 
 class TritonCore(SoftmaxCore):
-    """Compute attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
+    """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: SeenKeys | None, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""

@@ -25,7 +25,7 @@ from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_en
 
 
 class ReplicatedLinear(nn.Module):
-    """Compute y = x A^T + b with all of A and b on every rank: heads are too small to be cut."""
+    """Computes y = x A^T + b with A and b replicated on every rank: heads are too small to be cut."""
 
     def __init__(
         self, in_features: int, out_features: int, context: LayerContext, *, bias: bool, std: float
@@ -41,7 +41,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """Compute norm(activation(dense(x))), and hold the bias of the logits (Devlin et al. 2019)."""
+    """Computes norm(activation(dense(x))), and holds the bias of the logits (Devlin et al. 2019)."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class MaskedTokenHead(nn.Module):
 
 
 class OrderHead(nn.Module):
-    """Predict from the first token of a sample whether its two segments are swapped (Lan et al. 2020).
+    """Predicts from a sample's first token whether its two segments are swapped (Lan et al. 2020).
 
-    The published BERT predicts in the same way whether the second segment follows the first.
+    The published BERT predicts whether the second segment follows the first in the same way.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -87,7 +87,7 @@ class OrderHead(nn.Module):
 
 
 class BertStage(TransformerStage):
-    """Predict masked tokens from both sides, and whether the segments of a sample are in order."""
+    """Predicts masked tokens from both sides, and whether a sample's segments are in order."""
 
     def build_head(self) -> None:
         """Build the heads of both predictions."""
@@ -100,9 +100,9 @@ class BertStage(TransformerStage):
         return (parameter for head in heads if head is not None for parameter in head.parameters())
 
     def losses(self, normed: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the sum of the masked tokens' losses, and that of the samples' order losses, ``[2]``.
+        """Return the sums of the masked tokens' losses and of the samples' sentence-order losses, ``[2]``.
 
-        Without the binary head it is ``[1]``.
+        Without the binary head, only the first: ``[1]``.
         """
         selected, predicted = self._select(normed, microbatch)
         losses = [self.masked_sum(self.losses_of(selected, predicted.labels.t()), predicted)]
@@ -111,10 +111,10 @@ class BertStage(TransformerStage):
         return torch.stack(losses)
 
     def _select(self, normed: Tensor, microbatch: Microbatch) -> tuple[Tensor, Microbatch]:
-        """Select the tokens to predict: the others, most of them, need no logits.
+        """Select the tokens to predict: most tokens need no logits.
 
         Returns:
-            ``[k, b, h]``, or ``[k/tp, b, h]`` if sequence parallel, and the microbatch with a k that tp
+            ``[k, b, h]``, or ``[k/tp, b, h]`` if sequence parallel, and the microbatch, with a k that tp
             divides.
         """
         if microbatch.label_positions is None:
@@ -127,7 +127,7 @@ class BertStage(TransformerStage):
         predicted = replace(microbatch, labels=labels, loss_mask=loss_mask)
         x = normed.permute(1, 2, 0)  # [b, h, s]
         if self.context.sequence_parallel:
-            # The selected tokens become a shorter sequence, which is cut over tp again.
+            # The selected tokens form a shorter sequence, which is cut over tp again.
             x, positions = all_gather_from(x, tp), positions.chunk(tp.size, dim=1)[tp.rank]
         x = x.gather(2, positions[:, None].expand(-1, x.shape[1], -1))
         return x.permute(2, 0, 1).contiguous(), predicted
@@ -146,14 +146,14 @@ class BertStage(TransformerStage):
     def _flat_logits(self, normed: Tensor) -> Tensor:
         """Return the logits ``[s b, v/tp]``: a GEMM with a bias returns a view of them for more dims.
 
-        The cross-entropy overwrites them with their gradient, which autograd refuses for a view.
+        The cross-entropy overwrites the logits with their gradient, which autograd does not allow for a view.
         """
         head = self.token_head
         x = head(normed).flatten(0, 1)
         return column_linear(x, self.output_weight, head.output_bias, self.output_context)
 
     def order_scores(self, normed: Tensor) -> Tensor:
-        """Map ``[s, b, h]`` after the final norm to the scores of the segments' order, ``[b, 2]``."""
+        """Map ``[s, b, h]`` after the final norm to the scores of the segment order, ``[b, 2]``."""
         assert self.order_head is not None
         scores: Tensor = self.order_head(normed[0])
         return scores
@@ -172,4 +172,4 @@ class BertStage(TransformerStage):
 
 
 BERT = BertStage
-"""The public name."""
+"""Public name of `BertStage`."""

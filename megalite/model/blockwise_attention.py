@@ -1,12 +1,12 @@
 """Attention computed block by block of queries: a GEMM, our softmax, a GEMM.
 
-Backward keeps queries, keys, values and one number a query. It computes scores and weights again block by
+Backward keeps queries, keys, values and one number per query. It recomputes scores and weights block by
 block (Dao et al. 2022, section 3.1), and the dropout mask from its counter. Memory is linear in the sequence
-length, and in causal attention keys after a block's queries are skipped.
+length. Causal attention skips the keys after a block's queries.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g its key/value heads, r = n/g, d head size. A
-tile has c pairs of a sample and a key/value head. A block has m queries, and e keys: in causal attention
-those up to its last query, else all.
+tile has c pairs of a sample and a key/value head. A block has m queries and e keys: in causal attention the
+keys up to its last query, otherwise all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from megalite.kernels import CausalSoftmax
 from megalite.kernels.flash_attention import empty_results, like_sequence
 
-_MIN_QUERIES = 32  # a block; with fewer, the calls cost more than they save
+_MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save
 
 
 class Blocking(NamedTuple):
-    """Size the blocks and tiles of attention.
+    """Sizes of the blocks and tiles of attention.
 
     Attributes:
-        num_queries: at most, of a block; short sequences have two blocks, so that keys are skipped there too.
-        num_bytes: at most, of a tile's block of scores.
+        num_queries: largest number of queries in a block; short sequences have two blocks to skip keys too.
+        num_bytes: largest number of bytes in a tile's block of scores.
     """
 
     num_queries: int
@@ -37,23 +37,23 @@ class Blocking(NamedTuple):
 
     @staticmethod
     def for_device(device: torch.device, dtype: torch.dtype) -> Blocking:
-        """Return the sizes for a device. On a CPU, scores stay in its caches; a GPU was not measured."""
+        """Return the sizes for a device. On a CPU, scores stay in the caches; GPUs were not measured."""
         if device.type == "cpu":
             return Blocking(512 // dtype.itemsize, 2 << 20)
         return Blocking(1024, 1 << 28)
 
     def blocks(self, seq_length: int) -> Iterator[tuple[int, int]]:
-        """Yield the range of queries of each block, ``first <= query < last``."""
+        """Yield the range of queries in each block, ``first <= query < last``."""
         step = self.step(seq_length)
         for first in range(0, seq_length, step):
             yield first, min(first + step, seq_length)
 
     def step(self, seq_length: int) -> int:
-        """Return the number of queries of each block but the last, which may have fewer."""
+        """Return the number of queries in each block; the last block may have fewer."""
         return min(self.num_queries, max(_MIN_QUERIES, -(-seq_length // 2)))
 
     def tiles(self, q: Tensor, num_groups: int) -> Iterator[Tile]:
-        """Yield the samples and heads to compute together: all of them, or some heads of one sample."""
+        """Yield the samples and heads to compute together: all, or some heads of one sample."""
         num_samples, num_heads, seq_length, _ = q.shape
         shared = num_heads // num_groups
         of_one = shared * self.step(seq_length) * seq_length * q.element_size()
@@ -67,10 +67,10 @@ class Blocking(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Select samples and key/value heads, with the query heads that share them.
+    """Selects samples and key/value heads, with the query heads that share them.
 
     Attributes:
-        shared: query heads of a key/value head, r.
+        shared: number of query heads per key/value head, r.
     """
 
     samples: slice
@@ -108,7 +108,7 @@ class Tile(NamedTuple):
 
 
 def _query_scale(dtype: torch.dtype, scale: float) -> float:
-    """Return the part of the scale that queries are multiplied by before the GEMM.
+    """Return the part of the scale by which queries are multiplied before the GEMM.
 
     In fp16 the unscaled scores would overflow. A power of two does not round.
     """
@@ -129,7 +129,7 @@ def attend(
         k, v: ``[b, g, s, d]``.
 
     Returns:
-        The output ``[b, n, s, d]``, and for backward the logarithm of each query's sum of exponentials,
+        The output ``[b, n, s, d]`` and, for backward, the logarithm of each query's sum of exponentials,
         ``[b, n, s]``.
     """
     out, sums = empty_results(q)
@@ -163,7 +163,7 @@ def attend_backward(
     for tile in blocking.tiles(q, k.shape[1]):
         part = softmax.part(tile.samples, tile.heads)
         keys, values = tile.keys(k), tile.keys(v)
-        # Transposed, which makes the GEMMs faster. Sums over blocks of queries are at least in fp32.
+        # Transposed tensors make the GEMMs faster. Sums over blocks of queries are in fp32 or fp64.
         sum_k, sum_v = keys.new_zeros((2, keys.shape[0], keys.shape[2], keys.shape[1]), dtype=sums.dtype)
         for first, last in blocking.blocks(q.shape[2]):
             queries, e = _times(tile.queries(q, first, last), factor), softmax.num_keys(last)

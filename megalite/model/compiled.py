@@ -1,4 +1,4 @@
-"""Compile the transformer layers one at a time: layers with the same shapes share one graph."""
+"""Compile transformer layers one at a time: layers with the same shapes share one graph."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compi
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a small graph.
+    """Compile a small graph, to test torch.compile.
 
     Raises:
-        UserError: torch.compile does not work here.
+        UserError: torch.compile does not work on this machine.
     """
     if problem := compile_problem(device.type):
         needs = _NEEDS.get(device.type, "a compiler")
@@ -33,28 +33,28 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Replace each layer's forward by a compiled one, for training and evaluation; call it once, at the end.
+    """Replace each layer's forward by a compiled one, for training and evaluation. Call it once, at the end.
 
-    Hooks of a layer stay outside of its graph, for example those that gather its weights (ZeRO stage 3).
+    Hooks of a layer stay outside of its graph, such as hooks that gather its weights (ZeRO stage 3).
 
     Args:
-        backend: of torch.compile.
+        backend: backend of torch.compile.
     """
     if isinstance(stage, TransformerStage):
         stage.core.prepare(stage.config.seq_length)
     for layer in stage.layers.values():
         if isinstance(layer, TransformerLayer):
-            layer.mlp.up.fuses_gelu = False  # a graph has the linear layers' backward from autograd
+            layer.mlp.up.fuses_gelu = False  # in a graph, autograd computes the linear layers' backward
         if stage.context.tp.size > 1 or stage.context.weight_gradient_store is not None:
             _skip_linear_layers(layer)
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 
 def _skip_linear_layers(layer: nn.Module) -> None:
-    """Call the linear layers between graphs, and what `apply_recompute` wraps together with them.
+    """Run the linear layers, and functions that `apply_recompute` wraps with them, between graphs.
 
     The linear layers' backward overlaps collectives with GEMMs, or stores weight gradients. A graph of
-    torch.compile does neither.
+    torch.compile can do neither.
     """
     for module in layer.modules():
         is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
@@ -68,7 +68,7 @@ def _skip_linear_layers(layer: nn.Module) -> None:
 
 
 def run_as_written(is_compiled: bool) -> AbstractContextManager[Any]:
-    """Return a context in which compiled layers run without their graphs, so that all hooks are called.
+    """Return a context in which compiled layers run without graphs, so that all hooks are called.
 
     A graph does not call hooks that were registered after it was compiled.
 

@@ -1,4 +1,4 @@
-"""From token ids to the first hidden states.
+"""Embeddings: from token ids to the first hidden states.
 
 Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 """
@@ -17,7 +17,7 @@ from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 
 
 class PositionTable(nn.Module):
-    """Add a learned vector for each position; the table is replicated on every rank."""
+    """Adds a learned vector for each position; the table is replicated on every rank."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PositionTable(nn.Module):
         self.weight = new_parameter(spec, context)  # [positions, h]
 
     def forward(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Add to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
+        """Add the positions' vectors to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
             position_ids: ``[b, s]``; None for positions within the sample.
@@ -39,7 +39,7 @@ class PositionTable(nn.Module):
 
 
 class NoPositionTable(nn.Module):
-    """Replace `PositionTable` in models whose positions enter in attention."""
+    """Replaces `PositionTable` in models that encode positions in attention."""
 
     def forward(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
         """Return `x` unchanged."""
@@ -47,7 +47,7 @@ class NoPositionTable(nn.Module):
 
 
 class TokenTypeTable(nn.Module):
-    """Add a learned vector for each type of token: BERT's segment A or B; replicated on every rank."""
+    """Adds a learned vector for each token type (BERT's segment A or B); replicated on every rank."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ class TokenTypeTable(nn.Module):
         self.weight = new_parameter(spec, context)  # [types, h]
 
     def forward(self, x: Tensor, token_types: Tensor) -> Tensor:
-        """Add to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel, the types' ``[b, s]`` vectors."""
+        """Add the vectors of types ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
         first = self.context.first_position(x.shape[0])
         return x + F.embedding(token_types.t()[first : first + x.shape[0]], self.weight)
 
 
 class NoTokenTypeTable(nn.Module):
-    """Replace `TokenTypeTable` in models whose tokens have no types."""
+    """Replaces `TokenTypeTable` in models without token types."""
 
     def forward(self, x: Tensor, token_types: Tensor | None) -> Tensor:
         """Return `x` unchanged."""
@@ -78,7 +78,7 @@ def word_table(config: ModelConfig, context: LayerContext) -> VocabParallelEmbed
 
 
 class Embedding(nn.Module):
-    """Compute dropout(norm(word[tokens] + position + type)); all but the words are optional."""
+    """Computes dropout(norm(word[tokens] + position + type)); all but the word embedding is optional."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()

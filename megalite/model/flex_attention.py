@@ -1,6 +1,6 @@
 """PyTorch's FlexAttention: ALiBi and documents inside the kernel, without a bias in memory.
 
-Not measured: it has a backward only on GPUs (torch 2.13), and we had none.
+Not measured: backward requires a GPU (torch 2.13), and we had none.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class FlexCore(AttentionCore):
-    """Compute attention by a kernel that torch.compile generates for the model's positions and documents.
+    """Computes attention in a kernel that torch.compile generates for the model's positions and documents.
 
     Args:
-        compiled: replaces the compiled `flex_attention`, for tests on a CPU.
+        compiled: replacement for the compiled `flex_attention`, for tests on a CPU.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FlexCore(AttentionCore):
         """Build the tables; see `AttentionCore`."""
         super().prepare(seq_length)
         self._causal_mask(seq_length)
-        # The kernel stays a graph of its own: inside a layer's graph, after a rotary embedding, its forward
+        # The kernel is a separate graph: inside a layer's graph, after a rotary embedding, its forward
         # computed wrong numbers (torch 2.13 on a CPU).
         self.attend = torch.compiler.disable(self.attend, recursive=False)
 
@@ -74,7 +74,7 @@ class FlexCore(AttentionCore):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        assert drop.p == 0.0, "chosen for a model without dropout of attention weights"
+        assert drop.p == 0.0, "this backend does not support dropout of attention weights"
         return self.attend(
             q,
             k,

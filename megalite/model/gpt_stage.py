@@ -13,10 +13,10 @@ from megalite.model.transformer_stage import TransformerStage
 
 
 class GPTStage(TransformerStage):
-    """Predict each token from those before it (Radford et al. 2019)."""
+    """Predicts each token from the tokens before it (Radford et al. 2019)."""
 
     def losses(self, normed: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the sum of the tokens' losses, a scalar, over the tokens that `loss_mask` selects."""
+        """Return the sum of the losses of the tokens that `loss_mask` selects, a scalar."""
         return self.masked_sum(self.losses_of(normed, microbatch.labels.t()), microbatch)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class GPTStage(TransformerStage):
 
         Args:
             hidden: ``[s, b, h]`` after the last layer.
-            targets: ``[s, b]``, ids of the next tokens; the whole sequence, even if sequence parallel.
+            targets: ``[s, b]``, ids of the next tokens; the full sequence, even if sequence parallel.
         """
         return self.losses_of(self.final_norm(hidden), targets)
 
@@ -37,4 +37,4 @@ class GPTStage(TransformerStage):
 
 
 GPT = GPTStage
-"""The public name."""
+"""Public name of `GPTStage`."""

@@ -1,7 +1,7 @@
 """Attention with a cache of keys and values, for generation.
 
-Sequences of different lengths end at the same index: shorter ones have padding before them, which no token
-attends to. So all sequences advance together, and the cache is written and read in slices.
+Sequences of different lengths end at the same index: shorter ones are padded on the left, and no token
+attends to the padding. All sequences advance together, and the cache is written and read in slices.
 
 Shapes: s new tokens, l tokens so far including the new ones, b sequences, n query heads, g' key/value heads
 of this rank, d head size, tp = tp.size.
@@ -22,13 +22,13 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class CachedCore(SdpaCore):
-    """Compute attention for a model that reads a sequence in pieces: a prompt, then token after token.
+    """Computes attention for a model that reads a sequence in pieces: first a prompt, then single tokens.
 
-    Call `begin` before the first piece. The `position_ids` of each piece are those of `positions`. The stage
-    calls `position_info` once a piece, for all layers; it advances `length`.
+    Call `begin` before the first piece. Pass the result of `positions` as each piece's `position_ids`. The
+    stage calls `position_info` once per piece, for all layers; it advances `length`.
 
     Attributes:
-        length: tokens of a sequence so far, l, including padding.
+        length: number of tokens in a sequence so far, l, including padding.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -44,8 +44,8 @@ class CachedCore(SdpaCore):
         """Empty the cache for new sequences.
 
         Args:
-            capacity: largest number of tokens of a sequence, including padding.
-            padding: int64 ``[b]``, padding tokens before each sequence; None if there are none.
+            capacity: largest number of tokens in a sequence, including padding.
+            padding: int64 ``[b]``, number of padding tokens before each sequence; None without padding.
         """
         self.capacity, self.length = capacity, 0
         self.padding = padding
@@ -53,7 +53,7 @@ class CachedCore(SdpaCore):
             layer.keys = layer.values = None
 
     def select(self, rows: Tensor) -> None:
-        """Continue with these sequences, int64: omitted ones are dropped, repeated ones copied."""
+        """Continue with these sequences, int64: omitted ones are dropped, repeated ones are copied."""
         if self.padding is not None:
             self.padding = self.padding[rows]
         for layer in self.layers.values():
@@ -61,7 +61,7 @@ class CachedCore(SdpaCore):
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
-        """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, which has 0 too."""
+        """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, and 0 in padding."""
         indices = torch.arange(self.length, self.length + num_tokens, device=self.context.device)
         if self.padding is None:
             return indices.expand(num_sequences, -1)
@@ -76,7 +76,7 @@ class CachedCore(SdpaCore):
         num_tokens = microbatch.position_ids.shape[1]
         first, self.length = self.length, self.length + num_tokens
         assert self.length <= self.capacity, (self.length, self.capacity)
-        is_plain = first == 0 or num_tokens == 1  # causal from the start, or one token that sees all others
+        is_plain = first == 0 or num_tokens == 1  # causal from the start, or one token that sees all
         bias: Tensor | None = None
         if self.has_bias or self.padding is not None or not is_plain:
             bias = attention_bias(self.config, self.context, self.length, first)
@@ -85,7 +85,7 @@ class CachedCore(SdpaCore):
         return PositionInfo(bias, self.rotate.compute(microbatch.position_ids))
 
     def _is_padding(self, first: int) -> Tensor:
-        """Return whether a key is padding to a query, ``[b, 1, s, l]``."""
+        """Return whether a key is padding for a query, ``[b, 1, s, l]``."""
         assert self.padding is not None
         indices = torch.arange(self.length, device=self.context.device)
         is_padding = indices < self.padding[:, None]  # [b, l]
@@ -95,7 +95,7 @@ class CachedCore(SdpaCore):
 
 
 class CachedLayer:
-    """Hold one layer's keys and values, ``[b, g', capacity, d]``, of which `CachedCore.length` are filled."""
+    """Holds one layer's keys and values, ``[b, g', capacity, d]``; `CachedCore.length` are filled."""
 
     def __init__(self, shared: CachedCore) -> None:
         self.shared = shared
@@ -109,7 +109,7 @@ class CachedLayer:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
 
-        Dropout is ignored: this is not training.
+        Dropout is ignored: the cache is not used in training.
         """
         if self.keys is None or self.values is None:
             shape = (*k.shape[:2], self.shared.capacity, k.shape[3])

@@ -1,4 +1,4 @@
-"""One transformer layer, with its norms before the blocks or after their residual connections.
+"""One transformer layer, with norms before the blocks or after the residual connections.
 
 Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 """
@@ -20,11 +20,11 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class TransformerLayer(nn.Module):
-    """Compute one pre-norm transformer layer (Radford et al. 2019).
+    """Computes one pre-norm transformer layer (Radford et al. 2019).
 
     Args:
-        core: the attention core, shared by all layers of a stage.
-        layer: number of the layer in the whole model, which names its dropouts.
+        core: attention core, shared by all layers of a stage.
+        layer: number of the layer in the whole model; it keys the layer's dropouts.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
@@ -41,7 +41,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # Each norm also returns x: its backward kernel then adds the gradients of the two uses of x.
+        # Each norm also returns x, so that its backward kernel adds the gradients of both uses of x.
 
         # x = x + dropout(attention(norm(x)) + bias)
         normed, x = self.attention_norm(x)
@@ -57,7 +57,7 @@ class TransformerLayer(nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """Compute one post-norm transformer layer (Vaswani et al. 2017; Devlin et al. 2019)."""
+    """Computes one post-norm transformer layer (Vaswani et al. 2017; Devlin et al. 2019)."""
 
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -76,4 +76,4 @@ class PostNormLayer(TransformerLayer):
 
 
 LAYERS: Mapping[str, type[TransformerLayer]] = {"pre": TransformerLayer, "post": PostNormLayer}
-"""Layers by the config's `norm_position`."""
+"""Layer classes by the config's `norm_position`."""

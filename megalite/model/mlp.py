@@ -1,4 +1,4 @@
-"""The feed-forward block, sharded along the tensor-parallel axis by its inner features.
+"""The feed-forward block, sharded over tensor-parallel ranks along its inner features.
 
 Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.size.
 """
@@ -26,9 +26,9 @@ class ActivationFunction(NamedTuple):
     """An activation, and whether its kernel adds the bias of the GEMM before it.
 
     Attributes:
-        function: maps ``[..., n]``, and the bias ``[n]`` or None if `adds_bias`.
-        adds_bias: otherwise the GEMM adds the bias, at no cost.
-        is_gelu: some GPUs compute it, and its gradient, in the GEMMs before and after it.
+        function: maps ``[..., n]``, and also takes the bias ``[n]`` or None if `adds_bias`.
+        adds_bias: whether the kernel adds the bias; otherwise the GEMM adds it, at no cost.
+        is_gelu: whether it is GELU, which some GPUs compute, with its gradient, in the neighbouring GEMMs.
     """
 
     function: Callable[..., Tensor]
@@ -45,9 +45,9 @@ ACTIVATION_FUNCTIONS = {
 
 
 class MLP(nn.Module):
-    """Compute down(activation(up(x))) without the bias of `down`.
+    """Computes down(activation(up(x))) without the bias of `down`.
 
-    The weight of `up` is ``[ffn/tp, h]``; a gated activation's halves are stacked, ``[2, ffn/tp, h]``.
+    The weight of `up` is ``[ffn/tp, h]``; for a gated activation two halves are stacked, ``[2, ffn/tp, h]``.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor | Activated) -> Tensor | Activated:
         """Map `up`'s ``[s, b, ffn/tp]``, or ``[s, b, 2 ffn/tp]`` if gated, to ``[s, b, ffn/tp]``."""
-        if isinstance(x, Activated):  # by the GEMM of `up`
+        if isinstance(x, Activated):  # the GEMM of `up` applied the activation
             return x
         function, adds_bias, _ = self.activation
         return function(x, self.up.bias) if adds_bias else function(x)

@@ -13,12 +13,12 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec,
 
 
 class LayerNorm(nn.Module):
-    """Compute (x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016).
+    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016).
 
     Args:
-        with_residual: forward returns ``(norm(x), x)``. A residual connection that uses this x has its
-            gradient added to the norm's by the norm's backward kernel; autograd would add them in a kernel
-            of its own. x may also be a sum that is not yet computed.
+        with_residual: forward returns ``(norm(x), x)``. If a residual connection uses this x, the norm's
+            backward kernel adds its gradient to the norm's; autograd would need a separate kernel. x may
+            also be a sum that is not yet computed.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, with_residual: bool = False) -> None:
@@ -38,7 +38,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Compute x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019).
+    """Computes x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019).
 
     Args:
         with_residual: see `LayerNorm`.

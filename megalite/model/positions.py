@@ -18,18 +18,18 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Angles(NamedTuple):
-    """Hold the cosines and sines that rotate queries and keys, each ``[s, b or 1, 1, d]``."""
+    """Holds the cosines and sines that rotate queries and keys, each ``[s, b or 1, 1, d]``."""
 
     cosine: Tensor
     sine: Tensor
 
 
 class PositionInfo(NamedTuple):
-    """Describe the positions of a microbatch's tokens for attention; all layers share it.
+    """Describes the positions of a microbatch's tokens for attention; all layers share it.
 
     Attributes:
-        mask: the attention core's own representation of the documents; None without packed documents.
-        angles: of rotary embedding; None for positions within the sample, and for models without it.
+        mask: documents in the attention core's own representation; None without packed documents.
+        angles: angles of rotary embedding; None for positions within the sample, and in models without it.
     """
 
     mask: Any = None
@@ -37,7 +37,7 @@ class PositionInfo(NamedTuple):
 
 
 class Rotary:
-    """Rotate queries and keys by their position (Su et al. 2021), halves paired as in Llama and GPT-NeoX.
+    """Rotates queries and keys by their position (Su et al. 2021), halves paired as in Llama and GPT-NeoX.
 
     Element i of a head is paired with element i + d/2. Pair i is rotated by ``position * base^(-2i/d)``.
     """
@@ -45,14 +45,14 @@ class Rotary:
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         d = config.head_dim
         self.device = context.device
-        # At least fp32: 8 bits of a cosine would be too few to tell positions apart.
+        # At least fp32: 8 bits of a cosine are too few to distinguish positions.
         self.dtype = torch.promote_types(context.dtype, torch.float32)
         frequencies = config.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)  # [d/2]
         self.frequencies = torch.cat((frequencies, frequencies))  # [d]
         self.tables: dict[int, Angles] = {}
 
     def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """Rotate ``[s, b, n, d]`` by these angles, or by those of the positions within the sample."""
+        """Rotate ``[s, b, n, d]`` by these angles, or by default by the angles of positions in the sample."""
         return rotate(x, *(self.table(x.shape[0]) if angles is None else angles))
 
     def look_up(self, position_ids: Tensor) -> Angles:
@@ -79,7 +79,7 @@ class Rotary:
 
 
 class NoRotation:
-    """Replace `Rotary` in models with another position embedding."""
+    """Replaces `Rotary` in models with another position embedding."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.tables: dict[int, Angles] = {}
@@ -98,14 +98,14 @@ class NoRotation:
 
 
 ROTATIONS: dict[str, Callable[[ModelConfig, LayerContext], Rotary | NoRotation]] = {"rope": Rotary}
-"""Position embeddings that rotate queries and keys."""
+"""Rotary embeddings by the config's position embedding."""
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return ALiBi's slope of each head (Press et al. 2022, and their code for other counts).
+    """Return ALiBi's slope for each head (Press et al. 2022, and their code for other counts).
 
-    A power of two of heads has the slopes 2^(-8/n), 2^(-16/n), …; other counts have those of the power of two
-    below, then every second one of the power of two above.
+    If n is a power of two, the slopes are 2^(-8/n), 2^(-16/n), …. Otherwise they are the slopes of the power
+    of two below n, followed by every second slope of the power of two above.
     """
     below = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / below) for i in range(below)]
@@ -113,7 +113,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def local_slopes(config: ModelConfig, context: LayerContext) -> list[float] | None:
-    """Return ALiBi's slopes of this rank's heads, or None for models with another position embedding."""
+    """Return ALiBi's slopes for this rank's heads, or None for models with another position embedding."""
     if config.position_embedding_type != "alibi":
         return None
     num_heads = config.num_attention_heads // context.tp.size
@@ -124,7 +124,7 @@ def attention_bias(config: ModelConfig, context: LayerContext, seq_length: int, 
     """Return the bias of the scaled scores, ``[1, n/tp or 1, s, s]``: -inf for later keys if causal.
 
     For keys up to the query it is ALiBi's slope * (key - query position), or 0 without ALiBi. It uses
-    distances and not positions: near keys, which weigh most, then keep their precision far into a sample.
+    distances instead of positions, so that near keys, which weigh most, keep their precision in long samples.
 
     Args:
         first: omit the rows of the queries before this one: ``[1, n/tp or 1, s - first, s]``.
@@ -145,18 +145,18 @@ def within_documents(bias: Tensor, document_ids: Tensor) -> Tensor:
         document_ids: ``[b, s]``, a number for each document.
 
     Returns:
-        ``[b, n/tp or 1, s, s]``; no row is masked entirely, as a token attends to itself.
+        ``[b, n/tp or 1, s, s]``; no row is masked entirely, because a token attends to itself.
     """
     is_other = document_ids[:, :, None] != document_ids[:, None]  # [b, s, s]
     return bias.masked_fill(is_other[:, None], -torch.inf)
 
 
 class SeenKeys(NamedTuple):
-    """Hold the range of keys that each query sees: those of its document, up to itself if causal.
+    """Holds the range of keys that each query sees: the keys of its document, up to itself if causal.
 
     Attributes:
-        starts: int64 ``[b, s]``, the first key.
-        ends: int64 ``[b, s]``, the position after the last key; None if that is the query's own.
+        starts: int64 ``[b, s]``, position of the first key.
+        ends: int64 ``[b, s]``, position after the last key; None if the last key is the query's own.
     """
 
     starts: Tensor
@@ -173,9 +173,9 @@ def seen_keys(document_ids: Tensor, config: ModelConfig) -> SeenKeys:
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
-    """Return the position in its sample of the first token of each token's document, int64 ``[b, s]``.
+    """Return the sample position of the first token of each token's document, int64 ``[b, s]``.
 
-    A document is a run of equal numbers: the same number further on is another document.
+    A document is a run of equal numbers: the same number after another one is a different document.
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     is_first = document_ids.diff(dim=1, prepend=document_ids[:, :1] - 1) != 0

@@ -1,8 +1,8 @@
-"""Activation recomputation: drop activations after forward, and compute them again in backward.
+"""Activation recomputation: drop activations after forward and recompute them in backward.
 
 (Chen et al. 2016; Korthikanti et al. 2022, section 5.)
 
-`apply_recompute` wraps functions of a built stage. The modules themselves do not know of it.
+`apply_recompute` wraps functions of a built stage. The modules are not aware of it.
 
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input
@@ -11,10 +11,10 @@
     selective      mlp_act      the activation                      its input
     selective      layernorm    both norms                          their inputs
 
-A recomputed function runs under hooks that replace each tensor it saves for backward by a number. The first
-number that backward unpacks runs the function again, which collects all its saved tensors. So the gradients
-of parameters, their hooks and the weight-gradient store work as without recomputation. The gradients have the
-same bits: dropout is counter-based, and there is no generator state to restore.
+A recomputed function runs under hooks that replace each tensor it saves for backward by a number. When
+backward unpacks the first number, the function runs again, and the hooks collect all its saved tensors.
+Gradients of parameters, their hooks and the weight-gradient store therefore work as without recomputation.
+The gradients have the same bits: dropout is counter-based, so there is no generator state to restore.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from megalite.model.transformer_stage import TransformerStage
 from megalite.torch_private import storage_number
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
-"""Keeps a tensor for backward: returns a function that returns the tensor."""
+"""Function that keeps a tensor for backward, and returns a function that returns the tensor."""
 
 
 def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
     """Let backward recompute parts of a built stage; call it before `compile_layers`.
 
     Raises:
-        UserError: a model of your own has no such parts.
+        UserError: a model of your own does not have these parts.
     """
     for layer in stage.layers.values():
         if isinstance(layer, TransformerLayer):
@@ -88,7 +88,7 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
     if "layernorm" in config.modules:
         recompute_output(layer.mlp_norm, "forward", mlp.up)
     if "mlp_act" in config.modules:
-        mlp.up.fuses_gelu = False  # the activation's output is not kept, only its input
+        mlp.up.fuses_gelu = False  # only the activation's input is kept, not its output
         recompute_output(mlp, "activate", mlp.down)
 
 
@@ -108,8 +108,8 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
 
 
 def _compute_losses_in_chunks(stage: TransformerStage, num_chunks: int) -> None:
-    # The output weight's gradient is the sum over the chunks, which autograd computes in the weight's dtype.
-    # It is neither added to main_grad nor stored for later.
+    # Autograd sums the output weight's gradient over the chunks, in the weight's dtype. The gradient is
+    # neither added to main_grad nor stored for later.
     stage.output_context = replace(stage.output_context, store=None, fuses_weight_gradient=False)
     num_slices = stage.context.tp.size if stage.context.sequence_parallel else 1
     stage.losses_of = partial(  # type: ignore[method-assign]
@@ -124,15 +124,15 @@ def losses_in_chunks(
     num_chunks: int,
     num_slices: int = 1,
 ) -> Tensor:
-    """Compute the losses of all tokens so that only one chunk's logits exist at a time, in backward too.
+    """Compute the losses of all tokens; only one chunk's logits exist at a time, even in backward.
 
     Args:
         losses_of: maps hidden states ``[n, b, h]`` and targets ``[num_slices n, b]`` to losses, in the shape
             of the targets.
         normed: ``[s / num_slices, b, h]``, hidden states after the final norm.
         targets: ``[s, b]`` token ids.
-        num_chunks: of the first dim of `normed`; at most its size.
-        num_slices: ranks that hold slices of the sequence, which `losses_of` gathers.
+        num_chunks: number of chunks of the first dim of `normed`; at most its size.
+        num_slices: number of ranks that hold slices of the sequence, which `losses_of` gathers.
 
     Returns:
         Loss of each token, ``[s, b]``.
@@ -149,7 +149,7 @@ def losses_in_chunks(
 
 
 class _Keep(torch.autograd.Function):
-    """Save a tensor for backward as any operator does; the result holds it."""
+    """Saves a tensor for backward like any operator; the result holds it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
@@ -162,19 +162,19 @@ class _Keep(torch.autograd.Function):
 
 
 def keep_whole(x: Tensor) -> Callable[[], Tensor]:
-    """Keep the tensor itself.
+    """Keep the tensor.
 
-    Autograd keeps it, so that the hooks around this call apply, such as those that offload activations.
+    Autograd saves it, so the hooks around this call apply, such as hooks that offload activations.
     """
     if not torch.is_grad_enabled():
         return x.detach
-    anchor = x.new_empty(0, requires_grad=True)  # makes autograd save; x itself would stay as its leaf
-    kept = _Keep.apply(x.detach(), anchor)  # before torch 2.13 its node alone does not keep what is saved
+    anchor = x.new_empty(0, requires_grad=True)  # makes autograd save x.detach(); x would be its own leaf
+    kept = _Keep.apply(x.detach(), anchor)  # before torch 2.13 the node alone does not keep saved tensors
     return lambda: kept.grad_fn.saved_tensors[0]
 
 
 def keep_slice(tp: Axis) -> Keep:
-    """Keep this rank's slice of a tensor that all ranks of tp have, and all-gather the slices in backward.
+    """Keep this rank's slice of a tensor that is replicated over tp, and all-gather the slices in backward.
 
     The first dim, the sequence, is cut. Its size must be divisible by the axis' size.
     """
@@ -189,10 +189,10 @@ def keep_slice(tp: Axis) -> Keep:
 
 
 def recompute(function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = keep_whole) -> Tensor:
-    """Return ``function(*inputs)``, and keep only the inputs for backward.
+    """Return ``function(*inputs)``, and only keep the inputs for backward.
 
     Args:
-        function: any other tensors that it uses are parameters, or need no gradient.
+        function: function to recompute. Other tensors that it uses must be parameters, or need no gradient.
         keep: how each input is kept.
     """
     if torch.compiler.is_compiling():
@@ -201,25 +201,25 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = kee
 
 
 def _traced(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Mark a call whose results the graph of torch.compile computes again in its backward."""
+    """Mark a call whose results a graph of torch.compile recomputes in backward."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute_output(
     producer: nn.Module, method: str, consumer: nn.Module, recompute_consumer: bool = False
 ) -> None:
-    """Replace `producer.method` and `consumer.forward` so that what passes between them is not kept.
+    """Replace `producer.method` and `consumer.forward` so that the tensor passed between them is not kept.
 
-    For cheap functions with large outputs, norms and activations, whose consumer saves its input. Backward
-    runs the producer once more, for the consumer's gradients and for its own. If the producer has several
-    outputs, the first is the consumer's input.
+    Use it for cheap functions with large outputs (norms and activations) whose consumer saves its input.
+    Backward runs the producer once more, for the consumer's gradients and for its own. If the producer has
+    several outputs, the first is the consumer's input.
 
     Args:
-        method: takes one tensor.
-        recompute_consumer: recompute the consumer too, from the output that was computed again.
+        method: name of a method that takes one tensor.
+        recompute_consumer: also recompute the consumer, from the recomputed output.
     """
     produce, consume = getattr(producer, method), consumer.forward
-    current: list[_Region] = []  # the producer's, from its call to the consumer's
+    current: list[_Region] = []  # the producer's region, from its call to the consumer's call
 
     def produce_dropped(x: Tensor | ResidualSum) -> Any:
         if isinstance(x, ResidualSum):
@@ -246,11 +246,11 @@ def recompute_output(
 
 
 class _AllCollected(Exception):
-    """Stop the second run of a function: it has saved all that backward needs."""
+    """Raised to stop the second run of a function: it has saved everything that backward needs."""
 
 
 class _Region:
-    """Run a function without its saved tensors, and run it again when backward needs the first of them."""
+    """Runs a function without saving tensors, and runs it again when backward needs the first of them."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], keep: Keep) -> None:
         self.function = function
@@ -264,7 +264,7 @@ class _Region:
             return self.function(*inputs)
 
     def output(self) -> Tensor:
-        """Return the function's first output, from a second run."""
+        """Return the function's first output from a second run."""
         if self.second_output is None:
             self._run_again(to_the_end=True)
             assert self.second_output is not None
@@ -286,7 +286,7 @@ class _Region:
         return tensor
 
     def _run_again(self, to_the_end: bool) -> None:
-        """Run the function again, `to_the_end` or up to its last saved tensor."""
+        """Run the function again, `to_the_end` or until its last saved tensor."""
 
         def collect(tensor: Tensor) -> None:
             if _is_input(tensor):
@@ -302,7 +302,7 @@ class _Region:
 
 
 class _DroppedOutput:
-    """Replace a region's output among the tensors that its consumer saves, by its size and strides."""
+    """Replaces a region's output among its consumer's saved tensors, identified by size and strides."""
 
     def __init__(self, region: _Region, y: Tensor) -> None:
         self.region = region
@@ -326,7 +326,7 @@ def _first(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _is_input(tensor: Tensor) -> bool:
     """Return whether a saved tensor is the microbatch's own: sample numbers, which dropout saves.
 
-    They are kept. As the second run does not have to collect them, it ends before a layer's last collective.
+    They are kept, so the second run need not collect them and ends before a layer's last collective.
     """
     return tensor.dtype == torch.int64
 

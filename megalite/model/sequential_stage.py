@@ -27,7 +27,7 @@ from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_en
 
 
 class VocabHead(nn.Module):
-    """Compute the logits of the vocabulary from norm(x)."""
+    """Computes the logits of the vocabulary from norm(x)."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -41,19 +41,19 @@ class VocabHead(nn.Module):
 
 
 class SequentialStage(Stage):
-    """Run an embedding, layers one after the other, and a head: subclass it for a model of your own.
+    """Runs an embedding, layers one after the other, and a head. Subclass it for a model of your own.
 
-    A subclass must build its layers. By default the embedding is GPT's, the head predicts the next token, and
-    has a weight of its own.
+    A subclass must build its layers. By default the embedding is GPT's, and the head predicts the next token
+    with its own weight.
 
-    The modules may be megalite's tensor-parallel layers, or torch's own, which every rank of tp then holds
-    whole. Use megalite's `Dropout`: torch's depends on the layout. Checkpoints hold no buffers.
+    The modules may be megalite's tensor-parallel layers, or torch's own modules, which are replicated over
+    tp. Use megalite's `Dropout`: torch's dropout depends on the layout. Checkpoints do not hold buffers.
 
     Args:
         layers: numbers of the stage's layers in the whole model.
 
     Raises:
-        UserError: what a subclass builds is no module, or does not take what it is called with.
+        UserError: a subclass builds an object that is not a module, or that does not take its arguments.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class SequentialStage(Stage):
         """Return a layer by its number; it maps ``[s, b, h]`` and a `Microbatch` to ``[s, b, h]``."""
 
     def build_head(self) -> nn.Module:
-        """Return a module that maps ``[s, b, h]`` to what `losses` reads."""
+        """Return a module that maps ``[s, b, h]`` to the input of `losses`."""
         return VocabHead(self.config, self.context)
 
     def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """Return the sum of the losses of a microbatch's tokens, a scalar.
 
         Args:
-            output: of the head: by default logits, ``[s, b, v/tp]``.
+            output: output of the head: by default logits, ``[s, b, v/tp]``.
         """
         vocab_size, targets = self.config.vocab_size, microbatch.labels.t()
         assert vocab_size is not None
@@ -114,7 +114,7 @@ class SequentialStage(Stage):
         """Run the layers of one group; see `Stage.run_group`.
 
         Raises:
-            UserError: a layer returns anything but a tensor of the shape of x.
+            UserError: a layer does not return a tensor with the shape of x.
         """
         for i in group:
             y = layers[i](x, *inputs)

@@ -1,4 +1,4 @@
-"""One pipeline stage of a model: what training needs of it.
+"""The base class of a pipeline stage of a model.
 
 Shapes: s sequence, b microbatch, h hidden size. With sequence parallelism every ``[s, b, h]`` is a rank's
 slice, ``[s/tp, b, h]``.
@@ -24,17 +24,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class Stage(nn.Module, ABC):
-    """Hold some layers of a model.
+    """Holds some layers of a model.
 
     Parameters have their names in the whole model, on any stage: ``layers.7.mlp.up.weight``.
 
     Args:
-        context: shared by all modules; its dtype is the config's.
-        is_first: the stage maps tokens to hidden states.
-        is_last: the stage computes the loss.
+        context: settings shared by all modules; its dtype is the config's.
+        is_first: whether the stage maps tokens to hidden states.
+        is_last: whether the stage computes the loss.
 
     Attributes:
-        layers: by their numbers in the whole model.
+        layers: layers by their numbers in the whole model.
         layer_groups: indices of the layers that are recomputed together; by default each layer is a group.
     """
 
@@ -56,7 +56,7 @@ class Stage(nn.Module, ABC):
         """Run one microbatch through this stage.
 
         Args:
-            hidden: ``[s, b, h]`` from the stage before; None on the first.
+            hidden: ``[s, b, h]`` from the previous stage; None on the first stage.
 
         Returns:
             ``[s, b, h]`` for the next stage; on the last stage the sum of each loss over the microbatch, a
@@ -69,26 +69,26 @@ class Stage(nn.Module, ABC):
 
     @property
     def description(self) -> str | None:
-        """Return a line on the stage's kernels for the start of the log."""
+        """Return a line about the stage's kernels for the start of the log."""
         return None
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """Return a weight that the first and the last stage share, on these stages; None elsewhere."""
+        """Return a weight that the first and last stage share; None on other stages."""
         return None
 
     def shared_modules(self) -> dict[str, nn.Module]:
-        """Return modules of a first stage that a last stage on the same rank takes as arguments."""
+        """Return modules of a first stage that a last stage on the same rank gets as arguments."""
         return {}
 
     def build(self, name: str, function: Callable[[], nn.Module]) -> nn.Module:
-        """Return the module that `function` builds, with initial weights that do not depend on the layout.
+        """Return the module that `function` builds, with initial weights that are the same in every layout.
 
-        Parameters of torch's own modules are whole on every rank of tp, and keep the values that torch's
-        generator gives them, which is seeded here by `name`.
+        Parameters of torch's own modules are replicated over tp and keep the values from torch's generator,
+        which is seeded here by `name`.
 
         Raises:
-            UserError: the function returns no module.
+            UserError: the function does not return a module.
         """
         device = "meta" if self.context.device.type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -106,7 +106,7 @@ class Stage(nn.Module, ABC):
         """Run the layers one after the other, ``[s, b, h]`` to ``[s, b, h]``.
 
         Args:
-            inputs: what each layer takes besides x.
+            inputs: arguments of each layer besides x.
         """
         for group in self.groups_of(len(layers)):
             x = self.run_group(group, layers, x, *inputs)
@@ -117,7 +117,7 @@ class Stage(nn.Module, ABC):
         return self.layer_groups or [range(i, i + 1) for i in range(num_layers)]
 
     def run_group(self, group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
-        """Run the layers of one group, as `run_layers`.
+        """Run the layers of one group; see `run_layers`.
 
         Args:
             group: indices into `layers`.
@@ -127,7 +127,7 @@ class Stage(nn.Module, ABC):
         return x
 
     def tables(self) -> Iterable[Tensor]:
-        """Return the tensors that layers compute with and the stage holds, besides parameters."""
+        """Return the tensors of the stage that layers compute with, besides parameters."""
         return self.buffers()
 
     def initialize(self) -> None:
@@ -136,7 +136,7 @@ class Stage(nn.Module, ABC):
             initialize(self, self.context.seed, self.context.topology)
 
     def masked_sum(self, losses: Tensor, microbatch: Microbatch) -> Tensor:
-        """Sum the tokens' losses ``[s, b]`` that `loss_mask` selects; the result is a scalar.
+        """Sum the losses ``[s, b]`` of the tokens that `loss_mask` selects; return a scalar.
 
         Raises:
             UserError: the losses have another shape.
@@ -154,8 +154,8 @@ class Stage(nn.Module, ABC):
 StageProvider = Callable[..., Stage]
 """Builds a pipeline stage: a subclass of `Stage`, or a function with these arguments.
 
-config, context: as `Stage` takes them.
+config, context: see `Stage`.
 layers: numbers of the stage's layers in the whole model.
-is_first, is_last: by keyword, as `Stage` takes them.
-Others by keyword: the first stage's `shared_modules`, if this rank holds the first and the last stage.
+is_first, is_last: by keyword; see `Stage`.
+Others by keyword: the first stage's `shared_modules`, if this rank holds both the first and last stage.
 """

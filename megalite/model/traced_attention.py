@@ -1,6 +1,6 @@
-"""Blockwise attention as one operator, which a graph of torch.compile calls and does not trace into.
+"""Blockwise attention as one operator, which graphs of torch.compile call without tracing into it.
 
-Traced, its blocks would be hundreds of nodes in the graph, and none of them would be fused.
+If traced, its blocks would be hundreds of nodes in the graph, and none of them would be fused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ torch.library.define(
 
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
-    """Compute `attend`, differentiable, with the dropout's key in a tensor."""
+    """Compute `attend` differentiably, with the dropout key in a tensor."""
     _, scale, slopes, starts, ends, drop = softmax
     assert drop is not None and drop.key_tensor is not None
     p, _, samples, base, key = drop

@@ -28,7 +28,7 @@ from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_en
 
 
 class OutputWeight(nn.Module):
-    """Hold the output layer's own weight, for a model that does not share it with the embedding."""
+    """Holds the output layer's weight, in a model that does not share it with the embedding."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class OutputWeight(nn.Module):
 
 
 class TransformerStage(Stage):
-    """Hold some layers of a transformer; the first stage also has the embedding, the last one the loss.
+    """Holds some layers of a transformer; the first stage also has the embedding, the last one the loss.
 
-    The first and the last stage have a tied word embedding under the same name, with the same values.
+    The first and last stage hold a tied word embedding under the same name, with the same values.
 
     Args:
         layers: numbers of the stage's layers in the whole model.
-        is_first: the stage has the embedding.
-        is_last: the stage has the final norm, the head and the losses.
-        word: for the last stage of a tied model, the word embedding of a first stage on the same rank.
+        is_first: whether the stage has the embedding.
+        is_last: whether the stage has the final norm, the head and the losses.
+        word: word embedding of a first stage on the same rank, for the last stage of a tied model.
         attention: builds the attention core that all layers share.
     """
 
@@ -94,10 +94,10 @@ class TransformerStage(Stage):
         """Run one microbatch through this stage.
 
         Args:
-            hidden: ``[s, b, h]`` from the stage before; None on the first.
+            hidden: ``[s, b, h]`` from the previous stage; None on the first stage.
 
         Returns:
-            ``[s, b, h]`` for the next stage; on the last stage what `losses` returns.
+            ``[s, b, h]`` for the next stage; on the last stage the result of `losses`.
         """
         x = self.hidden_states(microbatch, hidden)
         return self.losses(self.final_norm(x), microbatch) if self.is_last else x
@@ -111,7 +111,7 @@ class TransformerStage(Stage):
         """
 
     def build_head(self) -> None:
-        """Build what the last stage has between the final norm and the losses, besides the output weight."""
+        """Build the last stage's modules between the final norm and the losses, besides the output weight."""
 
     def head_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters of `build_head`."""
@@ -125,12 +125,12 @@ class TransformerStage(Stage):
         return self.run_layers([*self.layers.values()], hidden, microbatch.sample_numbers, positions)
 
     def tables(self) -> Iterable[Tensor]:
-        """Return those of the attention core; call it once the core has built them."""
+        """Return the attention core's tensors; call it once the core has built them."""
         return self.core.tables()
 
     @property
     def description(self) -> str:
-        """Return the attention kernel and why it was chosen."""
+        """Return the attention kernel and the reason for its choice."""
         return f"attention: {self.core.choice}"
 
     def shared_modules(self) -> dict[str, nn.Module]:
@@ -142,7 +142,7 @@ class TransformerStage(Stage):
 
         Args:
             normed: ``[s, b, h]`` after the final norm.
-            targets: ``[s, b]``, ids of the tokens to predict; the whole sequence, even if sequence parallel.
+            targets: ``[s, b]``, ids of the tokens to predict; the full sequence, even if sequence parallel.
         """
         logits = self.logits_of(normed)
         return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.context.tp)
@@ -156,12 +156,12 @@ class TransformerStage(Stage):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """Return the weight of the logits on the last stage: the word embedding, or a weight of its own."""
+        """Return the weight of the logits on the last stage: the word embedding or a separate weight."""
         return self.get_parameter("embedding.word.weight" if self.output is None else "output.weight")
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """Return this rank's slice of a tied word embedding, on the first and last stage; None elsewhere."""
+        """Return this rank's slice of a tied word embedding on the first and last stage; None elsewhere."""
         at_edge = self.is_first or self.is_last
         if self.config.untie_embeddings_and_output_weights or not at_edge:
             return None

@@ -1,4 +1,4 @@
-"""AdamW with unscaling and clipping, on the elements that a rank owns, and its state for one bucket."""
+"""AdamW with unscaling and clipping on the elements that a rank owns, and its state for one bucket."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
 from megalite.torch_private import foreach_div_, foreach_mul_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments by torch's names."""
+"""AdamW's moments, by torch's names."""
 
 
 def kinds_of(weight_dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the tensors of a state besides the model's weights: moments, and main weights if separate."""
+    """Return the kinds of tensors in a state: moments, and main weights if they are separate."""
     return MOMENTS if main_dtype(weight_dtype) == weight_dtype else ("main", *MOMENTS)
 
 
 class OptimizerState(Protocol):
-    """Main weights and moments of elements that this rank updates.
+    """Main weights and moments of the elements that this rank updates.
 
     Attributes:
         decay: whether weight decay applies.
-        is_cut: whether the parameters are sharded over tp; otherwise every tp rank has these elements.
+        is_cut: whether the parameters are sharded over tp or replicated on every tp rank.
         is_vocabulary: whether they are weights of the vocabulary (see `ParameterSpec`).
         main: main weights, ``[n]``.
-        rounded: the model's weights, to which an update rounds the main weights, ``[n]``; None if the model's
-            are the main weights, or rounded elsewhere.
-        moments: by torch's names, ``[n]``.
+        rounded: the model's weights, to which an update rounds the main weights, ``[n]``; None if they are
+            the main weights, or are rounded elsewhere.
+        moments: AdamW's moments by torch's names, ``[n]``.
     """
 
     @property
@@ -59,19 +59,20 @@ class OptimizerState(Protocol):
 
 
 class BucketState:
-    """Main weights and moments of the elements that this rank owns of one bucket.
+    """Main weights and moments of the elements of one bucket that this rank owns.
 
     Attributes:
         main: main weights, ``[n]``: a view of the bucket's weights if these have the main dtype; otherwise a
-            copy, and the bucket's weights are the main weights rounded.
-        moments: by torch's names, ``[n]``.
+            copy, and the bucket's weights are the rounded main weights.
+        moments: AdamW's moments by torch's names, ``[n]``.
     """
 
     def __init__(self, bucket: Bucket, owned: slice, offloaded: Mapping[str, Tensor] | None = None) -> None:
         """Allocate the tensors.
 
         Args:
-            offloaded: they are these, by kind (see `kinds_of`); None to allocate them on the bucket's device.
+            offloaded: the state's tensors in host memory, by kind (see `kinds_of`); None to allocate them on
+                the bucket's device.
         """
         self.bucket = bucket
         self.owned = owned
@@ -106,7 +107,7 @@ class BucketState:
         return self.bucket.weight[self.owned] if self.has_own_main else None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a checkpoint holds besides the model's weights, by name."""
+        """Yield the tensors of a checkpoint besides the model's weights, by name."""
         if self.has_own_main:
             yield "main", self.main
         yield from self.moments.items()
@@ -125,7 +126,7 @@ class BucketState:
 
 
 class _Update(NamedTuple):
-    """A state, its gradient, and the settings of its update."""
+    """A state, its gradient and the settings of its update."""
 
     state: OptimizerState
     gradient: Tensor
@@ -141,12 +142,12 @@ class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on gradients that are unscaled and clipped first.
 
     Everything that an update depends on stays on the device, and the device decides whether to update: the
-    host reads nothing and never waits. With offloaded states the host reads the decision, and a thread of it
-    updates those.
+    host reads nothing and never waits. With offloaded states, the host reads the decision, and one of its
+    threads updates these states.
 
     Args:
-        offload: holds the first of the states; None if all are on the device.
-        scaler: of the loss that the gradients come from.
+        offload: holds the first states; None if all states are on the device.
+        scaler: loss scaler of the gradients.
         observers: notified of clipping and of the update, by the names of Megatron-LM's timers.
 
     Attributes:
@@ -181,14 +182,14 @@ class AdamW:
     ) -> None:
         """Update main weights, moments and the model's weights from the unscaled and clipped gradients.
 
-        If the norm is not finite or the update is not allowed, all of them keep their values, and so do the
-        gradients. Otherwise the gradients may be unscaled and clipped in place.
+        If the norm is not finite or the update is not allowed, all of these and the gradients keep their
+        values. Otherwise the gradients may be unscaled and clipped in place.
 
         Args:
             gradients: one for each of the states.
             grad_norm: global norm of the unscaled gradient, an fp64 scalar on the device.
             is_allowed: a bool scalar on the device; None allows the update.
-            decoupled_learning_rate: of weights of the vocabulary; None for the others' rate.
+            decoupled_learning_rate: learning rate of vocabulary weights; None to use `learning_rate`.
         """
         with observed(self.observers, "optimizer-clip-main-grad"):
             is_good = grad_norm.isfinite()
@@ -201,7 +202,7 @@ class AdamW:
             if self.offload is not None and updates_host:
                 self.offload.copy_gradients(gradients[:num_offloaded])
                 if divisor is not None:
-                    # On the device for all states: gradients of resident and offloaded ones stay comparable.
+                    # On the device for all states, so that their gradients stay comparable.
                     _divide(gradients, divisor)
                     divisor = None
         with observed(self.observers, "optimizer-inner-step"):
@@ -227,7 +228,7 @@ class AdamW:
             self.num_steps += is_good
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
-        """Return the number that unscales and clips the gradients, an fp64 scalar; None if it is always 1."""
+        """Return the divisor that unscales and clips gradients, an fp64 scalar; None if it is always 1."""
         scale = self.scaler.scale
         if self.config.clip_grad > 0.0:
             excess = (grad_norm + 1e-6) / self.config.clip_grad  # torch's and Megatron's formula
@@ -243,7 +244,7 @@ class AdamW:
         divisor: Tensor | None,
         is_good: Tensor,
     ) -> None:
-        """Update states of equal rate and decay; the last three arguments are scalars on the device."""
+        """Update states with equal rate and decay; the last three arguments are scalars on the device."""
         states = [update.state for update in updates]
         adamw_(
             [state.main for state in states],

@@ -1,4 +1,4 @@
-"""Buckets: parameters as views of one flat tensor, which are reduced, updated and all-gathered as one."""
+"""Buckets: parameters as views of one flat tensor, which is reduced, updated and all-gathered at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ParameterShard:
     """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, or of its state.
 
     Attributes:
-        tensor: those elements, ``[n]``; n may be 0.
-        start: position of the first of them in the slice.
-        shape: of the slice.
-        spec: of the parameter.
-        is_replicated: whether every data-parallel rank has these elements; else the others that ZeRO shards
-            over have the rest.
+        tensor: these elements, ``[n]``; n may be 0.
+        start: position of the first element in the slice.
+        shape: shape of the slice.
+        spec: spec of the parameter.
+        is_replicated: whether every data-parallel rank has these elements; otherwise the other ranks that
+            ZeRO shards over have the rest.
     """
 
     tensor: Tensor
@@ -35,8 +35,8 @@ class ParameterShard:
 ALIGNMENT = 64
 """Every parameter and every rank's shard starts at a multiple of this number of elements.
 
-That is at least 128 bytes, which GEMMs and NCCL are fastest on. And no shard ends within a vector register:
-an element is updated by the same instructions, to the same bits, wherever the shards are cut.
+This is at least 128 bytes, with which GEMMs and NCCL are fastest. No shard ends within a vector register:
+the same instructions update an element, to the same bits, wherever the shards are cut.
 """
 
 
@@ -57,22 +57,22 @@ class BucketEntry:
 class Bucket:
     """Parameters whose weights are views of one flat tensor.
 
-    The bucket is padded with zeros to one part of equal size per data-parallel rank. The padding does not
-    depend on the ZeRO stage and on how many ranks it shards over, so that neither changes a sum.
+    The bucket is padded with zeros so that each data-parallel rank has a part of equal size. The padding does
+    not depend on the ZeRO stage or on how many ranks it shards over, so neither changes a sum.
 
     Attributes:
-        entries: the last parameter of the model first, in the order in which backward reaches them.
+        entries: parameters in the order in which backward reaches them, the model's last parameter first.
         weight: flat weights, ``[size]``.
-        shard: range of the flat tensors that this rank owns where ZeRO shards them: the parts of as many
+        shard: range of the flat tensors that this rank owns if ZeRO shards them: the parts of as many
             ranks as replicate it.
-        counted: the part of it that this rank counts in norms, and no other data-parallel rank.
+        counted: part of `shard` that this rank counts in norms, and no other data-parallel rank.
         decay: whether weight decay applies.
-        is_cut: whether the parameters are sharded over tp; otherwise every tp rank has all of them.
+        is_cut: whether the parameters are sharded over tp or replicated on every tp rank.
         is_vocabulary: whether all of them are weights of the vocabulary (see `ParameterSpec`).
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], dp: Axis) -> None:
-        """Move parameters of equal dtype, decay and tp sharding into a new flat tensor."""
+        """Move parameters with equal dtype, decay and tp sharding into a new flat tensor."""
         self.entries: list[BucketEntry] = []
         start = 0
         for name, parameter in named_parameters:
@@ -100,7 +100,7 @@ class Bucket:
         return flat[entry.start : entry.end].view(entry.parameter.shape)
 
     def padding(self, flat: Tensor) -> list[Tensor]:
-        """Return the parts of a flat tensor of this bucket that belong to no parameter."""
+        """Return the parts of a flat tensor of this bucket that do not belong to a parameter."""
         starts = [entry.end for entry in self.entries]
         ends = [entry.start for entry in self.entries[1:]] + [self.size]
         return [flat[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
@@ -112,12 +112,12 @@ def make_buckets(
     bucket_size: int | None,
     separates_vocabulary: bool = False,
 ) -> list[Bucket]:
-    """Put parameters into buckets, in the order in which backward fills the buckets.
+    """Assign parameters to buckets, in the order in which backward fills the buckets.
 
     Args:
-        named_parameters: in the order in which forward uses them.
-        bucket_size: a bucket with this many elements or more is full; `usual_bucket_size` by default.
-        separates_vocabulary: put weights of the vocabulary into buckets of their own.
+        named_parameters: parameters in the order in which forward uses them.
+        bucket_size: number of elements at which a bucket is full; `usual_bucket_size` by default.
+        separates_vocabulary: put weights of the vocabulary into separate buckets.
     """
 
     def kind(parameter: nn.Parameter) -> tuple[bool, ...]:
@@ -136,17 +136,17 @@ def make_buckets(
 
 
 def usual_bucket_size(num_elements: int) -> int:
-    """Return the default size of a bucket on a rank with `num_elements` in total.
+    """Return the default bucket size on a rank with `num_elements` in total.
 
-    Every bucket but the last is reduced under backward, so there should be a handful of them. Messages below
-    a million elements cost more because of their number; above 40 million (Megatron-LM's size) nothing is
-    gained.
+    Every bucket but the last is reduced during backward, so there should be several. With messages of less
+    than a million elements, their number costs too much; more than 40 million (Megatron-LM's size) gain
+    nothing.
     """
     return min(max(num_elements // 6, 1_000_000), 40_000_000)
 
 
 def _kind(parameter: nn.Parameter) -> tuple[bool, bool]:
-    """Return (decay, is_cut), which all parameters of a bucket share."""
+    """Return (decay, is_cut), which must be equal for all parameters of a bucket."""
     spec = spec_of(parameter)
     return spec.decay, spec.shard is not None
 

@@ -1,4 +1,4 @@
-"""Optimizer of ZeRO stage 3: torch's FSDP shards weights and gradients, and the state follows the shards."""
+"""The optimizer of ZeRO stage 3: torch's FSDP shards weights and gradients; the state has the same shards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megalite.torch_private import all_gather_waits_for, unsharded_parameters, w
 class FullyShardedParameter:
     """This rank's shard of one parameter: main weights, gradient and moments of consecutive elements.
 
-    FSDP splits the first dim into equal chunks; the last ones may be smaller, or empty.
+    FSDP splits the first dim into equal chunks; the last chunks may be smaller or empty.
 
     Attributes:
-        parameter: a DTensor of the main weights, which FSDP puts in place of the full parameter between uses.
-        shape: of the full parameter, as the model made it.
-        start: position of this rank's first element among the parameter's.
-        moments: by torch's names, ``[n]``; the optimizer allocates them.
+        parameter: DTensor of the main weights, which FSDP substitutes for the full parameter between uses.
+        shape: shape of the full parameter in the model.
+        start: position of this rank's first element in the parameter.
+        moments: AdamW's moments by torch's names, ``[n]``; the optimizer allocates them.
     """
 
     moments: Mapping[str, Tensor]
@@ -70,19 +70,19 @@ class FullyShardedParameter:
 
     @property
     def main(self) -> Tensor:
-        """The main weights, ``[n]``."""
+        """Return the main weights, ``[n]``."""
         return _local(self.parameter.data)
 
     @property
     def gradient(self) -> Tensor:
-        """The reduced gradients of the microbatches so far, ``[n]``."""
+        """Return the reduced gradients of the microbatches so far, ``[n]``."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter.data)
         return _local(self.parameter.grad)
 
     @property
     def rounded(self) -> None:
-        """None: FSDP casts the main weights at each all-gather."""
+        """Return None: FSDP casts the main weights at each all-gather."""
 
     def parameter_shard(self, tensor: Tensor) -> ParameterShard:
         """Return a tensor of these elements, ``[n]``, as a shard of the parameter."""
@@ -107,20 +107,21 @@ def shard_module(
     dtype: torch.dtype,
     message_dtype: torch.dtype | None,
 ) -> list[FullyShardedParameter]:
-    """Give the module its initial weights and shard them with FSDP.
+    """Initialize the module's weights and shard them with FSDP.
 
     FSDP all-gathers a block's weights for its forward, and again for its backward unless `ShardedChunk` keeps
-    them. Blocks are initialized and sharded one after the other, so that a rank never holds more than one
-    block's full weights.
+    them. Blocks are initialized and sharded one after the other, so a rank never holds the full weights of
+    more than one block.
 
     Args:
-        module: its parameters are on the meta device, and are replaced, except those that belong to a module
-            that is sharded already: the tied embedding, if the rank holds the first and the last stage.
-        blocks: parts of it that are all-gathered one at a time; the rest is all-gathered as one unit, and
-            stays full from forward to backward, in a pipeline to the last backward.
-        seed: key of the initial weights.
-        dtype: in which the module computes; main weights and gradients have `main_dtype`.
-        message_dtype: gradients are rounded to it for the reduction, which sums in it; None keeps theirs.
+        module: module with parameters on the meta device, which are replaced. A submodule that is already
+            sharded is skipped: the tied embedding, if the rank holds the first and the last stage.
+        blocks: submodules that are all-gathered one at a time. The rest is all-gathered as one unit, and
+            stays full from forward to backward, or in a pipeline to the last backward.
+        seed: seed of the initial weights.
+        dtype: compute dtype of the module; main weights and gradients have `main_dtype`.
+        message_dtype: dtype to which gradients are rounded for the reduction, which sums in it; None to keep
+            their dtype.
     """
     main = main_dtype(dtype)
     policy = MixedPrecisionPolicy(dtype, message_dtype or main, cast_forward_inputs=False)
@@ -142,9 +143,9 @@ def shard_module(
                     setattr(owner, key, nn.Parameter(_flat_outputs(weight, key)))
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=shared)
         assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is a mean already
-        unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        # The types that FSDP declares are private, and ask for no more than these methods.
+        unit.set_gradient_divide_factor(1.0)  # sum gradients: the loss is already a mean
+        unit.set_force_sum_reduction_for_comms(True)  # gloo does not support a pre-multiplied sum
+        # FSDP declares private types, which only require these methods.
         unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
     sharded = []
@@ -157,18 +158,18 @@ def shard_module(
 
 
 class _PostedCollective:
-    """A collective of FSDP that posts the wait for it. FSDP calls `allocate` and the object itself.
+    """A collective of FSDP that posts its wait. FSDP calls `allocate` and the object itself.
 
     Args:
-        run: takes the output, the input, the group and what else FSDP passes.
-        wait: that is posted.
+        run: runs the collective with the output, the input, the group and FSDP's other arguments.
+        wait: the wait to post.
     """
 
     def __init__(self, run: Callable[..., Any], events: EventStack, wait: Wait) -> None:
         self._run, self._events, self._wait = run, events, wait
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an input or output."""
+        """Allocate memory for an input or output."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +180,7 @@ class _PostedCollective:
 def _flat_outputs(weight: Tensor, key: str) -> Tensor:
     """Flatten the output dims of a linear layer: ``[..., in] -> [out, in]``, a bias ``[...] -> [out]``.
 
-    FSDP splits the first dim, and SwiGLU's ``[2, ffn, h]`` would leave nothing for a third rank.
+    FSDP splits the first dim, so a third rank would have nothing of SwiGLU's ``[2, ffn, h]``.
     """
     if key == "bias":
         return weight.flatten()
@@ -187,22 +188,22 @@ def _flat_outputs(weight: Tensor, key: str) -> Tensor:
 
 
 class ShardedChunk:
-    """A pipeline stage under FSDP: how long its full weights stay, and when its gradients are reduced.
+    """A pipeline stage under FSDP: controls how long its full weights stay, and when gradients are reduced.
 
     Gradients are reduce-scattered in every microbatch, as soon as they are computed. Without a pipeline,
-    weights are gathered for every microbatch unless `keeps_blocks`. In a pipeline some microbatch is nearly
-    always between its forward and its backward, so what is in no block stays full from the first forward of
-    an iteration to its last backward.
+    weights are gathered for every microbatch unless `keeps_blocks`. In a pipeline, some microbatch is nearly
+    always between its forward and its backward, so weights outside of blocks stay full from the first
+    forward of an iteration to its last backward.
 
     Args:
-        root: sharded by `shard_module`, with these blocks.
-        keeps_rest: what is in no block stays full for a whole iteration.
-        keeps_blocks: so do the blocks.
-        all_reduces_once: ranks that replicate a shard all-reduce its sum over the microbatches, instead of
-            each microbatch's.
+        root: stage that `shard_module` has sharded, with these blocks.
+        keeps_rest: keep weights outside of blocks full for a whole iteration.
+        keeps_blocks: keep the blocks' weights full for a whole iteration.
+        all_reduces_once: ranks that replicate a shard all-reduce its sum over all microbatches, instead of
+            the gradient of each microbatch.
 
     Attributes:
-        all_reduces_once: as passed.
+        all_reduces_once: see Args.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class ShardedChunk:
         *block_units, root_unit = self._units
         if keeps_rest:
             root_unit.set_reshard_after_backward(False, recurse=False)
-            # FSDP's own order of gathering for backward is wrong where other microbatches' forwards came
+            # FSDP's own order of gathering for backward is wrong if other microbatches' forwards run
             # between a microbatch's forward and its backward.
             for unit, earlier in zip(self._units, [root_unit, *block_units], strict=True):
                 unit.set_modules_to_backward_prefetch([earlier])
@@ -232,7 +233,7 @@ class ShardedChunk:
             root.register_forward_hook(self._after_forward)
 
     def units(self) -> Iterator[tuple[FSDPModule, list[nn.Parameter]]]:
-        """Yield the modules that are gathered, in the order of forward, each with its own shards."""
+        """Yield the modules to gather, in the order of forward, each with its own shards."""
         *blocks, root = self._units
         of_blocks = {each for block in blocks for each in block.parameters()}
         yield root, [each for each in root.parameters() if each not in of_blocks]
@@ -240,7 +241,7 @@ class ShardedChunk:
             yield block, list(block.parameters())
 
     def begin(self, num_microbatches: int) -> None:
-        """Free the full weights, and start an iteration of that many backward passes."""
+        """Free the full weights, and start an iteration with this number of backward passes."""
         self.free_weights()
         self._num_left = num_microbatches
 
@@ -249,17 +250,17 @@ class ShardedChunk:
             output.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
-        """All-reduce shards in the iteration's last backward alone."""
+        """All-reduce shards only in the iteration's last backward."""
         self._num_left -= 1
         self._root.set_requires_all_reduce(self._num_left <= 0)
 
     def reductions(self) -> Iterator[tuple[nn.Parameter, Callable[[], None]]]:
-        """Yield the full parameters, each with the function that reduces its unit's gradients."""
+        """Yield the full parameters, each with a function that reduces its unit's gradients."""
         for unit in self._units:
             yield from unsharded_parameters(unit)
 
     def wait_for_reductions(self) -> None:
-        """Let the device wait for reductions that began outside of a backward pass."""
+        """Make the device wait for reductions that began outside of a backward pass."""
         wait_for_reductions(self._units[-1])
 
     def free_weights(self) -> None:
@@ -269,11 +270,11 @@ class ShardedChunk:
 
 
 class FullyShardedOptimizer(BaseOptimizer):
-    """ZeRO stage 3: this rank has a shard of each parameter.
+    """The optimizer of ZeRO stage 3: this rank has a shard of each parameter.
 
     Attributes:
         parameters: this rank's shards, some of which may be empty.
-        local: those that are not empty, in the order of AdamW's states.
+        local: shards that are not empty, in the order of AdamW's states.
     """
 
     def __init__(
@@ -288,27 +289,27 @@ class FullyShardedOptimizer(BaseOptimizer):
         *,
         keeps_weights: bool = False,
     ) -> None:
-        """Give the modules their initial weights, as `shard_module` does, and allocate the state.
+        """Initialize and shard the modules with `shard_module`, and allocate the state.
 
         Args:
-            modules: this rank's pipeline stages, each with its parts that are all-gathered one at a time.
-            tied: the tied word embedding, if the pipeline has more than one rank and this rank holds the
-                first or the last stage.
+            modules: this rank's pipeline stages, each with the blocks that are all-gathered one at a time.
+            tied: tied word embedding, if the pipeline has more than one rank and this rank holds the first or
+                the last stage.
             parallel: dtype of gradient messages, and sequence parallelism.
-            dtype: in which the model computes.
-            seed: key of the initial weights.
-            keeps_weights: all-gather each weight once an iteration, and keep it until the last backward.
+            dtype: compute dtype of the model.
+            seed: seed of the initial weights.
+            keeps_weights: all-gather each weight once per iteration, and keep it until the last backward.
         """
         message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
         self.dtype = dtype
-        self._copied: str | None = None  # the weight that another stage has a copy of
+        self._copied: str | None = None  # name of the weight that another stage has a copy of
         if tied is not None and tied.has_other_copy:
             named = (pair for module, _ in modules for pair in module.named_parameters())
             self._copied = next(name for name, parameter in named if parameter is tied.weight)
         self.parameters: list[FullyShardedParameter] = []
         self._chunks: list[ShardedChunk] = []
-        # FSDP sums the microbatches of a shard in the messages' dtype until it all-reduces them. It cannot
-        # where a zero bubble reduces some gradients of a layer in B and the others in W.
+        # FSDP sums a shard's microbatches in the messages' dtype until it all-reduces them. This is not
+        # possible if a zero bubble reduces some gradients of a layer in B and others in W.
         has_one_reduction = not SCHEDULES[parallel.schedule].splits_backward
         for module, blocks in modules:
             self.parameters += shard_module(module, blocks, seed, topology, dtype, message_dtype)
@@ -328,7 +329,7 @@ class FullyShardedOptimizer(BaseOptimizer):
         units = [pair for chunk in self._chunks for pair in chunk.units()]
         offload = self._allocate_moments(units, config, parallel, topology)
         super().__init__(self.local, config, parallel, topology, dtype, offload)
-        self._num_reductions: list[int] = []  # of this iteration so far, by offloaded state
+        self._num_reductions: list[int] = []  # in this iteration so far, by offloaded state
         self._num_expected = 0
         if offload is not None:
             self._overlap_copies(units, self.local[: offload.count])
@@ -340,7 +341,7 @@ class FullyShardedOptimizer(BaseOptimizer):
         parallel: ParallelConfig,
         topology: Topology,
     ) -> OptimizerOffload | None:
-        """Allocate the moments; return the storage of those that are offloaded, if there are any."""
+        """Allocate the moments; return the storage of offloaded moments, if any."""
         in_order = list(dict.fromkeys(parameter for _, own in units for parameter in own))
         position = {parameter: number for number, parameter in enumerate(in_order)}
         order = sorted(range(len(self.local)), key=lambda number: position[self.local[number].parameter])
@@ -360,7 +361,7 @@ class FullyShardedOptimizer(BaseOptimizer):
         units: Sequence[tuple[FSDPModule, Sequence[nn.Parameter]]],
         offloaded: Sequence[FullyShardedParameter],
     ) -> None:
-        """Copy gradients to the host as FSDP reduces them, and let each unit wait for its own updates."""
+        """Copy gradients to the host when FSDP reduces them, and make each unit wait for its own updates."""
         for number, each in enumerate(offloaded):
             if self._is_complete(each) and each.name != self._copied:
                 each.parameter.register_post_accumulate_grad_hook(partial(self._copy_to_host, number))
@@ -380,7 +381,7 @@ class FullyShardedOptimizer(BaseOptimizer):
         self._num_expected = 1 if self._chunks[0].all_reduces_once else num_microbatches
 
     def finish_weights(self) -> None:
-        """Wait for the host's update, and free the full weights that an evaluation has left."""
+        """Wait for the host's update, and free full weights left by an evaluation."""
         super().finish_weights()
         for chunk in self._chunks:
             chunk.free_weights()
@@ -389,18 +390,18 @@ class FullyShardedOptimizer(BaseOptimizer):
         """Start to copy an offloaded state's gradient, once FSDP has reduced it in the last microbatch."""
         assert self.offload is not None
         self._num_reductions[number] += 1
-        if self._num_reductions[number] >= self._num_expected:  # a later reduction would copy it again
+        if self._num_reductions[number] >= self._num_expected:  # later reductions replace the copy
             self.offload.copy_gradient(number, self.local[number].gradient)
 
     def _wait_for_update(self, states: Sequence[int], unit: nn.Module, _: object) -> None:
         """Wait until a unit's shards are updated, before FSDP gathers them."""
         assert self.offload is not None and isinstance(unit, FSDPModule)
-        for event in self.offload.wait(states):  # the stream of the all-gather waits for nothing else
+        for event in self.offload.wait(states):  # the all-gather's stream waits for nothing else
             all_gather_waits_for(unit, event)
 
     def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
         """Compute stored weight gradients, and reduce-scatter each layer's before the next layer's."""
-        if not self._reduce_of:  # the full parameters exist since the first forward
+        if not self._reduce_of:  # the full parameters exist after the first forward
             self._reduce_of = dict(pair for chunk in self._chunks for pair in chunk.reductions())
         for reduce, of_unit in groupby(gradients, lambda each: self._reduce_of[each.weight]):
             run_stored(of_unit)
@@ -420,7 +421,7 @@ class FullyShardedOptimizer(BaseOptimizer):
     def weights(self) -> dict[str, ParameterShard]:
         """Return the model's weights for a checkpoint: views of the main weights, or rounded copies.
 
-        Copies exist for runs that load rounded weights; writing to them changes nothing.
+        Copies are for runs that load rounded weights; writing to them has no effect.
         """
         return {each.name: each.parameter_shard(each.main.to(self.dtype)) for each in self.parameters}
 
@@ -436,7 +437,7 @@ class FullyShardedOptimizer(BaseOptimizer):
                 yield f"{each.name}.{moment}", each.parameter_shard(tensor)
 
     def _weight_and_gradient_bytes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield no bytes for weights that are rounded copies: they exist only while they are used."""
+        """Yield 0 bytes for weights that are rounded copies: they only exist while they are used."""
         rounds = main_dtype(self.dtype) != self.dtype
         for each in self.parameters:
             yield each.name, 0 if rounds else each.main.nbytes, each.main.nbytes

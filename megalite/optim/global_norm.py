@@ -1,4 +1,4 @@
-"""Norms over the elements of all ranks."""
+"""Compute norms over the elements of all ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megalite.distributed.topology import Topology
 from megalite.torch_private import foreach_norm
 
 BLOCKS = {"cpu": 2**16}
-"""Elements whose squares are summed in one call, by device; elsewhere all, which the op itself splits.
+"""Number of squares to sum in one call, by device; on other devices all, because the op splits them.
 
-torch's CPU norm adds squares in a few long fp32 chains: 1e8 elements in one call are 1% too small, and by
-another share in another layout. Blocks of this size are exact to 2e-7."""
+torch's CPU norm adds squares in a few long fp32 chains: the result for 1e8 elements is 1% too small, and the
+error depends on the layout. Blocks of this size are exact to 2e-7."""
 
 
 def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:
     """Return the 2-norm of the whole model's gradient, the same number on every rank.
 
     Args:
-        gradients: parts of the gradient that no other rank of the world counts.
+        gradients: the parts of the gradient that only this rank counts.
 
     Returns:
-        An fp64 scalar: squares of fp32 norms overflow fp32 long before the gradient itself does.
+        An fp64 scalar: squares of fp32 norms overflow fp32 long before the gradient does.
     """
     return all_reduce(sum_of_squares(gradients, topology.device), topology.world).sqrt()
 
@@ -41,7 +41,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     if not blocks:
         return torch.zeros((), dtype=torch.float64, device=device)
     here: list[Tensor] = []
-    offloaded: list[Tensor] = []  # main weights may be
+    offloaded: list[Tensor] = []  # main weights may be offloaded
     for norm in foreach_norm(blocks):
         (here if norm.device.type == device.type else offloaded).append(norm)
     norms = torch.cat([torch.stack(part).to(device) for part in (here, offloaded) if part])

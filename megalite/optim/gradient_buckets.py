@@ -16,7 +16,7 @@ from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.torch_private import foreach_zero_
 
 MESSAGE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the config's grad_communication_dtype; None is the dtype in which gradients accumulate."""
+"""Dtypes by the config's grad_communication_dtype; None is the dtype in which gradients accumulate."""
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,14 +25,14 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ReduceHandle:
-    """A reduction of a bucket in flight; `wait` also stores its result.
+    """An in-flight reduction of a bucket; `wait` also stores its result.
 
     Args:
         store_result: called once the collective is complete.
         start_next: starts the collective that must follow it.
 
     Attributes:
-        on_complete: called once the result is stored, on the stream that has it; None for nothing.
+        on_complete: called once the result is stored, on the stream that has it; may be None.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class ReduceHandle:
         self.on_complete: Callable[[], object] | None = None
 
     def advance(self, stream: torch.cuda.Stream | None) -> None:
-        """Do what follows the first collective while backward runs; do nothing if nothing follows.
+        """Run the work after the first collective while backward runs, if there is any.
 
         Args:
-            stream: waits for it on a GPU, so that backward does not; None on a CPU, where the host waits.
+            stream: on a GPU, the stream that waits, so that backward does not; None on a CPU, where the host
+                waits.
         """
         if self._is_complete or (self._start_next is None and self.on_complete is None):
             return
@@ -61,7 +62,7 @@ class ReduceHandle:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._complete()
-                self._completed = stream.record_event()  # `wait` still has the tensors
+                self._completed = stream.record_event()  # the tensors are kept until `wait`
         elif self.on_complete is not None:
             self._complete()
         else:
@@ -87,22 +88,22 @@ class ReduceHandle:
         self._pending.wait()
         self._store_result()
         following = self._start_next()
-        self._first = self._store_result  # keeps its tensors: a stream may still use them
+        self._first = self._store_result  # keeps the tensors alive: a stream may still use them
         self._pending, self._store_result = following._pending, following._store_result
         self._start_next = None
 
 
 class GradientBuffer:
-    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
+    """The gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
-    The buffer is not zeroed between iterations: a parameter's first gradient overwrites that of the previous
-    iteration, and the next ones are added.
+    The buffer is not zeroed between iterations: a parameter's first gradient overwrites the previous
+    iteration's gradient, and later ones are added.
 
     Attributes:
-        owned: range of the bucket whose reduced gradient this rank gets, and which it updates.
-        held: range whose gradient this rank holds from one microbatch to the next.
-        num_ready: gradients that have been accumulated in this iteration.
-        stale: names of the parameters whose part of the buffer is to be overwritten.
+        owned: range of the bucket that this rank updates, and whose reduced gradient it receives.
+        held: range whose gradient this rank holds between microbatches.
+        num_ready: number of gradients that have been accumulated in this iteration.
+        stale: names of the parameters whose part of the buffer must be overwritten.
         unreached: names of the parameters without a gradient in this iteration.
     """
 
@@ -126,28 +127,28 @@ class GradientBuffer:
 
     @property
     def full(self) -> Tensor:
-        """The buffer that backward accumulates into, ``[size]``."""
+        """Return the buffer into which backward accumulates, ``[size]``."""
         assert self.buffer is not None
         return self.buffer
 
     @property
     def owned_grad(self) -> Tensor:
-        """The complete gradient of the owned elements, once it is reduced."""
+        """Return the complete gradient of the owned elements, once it is reduced."""
         return self.full[self.owned]
 
     @property
     def counted_grad(self) -> Tensor:
-        """The complete gradient that this rank counts in norms; those of all ranks make up the bucket."""
+        """Return the complete gradient that this rank counts in norms; together, ranks count the bucket."""
         counted = self.bucket.counted
         return self.owned_grad[counted.start - self.owned.start : counted.stop - self.owned.start]
 
     def begin(self) -> None:
-        """Start a new iteration, in which nothing has a gradient yet."""
+        """Start a new iteration: no parameter has a gradient yet."""
         self.num_ready = 0
         self.stale, self.unreached = self._names(), self._names()
 
     def accumulate(self, entry: BucketEntry) -> None:
-        """Count a parameter's new gradient, and move it to the buffer unless the GEMM that made it has."""
+        """Count a parameter's new gradient, and move it to the buffer unless its GEMM has already done so."""
         self.num_ready += 1
         self.unreached.discard(entry.name)
         gradient = entry.parameter.grad
@@ -163,14 +164,14 @@ class GradientBuffer:
     def claim(self, entry: BucketEntry) -> tuple[Tensor, bool]:
         """Return a parameter's part of the buffer, in its shape, and whether to overwrite it or add to it.
 
-        The caller does so at once: the next call returns False.
+        The caller must do so at once: the next call returns False.
         """
         is_stale = entry.name in self.stale
         self.stale.discard(entry.name)
         return self.bucket.view(self.full, entry), is_stale
 
     def complete(self) -> Tensor:
-        """Return the full buffer, ``[size]``, with zeros for the parameters that have got no gradient."""
+        """Return the full buffer, ``[size]``, with zeros for parameters without a gradient."""
         if self.stale:
             missing = [entry for entry in self.bucket.entries if entry.name in self.stale]
             foreach_zero_([self.bucket.view(self.full, entry) for entry in missing])
@@ -181,9 +182,9 @@ class GradientBuffer:
         """Start the sum over the ranks.
 
         Args:
-            is_last: no microbatch of this iteration follows.
+            is_last: whether this is the iteration's last microbatch.
         """
-        message = self.complete().to(self.message_dtype)  # the buffer itself if it has that dtype
+        message = self.complete().to(self.message_dtype)  # the buffer itself if it has this dtype
         return ReduceHandle(start_all_reduce(message, self.dp), partial(_copy, message, self.full))
 
     def all_gather(self) -> Tensor:
@@ -193,12 +194,12 @@ class GradientBuffer:
     def _reduce_scatter(
         self, message: Tensor, store: Callable[[Tensor], object], is_last: bool
     ) -> ReduceHandle:
-        """Start the sum of a full message over the ranks that share the shards; pass this rank's to `store`.
+        """Start to sum a full message over the ranks that share the shards; pass this rank's to `store`.
 
-        Where the shards are replicated, the last sum of an iteration is followed by the all-reduce of the
-        shard over its replicas.
+        If the shards are replicated, an all-reduce of the shard over its replicas follows the last sum of an
+        iteration.
         """
-        result = message[self.owned]  # NCCL and gloo both allow the output to be a part of the input
+        result = message[self.owned]  # NCCL and gloo both allow the output to be part of the input
         pending = flat_reduce_scatter(result, message, self.dp.shard)
         return ReduceHandle(
             pending, partial(store, result), self._reduce_replicas if is_last and self.dp.replicate else None
@@ -219,9 +220,9 @@ class GradientBuffer:
 
 
 class ReduceScatterBuffer(GradientBuffer):
-    """Gradients at ZeRO stage 1: reduce-scattered in place, so that each rank has the sum of its shard.
+    """The gradients at ZeRO stage 1: reduce-scattered in place, so that each rank has the sum of its shard.
 
-    Where groups of ranks replicate the shards, it is all-reduced between the groups too.
+    If groups of ranks replicate the shards, the sum is also all-reduced between the groups.
     """
 
     def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
@@ -239,11 +240,11 @@ class ReduceScatterBuffer(GradientBuffer):
 
 
 class ShardedGradientBuffer(GradientBuffer):
-    """Gradients at ZeRO stage 2: each rank accumulates its shard alone over the microbatches.
+    """The gradients at ZeRO stage 2: each rank only accumulates its shard over the microbatches.
 
-    The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each has new
-    memory, so each microbatch overwrites it. Groups of ranks that replicate the shards all-reduce the sum of
-    all microbatches once.
+    The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each buffer
+    has new memory, so each microbatch overwrites it. Groups of ranks that replicate the shards all-reduce the
+    sum of all microbatches once.
     """
 
     reduces_each_microbatch = True
@@ -280,7 +281,7 @@ class ShardedGradientBuffer(GradientBuffer):
         return self._reduce_scatter(message, self._accumulate_shard, is_last)
 
     def _accumulate_shard(self, result: Tensor) -> None:
-        if self.sum_is_stale:  # of the previous iteration
+        if self.sum_is_stale:  # the sum of the previous iteration
             self.shard_sum.copy_(result)
         else:
             self.shard_sum.add_(result)
@@ -293,7 +294,7 @@ class ShardedGradientBuffer(GradientBuffer):
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy a reduced message into the buffer, unless it is the buffer's memory."""
+    """Copy a reduced message into the buffer, unless it already is the buffer's memory."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
 
@@ -303,34 +304,33 @@ GRADIENT_BUFFERS: dict[int, type[GradientBuffer]] = {
     1: ReduceScatterBuffer,
     2: ShardedGradientBuffer,
 }
-"""By ZeRO stage."""
+"""Gradient classes by ZeRO stage."""
 
 
 MAX_IN_FLIGHT = 2
-"""Reductions in flight at ZeRO stage 2, where each keeps a full buffer alive: a bound on memory."""
+"""Largest number of reductions in flight at ZeRO stage 2, where each keeps a full buffer in memory."""
 
 
 class GradReducer:
     """Starts the reduction of a bucket as soon as backward has filled it.
 
     A hook on each parameter counts the gradients of its bucket. All ranks start buckets in the same order,
-    whatever the order in which backward fills them: collectives that ranks start in different orders would
-    sum different buckets. A bucket is reduced once per iteration, after the last microbatch, or once per
-    microbatch at ZeRO stage 2. There, a gradient that is early or late may be part of the neighbouring
-    reduction, which changes no sum.
+    whatever the order in which backward fills them: otherwise ranks would sum different buckets. A bucket is
+    reduced once per iteration, after the last microbatch, or once per microbatch at ZeRO stage 2. There, an
+    early or late gradient may be part of the neighbouring reduction, which does not change the sums.
 
     Args:
-        buffers: in the order in which backward fills them.
-        overlap: reduce while backward runs; otherwise after it.
-        tied_buffer: the buffer of a tied embedding that two stages use. It is reduced last, in `finish`:
-            another rank's part must be added first, or, with both stages on this rank, the weight gets two
+        buffers: buffers in the order in which backward fills them.
+        overlap: reduce while backward runs instead of after it.
+        tied_buffer: buffer of a tied embedding that two stages use. It is reduced last, in `finish`:
+            another rank's part must be added first, or, with both stages on this rank, the weight has two
             gradients per microbatch, which the counts of the other buffers do not expect.
-        sum_tied_copies: called on the full `tied_buffer`, ``[size]``, before it is reduced, where two ranks
-            have a copy of the embedding each.
-        graphs_add: graphs of torch.compile add to the buffers that stay in place. They cannot ask whether to
-            overwrite, so that these buffers are zeroed when an iteration begins.
-        on_complete: called for each buffer once its gradient is complete, on the CUDA stream that has it; on
-            a single rank too, under backward.
+        sum_tied_copies: called on the full `tied_buffer`, ``[size]``, before it is reduced, if two ranks
+            each have a copy of the embedding.
+        graphs_add: graphs of torch.compile add to the buffers that stay in place. They cannot choose to
+            overwrite, so these buffers are zeroed when an iteration begins.
+        on_complete: called for each buffer once its gradient is complete, on the CUDA stream that has it,
+            during backward; also called on a single rank.
     """
 
     def __init__(
@@ -352,10 +352,10 @@ class GradReducer:
         self.on_complete = on_complete
         self.reduces = dp.size > 1 or on_complete is not None
         self.num_microbatches = 0
-        # Reductions to start: the buffer, and the number of gradients it must have.
+        # Reductions to start: the buffer, and the number of gradients that it must have.
         self._waiting: deque[tuple[GradientBuffer, int]] = deque()
         self._in_flight: deque[ReduceHandle] = deque()
-        # Where something follows a reduction, it waits here: one between groups of ranks, or `on_complete`.
+        # Reductions that another step must follow: an all-reduce between groups of ranks, or `on_complete`.
         is_on_gpu = any(buffer.bucket.weight.device.type == "cuda" for buffer in buffers)
         is_followed = dp.replicate is not None or on_complete is not None
         self._stream = torch.cuda.Stream() if is_on_gpu and is_followed else None
@@ -363,7 +363,7 @@ class GradReducer:
             entry.parameter.register_post_accumulate_grad_hook(hook)
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
-        """Return each parameter's `main_grad`, for linear layers that fill the buffers without autograd."""
+        """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""
         return {
             entry.parameter: MainGrad(
                 partial(buffer.claim, entry),
@@ -374,7 +374,7 @@ class GradReducer:
         }
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a new iteration; expect one gradient per parameter and microbatch."""
+        """Start a new iteration, with one gradient per parameter and microbatch."""
         self.num_microbatches = num_microbatches
         for buffer in self._all_buffers():
             buffer.begin()
@@ -390,7 +390,7 @@ class GradReducer:
                 )
 
     def finish(self) -> None:
-        """Start the remaining reductions, since parameters may have had no gradient, and wait for all."""
+        """Start the remaining reductions, because parameters may have had no gradient, and wait for all."""
         if not self.reduces:
             for buffer in self.buffers:
                 buffer.complete()
@@ -411,7 +411,7 @@ class GradReducer:
         return [*self.buffers, *([] if self.tied_buffer is None else [self.tied_buffer])]
 
     def _hooks(self) -> Iterator[tuple[GradientBuffer, BucketEntry, Callable[[Tensor], None]]]:
-        """Yield for each parameter what to call once it has a new gradient."""
+        """Yield each parameter's function to call when it has a new gradient."""
         for buffer in self._all_buffers():
             for entry in buffer.bucket.entries:
                 yield buffer, entry, partial(self._on_gradient, buffer, entry)
@@ -419,7 +419,7 @@ class GradReducer:
     def _on_gradient(self, buffer: GradientBuffer, entry: BucketEntry, _: Tensor) -> None:
         buffer.accumulate(entry)
         if buffer is self.tied_buffer:
-            return  # reduced by `finish`
+            return  # `finish` reduces it
         assert buffer.num_ready <= len(buffer.bucket.entries) * self.num_microbatches, (
             "more backward passes than passed to begin(): the bucket has already been reduced"
         )
@@ -437,7 +437,7 @@ class GradReducer:
         handle = buffer.start_reduce(is_last)
         if is_last and self.on_complete is not None:
             handle.on_complete = partial(self.on_complete, buffer)
-        if self._in_flight:  # its first collective has had a bucket's time to complete
+        if self._in_flight:  # its first collective has had the time of one bucket to complete
             self._in_flight[-1].advance(self._stream)
         self._in_flight.append(handle)
 

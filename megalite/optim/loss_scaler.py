@@ -15,7 +15,7 @@ BACKOFF = 0.5
 class LossScaler:
     """A constant factor on the loss; 1 changes nothing.
 
-    It is kept on the host, so that reading it waits for no kernel.
+    It is on the host, so reading it does not wait for kernels.
     """
 
     def __init__(self, scale: float) -> None:
@@ -23,28 +23,28 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """Factor on the loss of the next backward pass."""
-        # A checkpoint of an older version may have a larger one.
+        """Return the factor on the loss of the next backward pass."""
+        # A checkpoint of an older version may have a larger scale.
         return min(self._scale.item(), MAX_LOSS_SCALE)
 
     @property
     def can_go_down(self) -> bool:
-        """Return whether an infinite gradient may be due to the scale, which can still be lowered."""
+        """Return whether the scale may cause an infinite gradient and can still be lowered."""
         return False
 
     def update(self, overflowed: bool) -> None:
-        """Update the scale after an iteration, by whether its gradient was infinite or NaN."""
+        """Update the scale after an iteration, given whether its gradient was infinite or NaN."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint, as views; empty for a constant."""
+        """Return the state for a checkpoint, as views; a constant scale has none."""
         return {}
 
 
 class DynamicLossScaler(LossScaler):
-    """A scale that is halved on overflows and doubled after a window without one; Megatron's rule.
+    """A scale that is halved on overflows and doubled after a window without overflow; Megatron's rule.
 
     After `hysteresis` overflows, every overflow halves the scale until the scale grows; only growth resets
-    the count. Unlike Megatron's, the scale is limited to `MAX_LOSS_SCALE`; torch's `GradScaler` is limited to
+    the count. Unlike in Megatron, the scale is at most `MAX_LOSS_SCALE`; torch's `GradScaler` limits it to
     the largest finite number.
     """
 

@@ -1,4 +1,4 @@
-"""AdamW on states in host memory or in a file: ranges of them are updated one after the other on the host."""
+"""AdamW on states in host memory or in a file: the host updates one range of a state after the other."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 
 class OffloadedUpdate(NamedTuple):
-    """Hold what an update needs of one state, on the device.
+    """Holds the tensors and settings of one state's update, on the device.
 
     Attributes:
-        gradient: unscaled and clipped, ``[n]``; unused if it has been copied to the host.
-        weight: gets the new main weights, ``[n]``, rounded to its dtype; has the old ones if the storage has
-            no main weights.
-        learning_rate: of this state.
-        weight_decay: of this state.
+        gradient: unscaled and clipped gradient, ``[n]``; unused if it has been copied to the host.
+        weight: receives the new main weights, ``[n]``, rounded to its dtype. If the storage has no main
+            weights, it holds the old ones.
+        learning_rate: learning rate of this state.
+        weight_decay: weight decay of this state.
     """
 
     gradient: Tensor
@@ -45,13 +45,13 @@ class OffloadedUpdate(NamedTuple):
 
 
 class OffloadBytes(NamedTuple):
-    """Hold the bytes of a rank's offloaded states.
+    """Sizes in bytes of a rank's offloaded states.
 
     Attributes:
         host: host memory, buffers included.
         file: size of the file.
-        down, up: copied from the device to the host in an update, and back.
-        read, written: of the file, in an update.
+        down, up: bytes copied from the device to the host in an update, and back.
+        read, written: bytes of the file read and written in an update.
     """
 
     host: int
@@ -63,18 +63,18 @@ class OffloadBytes(NamedTuple):
 
 
 class OptimizerOffload:
-    """Hold states of AdamW outside of the device, and update them there while the next forward begins.
+    """Holds AdamW states outside of the device, and updates them there while the next forward begins.
 
-    Those are the first states, until they have the config's share of all elements. A thread updates them in
-    ranges with torch's CPU kernel, in the order in which forward uses their weights; forward waits for one
-    state after the other. New weights are copied to the device behind the update. Gradients are copied to
-    the host as backward completes them if it has the memory; otherwise, and with a file, range by range in
-    the update. Other threads read ahead in the file and write behind.
+    It holds the first states, up to the config's share of all elements. A thread updates them in ranges with
+    torch's CPU kernel, in the order in which forward uses their weights; forward waits for one state after
+    the other. New weights are copied to the device after each range's update. If the host has the memory,
+    gradients are copied to it as backward completes them; otherwise, and with a file, range by range in the
+    update. Other threads read the file ahead of the update and write it behind.
 
     Attributes:
         count: number of states that are offloaded.
-        keeps_gradients: gradients are copied under backward.
-        bytes: sizes, and what an update moves.
+        keeps_gradients: whether gradients are copied during backward.
+        bytes: sizes of the states and of an update's copies.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class OptimizerOffload:
         """Allocate the storage; every rank must call this.
 
         Args:
-            sizes: of all states in order, with equal dtypes and kinds; main is among the kinds if main
+            sizes: sizes of all states in order, with equal dtypes and kinds. The kinds include main if main
                 weights are separate from the model's weights.
-            weight_dtype: of the weights on the device that an update writes.
-            order: in which forward uses the states' weights; None for that of `sizes`.
+            weight_dtype: dtype of the weights on the device that an update writes.
+            order: order in which forward uses the states' weights; None for the order of `sizes`.
 
         Raises:
-            UserError: there is too little host memory, or no file can be made; on every rank.
+            UserError: there is too little host memory, or the file cannot be created; raised on every rank.
         """
         self.config = config
         self.count = num_offloaded(sizes, config.optimizer_offload_fraction)
@@ -134,37 +134,37 @@ class OptimizerOffload:
         self._num_threads: int | None = None
         if device.type == "cuda":
             self._num_threads = parallel.num_threads or max(1, num_cores - 1)  # one starts kernels
-        self._updated: dict[int, Future[torch.cuda.Event | None]] = {}  # by state; of the update in flight
-        self._others: list[Future[None]] = []  # what else the thread was asked for
+        self._updated: dict[int, Future[torch.cuda.Event | None]] = {}  # by state; in the current update
+        self._others: list[Future[None]] = []  # other work of the thread
 
     def tensors(self, state: int) -> dict[str, Tensor]:
         """Return a state's tensors by kind; see `StateStorage.tensors`."""
         return self.storage.tensors(state)
 
     def begin(self) -> None:
-        """Start an iteration: forget the last one's gradients, and begin to read a file's first ranges."""
+        """Start an iteration: drop the previous gradients, and begin to read a file's first ranges."""
         self.forget_gradients()
         self._others.append(self._submit(self.storage.start))
 
     def forget_gradients(self) -> None:
-        """Let `copy_gradients` copy all gradients: those on the host are not this iteration's final ones."""
+        """Make `copy_gradients` copy all gradients: the ones on the host are not final."""
         if self._gradients is not None:
             self._gradients.forget()
 
     def copy_gradient(self, state: int, gradient: Tensor) -> None:
-        """Start to copy a state's complete gradient to the host, where that does not wait for the update.
+        """Start to copy a state's complete gradient to the host, unless the update copies it.
 
         Args:
-            gradient: before unscaling and clipping, ``[n]``; the current stream computes it.
+            gradient: gradient before unscaling and clipping, ``[n]``; the current stream computes it.
         """
         if self._gradients is not None:
             self._gradients.copy(state, gradient)
 
     def copy_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Do so for all states whose gradient is not copied; the device may then change them.
+        """Copy the gradients of all other states; afterwards the device may change the gradients.
 
         Args:
-            gradients: of the offloaded states.
+            gradients: gradients of the offloaded states.
         """
         if self._gradients is not None:
             self._gradients.copy_missing(gradients)
@@ -175,8 +175,8 @@ class OptimizerOffload:
         """Start to update the offloaded states and their weights on the device.
 
         Args:
-            number: of this update, from 1.
-            divisor: of the gradients that have been copied to the host, an fp64 scalar; None for 1.
+            number: number of this update, from 1.
+            divisor: divisor of the gradients that have been copied to the host, an fp64 scalar; None for 1.
         """
         self.finish()
         host = "cpu" if self._thread is not None else "meta"
@@ -198,7 +198,7 @@ class OptimizerOffload:
         """Wait until states are updated; the device's later work waits for the copies of their weights.
 
         Returns:
-            The events of those copies.
+            The events of these copies.
 
         Raises:
             StateFileError: the update failed.
@@ -225,17 +225,17 @@ class OptimizerOffload:
                 each.result()
 
     def check(self) -> None:
-        """Check that `tensors` are as the last update left them."""
+        """Check that `tensors` have not changed since the last update."""
         self.finish()
         self.storage.check()
 
     def seal(self) -> None:
-        """Accept what was written to `tensors`."""
+        """Accept new values of `tensors`."""
         self.finish()
         self.storage.seal()
 
     def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Let the thread do the work; a dry run, whose memory does not exist, does it at once."""
+        """Run the work in the thread; a dry run, which has no memory, runs it at once."""
         if self._thread is not None:
             return self._thread.submit(_with_threads, self._num_threads, work, *arguments)
         done: Future[T] = Future()
@@ -322,14 +322,14 @@ def _new_storage(
 def _staged_dtypes(
     sizes: Sequence[StateSize], weight_dtype: torch.dtype, keeps_gradients: bool
 ) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of what passes through buffers for each range in an update."""
+    """Return the dtypes of the tensors that pass through buffers for each range in an update."""
     if not sizes:
         return ()
     return (weight_dtype,) if keeps_gradients else (sizes[0].dtype, weight_dtype)
 
 
 def _use_device(device: torch.device) -> None:
-    """Let this thread's copies use the rank's GPU: a new thread's is GPU 0."""
+    """Make this thread's copies use the rank's GPU: a new thread uses GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -344,12 +344,12 @@ def open_offload(
     topology: Topology,
     order: Sequence[int] | None = None,
 ) -> OptimizerOffload | None:
-    """Return the storage of the states that the config offloads; None if it offloads none.
+    """Return the storage of the states that the config offloads, or None.
 
     Args:
-        numels: elements of each state.
-        kinds: of its tensors; dtype: of each.
-        order: in which forward uses the states' weights; None for that of `numels`.
+        numels: number of elements of each state.
+        kinds: kinds of its tensors; dtype: dtype of each.
+        order: order in which forward uses the states' weights; None for the order of `numels`.
 
     Raises:
         UserError: see `OptimizerOffload`.
@@ -391,13 +391,14 @@ def _choose_by_host_memory(
     """Check that each machine has enough free host memory for its ranks; every rank must call it.
 
     Args:
-        needed: bytes of this rank with each of several choices, the best first, as many on every rank.
+        needed: bytes of this rank for each of several choices, the best first; as many on every rank.
 
     Returns:
-        The first choice for which every machine has the memory, and the cores for each rank of this one.
+        The first choice for which every machine has the memory, and the number of cores per rank of this
+            machine.
 
     Raises:
-        UserError: a machine has too little for the last choice; on every rank.
+        UserError: a machine has too little memory for the last choice; raised on every rank.
     """
     machine = socket.gethostname()
     mine: tuple[str, Sequence[int], int | None, set[int]] = machine, needed, free_bytes(), _cores()
@@ -430,12 +431,12 @@ def _choose_by_host_memory(
 
 
 def _cores() -> set[int]:
-    """Return the cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _with_threads(number: int | None, work: Callable[..., T], *arguments: Any) -> T:
-    """Do the work with this many threads of torch's CPU kernels; None changes nothing."""
+    """Run the work with this number of threads for torch's CPU kernels; None keeps the number."""
     if number is None:
         return work(*arguments)
     before = torch.get_num_threads()

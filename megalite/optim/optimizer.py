@@ -1,4 +1,4 @@
-"""The optimizers' common part, and the optimizer of ZeRO stages 0 to 2 on flat buckets."""
+"""The optimizers' base class, and the optimizer of ZeRO stages 0 to 2 on flat buckets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CountedShard(NamedTuple):
     Attributes:
         main: main weights, ``[n]``.
         gradient: complete gradient, ``[n]``.
-        moments: of AdamW, by torch's names, ``[n]``.
+        moments: AdamW's moments by torch's names, ``[n]``.
         num_used: number of elements before the vocabulary's padding.
     """
 
@@ -53,7 +53,7 @@ class CountedShard(NamedTuple):
 
 
 class ParameterBytes(NamedTuple):
-    """Hold the bytes that this rank holds for a parameter from one iteration to the next."""
+    """Bytes that this rank holds for a parameter from one iteration to the next."""
 
     weights: int
     gradients: int
@@ -61,13 +61,13 @@ class ParameterBytes(NamedTuple):
 
 
 class BaseOptimizer(ABC):
-    """Norms, clipping and AdamW on gradients that data-parallel ranks have reduced, whatever the ZeRO stage.
+    """Computes norms, clips and runs AdamW on reduced gradients; the base class for all ZeRO stages.
 
     Attributes:
         scaler: its scale multiplies the loss of each backward pass.
-        observers: notified of each part of the work, by the names of Megatron-LM's timers.
-        offload: holds the states that are not on the device; None if all are.
-        unreached: names of the parameters that no backward of the last iteration has reached on this rank.
+        observers: notified of each part of the work, by Megatron-LM's timer names.
+        offload: holds the states that are not on the device; None if all states are on the device.
+        unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class BaseOptimizer(ABC):
         self.observers: list[Observer[str]] = []
         self.unreached: list[str] = []
         self.adamw = AdamW(states, config, self.scaler, self.observers, topology.device, offload)
-        # With sequence parallelism, a parameter that every tp rank has gets the gradient of the rank's own
-        # positions: the sum over tp completes it.
+        # With sequence parallelism, a replicated parameter's gradient only covers the rank's own positions:
+        # the sum over tp completes it.
         self.sums_over_tp = parallel.sequence_parallel and topology.tp.size > 1
 
     def begin(self, num_microbatches: int) -> None:
-        """Start an iteration of that many backward passes; their gradients replace those of the last one."""
+        """Start an iteration with this number of backward passes; their gradients replace the old ones."""
         if self.offload is not None:
             self.offload.begin()
 
@@ -100,7 +100,7 @@ class BaseOptimizer(ABC):
             self.offload.finish()
 
     def run_stored(self, gradients: Iterable[WeightGradient]) -> None:
-        """Compute and accumulate the weight gradients that a schedule with split backward has stored."""
+        """Compute and accumulate the weight gradients stored by a schedule with split backward."""
         run_stored(gradients)
 
     @abstractmethod
@@ -117,11 +117,11 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def _parameter_state(self) -> Iterator[tuple[str, ParameterShard]]:
-        """Yield main weights, if they are separate, and moments, as ``NAME.main`` or ``NAME.MOMENT``."""
+        """Yield separate main weights and moments, as ``NAME.main`` and ``NAME.MOMENT``."""
 
     @abstractmethod
     def _weight_and_gradient_bytes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each parameter's name, the bytes of its weights, and of its gradient, on this rank."""
+        """Yield each parameter's name, and the bytes of its weights and of its gradient on this rank."""
 
     @abstractmethod
     def _finish_reduction(self) -> None:
@@ -133,24 +133,24 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def _norm_gradients(self) -> Iterable[Tensor]:
-        """Return the gradients that this rank, and no other of the world, counts in the norm."""
+        """Return the gradients that only this rank of the world counts in the norm."""
 
     @abstractmethod
     def counted_shards(self) -> Iterator[CountedShard]:
-        """Yield the same elements by parameter."""
+        """Yield the elements that only this rank counts, by parameter."""
 
     @abstractmethod
     def _named_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the gradients of the elements that this rank updates by parameter."""
+        """Return the gradients of the elements that this rank updates, by parameter."""
 
     def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
         """Complete the gradients over all ranks.
 
         Args:
-            scale: multiplies them, a scalar on the device.
+            scale: factor on the gradients, a scalar on the device.
 
         Returns:
-            Their global norm without the loss scale, an fp64 scalar on the device.
+            The global gradient norm without the loss scale, an fp64 scalar on the device.
         """
         with observed(self.observers, "all-grads-sync"):
             self._finish_reduction()
@@ -160,7 +160,7 @@ class BaseOptimizer(ABC):
             if scale is not None and (gradients := self._owned_gradients()):
                 foreach_mul_(gradients, scale)
                 if self.offload is not None:
-                    self.offload.forget_gradients()  # what backward copied to the host is not scaled
+                    self.offload.forget_gradients()  # backward's copies on the host are not scaled
             return global_norm(self._norm_gradients(), self.topology) / self.scaler.scale
 
     def _is_complete(self, state: OptimizerState) -> bool:
@@ -169,7 +169,7 @@ class BaseOptimizer(ABC):
 
     @torch.no_grad()
     def _sum_over_tp(self) -> None:
-        """All-reduce the gradients of parameters that every tp rank has, in one message."""
+        """All-reduce the gradients of parameters that are replicated over tp, in one message."""
         pairs = zip(self.adamw.states, self._owned_gradients(), strict=True)
         if gradients := [gradient for state, gradient in pairs if not self._is_complete(state)]:
             total = all_reduce(torch.cat(gradients), self.topology.tp)
@@ -189,13 +189,13 @@ class BaseOptimizer(ABC):
         their values. The loss scaler is not updated.
 
         Args:
-            grad_norm: result of `finish_gradients`.
+            grad_norm: the result of `finish_gradients`.
             is_allowed: a bool scalar on the device; None allows the update.
-            decoupled_learning_rate: of the word embedding and the output layer, with --decoupled-lr.
+            decoupled_learning_rate: rate of the word embedding and the output layer, with --decoupled-lr.
         """
         gradients = self._owned_gradients()
         if self.offload is not None and grad_norm.is_cuda:
-            # The host is about to read whether to update. Here a hang report says what it waits for.
+            # The host is about to read whether to update. Waiting here lets a hang report name the wait.
             self.topology.to_host(grad_norm)
         self.adamw.step(
             gradients, learning_rate, weight_decay, grad_norm, is_allowed, decoupled_learning_rate
@@ -204,7 +204,7 @@ class BaseOptimizer(ABC):
     def params_norm(self) -> float:
         """Return the 2-norm of the whole model's weights; every rank must call it.
 
-        The padding of the vocabulary, whose size depends on the layout, is not counted, nor in `num_zeros`.
+        This and `num_zeros` do not count the vocabulary's padding, whose size depends on the layout.
         """
         if self.offload is not None:
             self.offload.finish()
@@ -219,16 +219,16 @@ class BaseOptimizer(ABC):
         return int(self.topology.to_host(all_reduce(count, self.topology.world)).item())
 
     def gradient_squares(self) -> dict[str, Tensor]:
-        """Return the sum of squares of each parameter's complete gradient that this rank counts, by name.
+        """Return the sum of squares of the gradient elements that this rank counts, by parameter name.
 
-        The ranks of the world together count each element once. An update may have unscaled and clipped
-        the gradients: only their ratios stay the same.
+        All ranks together count each element once. An update may have unscaled and clipped the gradients,
+        which only keeps their ratios.
         """
         device = self.topology.device
         return {shard.name: sum_of_squares([shard.gradient], device) for shard in self.counted_shards()}
 
     def bad_gradients(self) -> list[str]:
-        """Return the names of parameters whose complete gradient is not finite in elements of this rank."""
+        """Return the names of parameters whose complete gradient is not finite in this rank's elements."""
         return [name for name, gradient in self._named_gradients() if not gradient.isfinite().all()]
 
     def parameter_bytes(self) -> dict[str, ParameterBytes]:
@@ -244,18 +244,18 @@ class BaseOptimizer(ABC):
     def state(self) -> dict[str, Tensor | ParameterShard]:
         """Return everything that a checkpoint holds besides the model's weights, as views.
 
-        Main weights, if they are separate from the model's, and moments are named ``NAME.main`` and
-        ``NAME.MOMENT`` and have the parameter's shape: this rank's slice of it, or the shard that it owns.
+        Main weights, if separate from the model's weights, and moments are named ``NAME.main`` and
+        ``NAME.MOMENT``. They have the parameter's shape: this rank's slice of it, or the shard that it owns.
         """
         state: dict[str, Tensor | ParameterShard] = dict(self._parameter_state())
         scaler = {f"loss_scaler.{name}": tensor for name, tensor in self.scaler.state().items()}
         return {**state, "num_steps": self.adamw.num_steps, **scaler}
 
     def check_state(self) -> None:
-        """Check that offloaded state in a file is as it was written, before a checkpoint reads `state`.
+        """Check that offloaded state in a file has not changed, before a checkpoint reads `state`.
 
         Raises:
-            StateFileError: it is not.
+            StateFileError: it has changed.
         """
         if self.offload is not None:
             self.offload.check()
@@ -267,11 +267,11 @@ class BaseOptimizer(ABC):
 
 
 class Optimizer(BaseOptimizer):
-    """ZeRO stages 0 to 2: owns the rank's gradients from backward to the update.
+    """The optimizer of ZeRO stages 0 to 2: owns the rank's gradients from backward to the update.
 
     Attributes:
         buffers: gradients of each bucket.
-        states: main weights and moments of the elements that this rank owns of each bucket, in the same
+        states: main weights and moments of the elements of each bucket that this rank owns, in the same
             order.
     """
 
@@ -290,14 +290,14 @@ class Optimizer(BaseOptimizer):
         """Move the parameters into buckets and allocate gradients and state.
 
         Args:
-            named_parameters: of this rank, in the order in which forward uses them.
-            tied: the tied word embedding, if the pipeline has more than one rank and this rank holds the
-                first or the last stage.
+            named_parameters: parameters of this rank, in the order in which forward uses them.
+            tied: tied word embedding, if the pipeline has more than one rank and this rank holds the first or
+                the last stage.
             parallel: ZeRO stage, bucket size, overlap and sequence parallelism.
-            dtype: of the weights.
+            dtype: dtype of the weights.
             units: this rank's modules in the order in which forward calls them; each waits for its weights
-                where the all-gather overlaps forward.
-            fuses_weight_gradients: linear layers add their weight gradients to the buffers themselves.
+                if the all-gather overlaps forward.
+            fuses_weight_gradients: linear layers add their weight gradients to the buffers.
             graphs_add: graphs of torch.compile add weight gradients to the buffers.
         """
         self.tied = tied
@@ -348,7 +348,7 @@ class Optimizer(BaseOptimizer):
         buffers = [GRADIENT_BUFFERS[stage](bucket, dp, message_dtype) for bucket in buckets]
         if tied is not None:
             bucket = Bucket([pair for pair in pairs if pair[1] is tied], dp)
-            # Full at every stage: the parts of two pipeline stages must be summed before it is scattered.
+            # Full at every ZeRO stage: the gradients of two pipeline stages must be summed before scattering.
             buffers.append(GRADIENT_BUFFERS[min(stage, 1)](bucket, dp, message_dtype))
         return buffers
 
@@ -372,8 +372,8 @@ class Optimizer(BaseOptimizer):
             [buffer.bucket for buffer in self.buffers],
             topology.dp.shard if stage > 0 else None,
             units if overlaps else (),
-            # With tensor parallelism a GPU starts kernels in the order of their launch (`settings_for`):
-            # forward would not begin before the last bucket.
+            # With tensor parallelism a GPU starts kernels in launch order (`settings_for`): forward would not
+            # begin before the last bucket.
             one_ahead=topology.tp.size > 1,
             wait_for_update=None if self.offload is None else self._wait_for_update,
         )
@@ -390,9 +390,9 @@ class Optimizer(BaseOptimizer):
         self.offload.wait([self._number_of[bucket]])
 
     def initialize_main(self, seed: int) -> None:
-        """Draw the main weights anew where they are separate, so that they start unrounded.
+        """Draw separate main weights again, so that they start unrounded.
 
-        A rank draws all of the parameters that it has and keeps the elements that it owns; nothing is sent.
+        A rank draws all of its parameters and keeps the elements that it owns; nothing is sent.
         """
         for state in self.states:
             if not state.has_own_main:
@@ -411,7 +411,7 @@ class Optimizer(BaseOptimizer):
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def finish_gradients(self, scale: Tensor | None = None) -> Tensor:
-        for parameter in self.main_grads:  # a backward pass outside of an iteration uses autograd alone
+        for parameter in self.main_grads:  # backward outside of an iteration only uses autograd
             parameter.main_grad = None  # type: ignore[attr-defined]
         return super().finish_gradients(scale)
 
@@ -493,7 +493,7 @@ class Optimizer(BaseOptimizer):
                 yield entry.name, state.parameter_shard(buffer.owned_grad, entry).tensor
 
     def _counts(self, bucket: Bucket) -> bool:
-        """Return whether this rank counts a bucket in norms: copies on several ranks are counted once."""
+        """Return whether this rank counts a bucket in norms: replicated copies are counted once."""
         is_copy = self.tied is not None and self.tied.has_other_copy and not self.topology.pp.is_first
         if is_copy and bucket is self.buffers[-1].bucket:
             return False

@@ -16,22 +16,22 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
     "constant": lambda progress: 1.0,
 }
-"""Position between the minimum (0) and the peak (1), by the progress through the decay in [0, 1]."""
+"""Rate between the minimum (0) and the peak (1), as a function of the decay's progress in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Warm-up, then decay; a pure function of the position in the run, so a resumed run needs no state.
+    """Warm-up, then decay. A pure function of the position in the run, so a resumed run needs no state.
 
-    The update that brings the run to a position has the rate that Megatron logs for it. Megatron itself
-    updates with the previous one, so that its first update, at the start of warm-up, has rate 0. With
+    The update that brings the run to a position uses the rate that Megatron logs for it. Megatron's own
+    update uses the previous rate, so its first update, at the start of warm-up, has rate 0. With
     `lr_step_timing` deepspeed, update n has the rate of update n in DeepSpeed (WarmupLR, WarmupDecayLR and
     WarmupCosineLR).
 
     Args:
-        run_length: iterations or samples of the run; the decay's length unless the config sets one.
-        unit: of the run's length, and of the config's fields that are used.
-        batch_size: samples of an iteration, after any ramp-up.
+        run_length: length of the run in iterations or samples; the decay's length unless the config sets it.
+        unit: unit of the run's length and of the config's fields.
+        batch_size: samples per iteration, after any ramp-up.
     """
 
     config: OptimizerConfig
@@ -41,12 +41,12 @@ class LearningRate:
 
     @property
     def decay_length(self) -> int:
-        """Position at which the decay ends."""
+        """Return the position at which the decay ends."""
         return self._given("lr_decay") or self.run_length
 
     @property
     def warmup_length(self) -> float:
-        """Length of the warm-up; not necessarily an integer if it is a fraction of the decay."""
+        """Return the length of the warm-up; it may not be an integer if it is a fraction of the decay."""
         fraction = self.config.lr_warmup_fraction
         return self._given("lr_warmup") if fraction is None else fraction * self.decay_length
 
@@ -54,7 +54,7 @@ class LearningRate:
         """Return the rate of the update that brings the run to `position`.
 
         Args:
-            position: number of the iteration, from 1, or the samples consumed including the iteration's.
+            position: number of the iteration, from 1, or the samples consumed including this iteration.
         """
         if self.config.lr_step_timing == "deepspeed":
             return self._after_steps(position - 1)
@@ -63,7 +63,7 @@ class LearningRate:
         return self._decayed(position)
 
     def _after_steps(self, steps: int) -> float:
-        """Return the rate after so many steps of a DeepSpeed scheduler, the first of which has number 0."""
+        """Return the rate after this number of steps of a DeepSpeed scheduler; its first step is number 0."""
         style = self.config.lr_decay_style
         if steps == 0:
             return 0.0 if style == "cosine" else self.config.lr_warmup_init
@@ -99,7 +99,7 @@ class LearningRate:
         return 1.0 if since <= 0 else DECAYS[self.config.lr_wsd_decay_style](since / length)
 
     def _given(self, name: str) -> int:
-        """Return the config's field of that name in the run's unit; 0 if it is not set."""
+        """Return the config's field with this name in the run's unit; 0 if it is not set."""
         return getattr(self.config, f"{name}_{self.unit}") or 0
 
 
@@ -108,7 +108,7 @@ class WeightDecay:
     """Weight decay, which may rise over the run; a pure function of the position in the run.
 
     Args:
-        length: iterations or samples until it reaches its end.
+        length: number of iterations or samples until it reaches its final value.
     """
 
     config: OptimizerConfig
@@ -137,13 +137,13 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class OptimizerSchedules:
-    """Learning rate and weight decay of every position in a run.
+    """Learning rate and weight decay at every position in a run.
 
     Attributes:
-        config: the optimizer's.
-        run_length: iterations or samples of the run.
-        unit: of the run's length.
-        batch_size: samples of an iteration, after any ramp-up.
+        config: the optimizer's config.
+        run_length: length of the run in iterations or samples.
+        unit: unit of the run's length.
+        batch_size: samples per iteration, after any ramp-up.
     """
 
     config: OptimizerConfig
@@ -163,12 +163,12 @@ class OptimizerSchedules:
 
     @property
     def learning_rate(self) -> LearningRate:
-        """The learning rate's schedule."""
+        """Return the schedule of the learning rate."""
         return LearningRate(self.config, self.run_length, self.unit, self.batch_size)
 
     @property
     def decoupled_learning_rate(self) -> LearningRate | None:
-        """The schedule of the embedding's and the output layer's own learning rate, if there is one."""
+        """Return the schedule of the embedding's and output layer's separate learning rate, or None."""
         peak, least = self.config.decoupled_lr, self.config.decoupled_min_lr
         if peak is None:
             return None
@@ -177,12 +177,12 @@ class OptimizerSchedules:
 
     @property
     def weight_decay(self) -> WeightDecay:
-        """The weight decay's schedule."""
+        """Return the schedule of the weight decay."""
         given = getattr(self.config, f"weight_decay_incr_{self.unit}")
         return WeightDecay(self.config, given or self.run_length)
 
     def fields(self) -> dict[str, Any]:
-        """Return the config's fields that have an effect, lengths resolved: equal for equal schedules."""
+        """Return the config's effective fields, with resolved lengths: equal for equal schedules."""
         names, unit = ["lr", "lr_decay_style", "weight_decay_incr_style"], self.unit
         lengths: dict[str, float] = {f"lr_warmup_{unit}": self.learning_rate.warmup_length}
         if lengths[f"lr_warmup_{unit}"]:
@@ -206,14 +206,14 @@ class OptimizerSchedules:
         return fields
 
     def _not_default(self, name: str) -> list[str]:
-        """Return a field's name if its value is not the default, which earlier versions do not record."""
+        """Return a field's name if its value is not the default; earlier versions do not record it."""
         return [name] if getattr(self.config, name) != getattr(OptimizerConfig(), name) else []
 
     def with_fields(self, fields: Mapping[str, Any]) -> OptimizerSchedules:
-        """Return the schedules that recorded `fields`, in the same unit.
+        """Return the schedules that `fields` were recorded from, in the same unit.
 
         Raises:
-            ValueError: `fields` does not return them for any schedules in that unit.
+            ValueError: no schedules in this unit have these fields.
         """
         absent = {
             **{"lr_warmup_fraction": None, "decoupled_lr": None, "decoupled_min_lr": None},
@@ -231,7 +231,7 @@ class OptimizerSchedules:
 
 
 def _is_sound(fields: Mapping[str, Any]) -> bool:
-    """Return whether every value has its field's type and range."""
+    """Return whether every value has the type and range of its field."""
     return all(
         isinstance(value, str) and value in _STYLES[name]
         if name in _STYLES

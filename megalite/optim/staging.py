@@ -19,18 +19,18 @@ def staging_bytes(size: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 class Staging:
-    """Copy ranges to the host ahead of their update, and back behind it, each way on its own CUDA stream.
+    """Copies ranges to the host before their update and back after it, each way on its own CUDA stream.
 
-    On another device the copies are made at once. Ranges are numbered from 0 in each update, and `down`,
-    `arrived` and `up` are called for each in this order; `down` at most `NUM_STAGED` ahead of `up`.
+    On other devices copies are made at once. Ranges are numbered from 0 in each update. Call `down`,
+    `arrived` and `up` for each range in this order, and `down` at most `NUM_STAGED` ranges ahead of `up`.
 
     Args:
-        device: of the tensors to copy from and to; with meta, the buffers have no memory.
-        size: largest number of elements of a range.
-        dtypes: of the tensors of a range that are copied, such as gradient and weights: a buffer each.
+        device: device of the tensors to copy from and to; with meta, the buffers have no memory.
+        size: largest number of elements in a range.
+        dtypes: dtypes of a range's tensors to copy, such as gradient and weights; each has a buffer.
 
     Raises:
-        UserError: the system does not let the process pin the buffers.
+        UserError: the system does not allow the process to pin the buffers.
     """
 
     def __init__(self, device: torch.device, size: int, dtypes: Sequence[torch.dtype]) -> None:
@@ -46,17 +46,17 @@ class Staging:
         self._copied_up: list[torch.cuda.Event | None] = [None] * NUM_STAGED
 
     def start(self) -> None:
-        """Begin an update, after the work that the device has queued so far."""
+        """Begin an update after the work that the device has queued so far."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffers(self, number: int, numel: int) -> list[Tensor]:
-        """Return a range's buffers, ``[numel]`` each; ranges `NUM_STAGED` apart share them."""
+        """Return a range's buffers, ``[numel]`` each; ranges that are `NUM_STAGED` apart share them."""
         return [slots[number % NUM_STAGED, :numel] for slots in self._buffers]
 
     def down(self, number: int, sources: Sequence[Tensor]) -> None:
-        """Start to copy tensors of the device, ``[n]`` each, into the first of the range's buffers."""
+        """Start to copy tensors of the device, ``[n]`` each, into the range's first buffers."""
         slot = number % NUM_STAGED
         with torch.cuda.stream(self._down):
             if self._down is not None and (before := self._copied_up[slot]) is not None:
@@ -67,12 +67,12 @@ class Staging:
                 self._copied_down[slot] = self._down.record_event()
 
     def arrived(self, number: int) -> None:
-        """Wait until the host may read the range's buffers, and write to them."""
+        """Wait until the host may read and write the range's buffers."""
         if (event := self._copied_down[number % NUM_STAGED]) is not None:
-            event.synchronize()  # the copy down has waited for the copy up before it
+            event.synchronize()  # the copy down has waited for the previous copy up
 
     def up(self, number: int, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start to copy one of the range's buffers to a tensor of the device; return the event of its end."""
+        """Start to copy one of the range's buffers to a tensor of the device; return the copy's event."""
         with torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
         event = None if self._up is None else self._up.record_event()
@@ -81,7 +81,7 @@ class Staging:
 
 
 class HostGradient(NamedTuple):
-    """A gradient in pinned host memory, ``[n]``, and the end of the copy to it if that may still run."""
+    """A gradient in pinned host memory, ``[n]``, and the event of its copy, which may still run."""
 
     memory: Tensor
     copied: torch.cuda.Event | None
@@ -94,18 +94,18 @@ class HostGradient(NamedTuple):
 
 
 class HostGradients:
-    """Hold the gradients of offloaded states in pinned host memory, copied there while backward runs.
+    """Holds the gradients of offloaded states in pinned host memory; they are copied while backward runs.
 
     Args:
-        device: of the gradients.
-        numels: elements of each state.
-        dtype: of the gradients.
+        device: device of the gradients.
+        numels: number of elements of each state.
+        dtype: dtype of the gradients.
 
     Raises:
-        UserError: the system does not let the process pin the memory.
+        UserError: the system does not allow the process to pin the memory.
 
     Attributes:
-        copied: gradients that are copied or on their way, by state.
+        copied: gradients that have been copied or are being copied, by state.
     """
 
     def __init__(self, device: torch.device, numels: Sequence[int], dtype: torch.dtype) -> None:
@@ -116,7 +116,7 @@ class HostGradients:
         self.copied: dict[int, HostGradient] = {}
 
     def forget(self) -> None:
-        """Let later copies replace all gradients; an update that runs keeps the old `copied`."""
+        """Let later copies replace all gradients; a running update keeps the old `copied`."""
         self.copied = {}
 
     def copy(self, state: int, gradient: Tensor) -> None:
@@ -129,10 +129,10 @@ class HostGradients:
         self.copied[state] = HostGradient(self._tensors[state], event)
 
     def copy_missing(self, gradients: Sequence[Tensor]) -> None:
-        """Copy those that are not copied yet; the device's later work waits for all copies.
+        """Copy the gradients that have not been copied yet; the device's later work waits for all copies.
 
         Args:
-            gradients: of all states.
+            gradients: gradients of all states.
         """
         for state, gradient in enumerate(gradients):
             if state not in self.copied:

@@ -1,4 +1,4 @@
-"""Optimizer states in a file on a local disk, streamed through a ring of buffers in each update."""
+"""Keep optimizer states in a file on a local disk; each update streams them through a ring of buffers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FLAG = "--optimizer-nvme-offload"
 BLOCK = 4096
 """Direct reads and writes start and end at multiples of this number of bytes, in the file and in memory."""
 NUM_THREADS = 8
-"""Threads that read, write and compute checksums: a disk is fastest with several requests at once."""
+"""Number of threads that read, write and compute checksums: disks are fastest with several requests."""
 _CACHED_BLOCKS = 64
-"""Blocks that fit into a core's cache."""
+"""Number of blocks that fit into a core's cache."""
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NETWORK_FILE_SYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p", "afs", "glusterfs"),
@@ -40,13 +40,13 @@ _NETWORK_FILE_SYSTEMS = (
 
 
 class StateFileError(UserError):
-    """Raised in training when a rank's file cannot be read or written, or has other contents than written."""
+    """Raised in training if a rank's file cannot be read or written, or its contents have changed."""
 
     on_one_rank = True
 
 
 class _Part(NamedTuple):
-    """A kind's tensor of a range: its bytes in the file and in its slot's memory."""
+    """One kind's tensor of a range: its bytes in the file and in its slot's memory."""
 
     kind: str
     dtype: torch.dtype
@@ -57,16 +57,16 @@ class _Part(NamedTuple):
 
 
 class FileStorage(StateStorage):
-    """Hold the tensors in a file that has no name: it is gone when this process ends, however it ends.
+    """Holds the tensors in an unnamed file, which the system deletes when this process ends.
 
-    Reads and writes go past the page cache (`O_DIRECT`) where the file system supports that. Threads read
-    ranges ahead of the update and write them behind it, through `NUM_SLOTS` buffers. A checksum of each
-    range, kept in memory, is compared whenever the range is read. `tensors` are mapped, so that a checkpoint
-    reads and writes them without holding all of them in memory.
+    Reads and writes bypass the page cache (`O_DIRECT`) if the file system supports it. Threads read ranges
+    before the update and write them after it, through `NUM_SLOTS` buffers. A checksum of each range is kept
+    in memory and compared whenever the range is read. `tensors` are mapped, so a checkpoint reads and writes
+    them without holding all of them in memory.
 
     Args:
-        folder: exists, on a local disk.
-        sizes: with equal dtypes and kinds.
+        folder: existing folder on a local disk.
+        sizes: sizes of the states, with equal dtypes and kinds.
 
     Raises:
         UserError: the folder does not exist, cannot be written to, or has too little space.
@@ -136,7 +136,7 @@ class FileStorage(StateStorage):
         return {part.kind: part.memory.view(part.dtype)[: part.numel] for part in self._parts[number]}
 
     def put(self, number: int) -> None:
-        """Write the range, and then read the next one that has its slot."""
+        """Write the range, and then read the next range that uses its slot."""
         later = number + NUM_SLOTS
 
         def write_and_read(_: int, index: int) -> None:
@@ -155,7 +155,7 @@ class FileStorage(StateStorage):
 
     def seal(self, kinds: Collection[str] | None = None) -> None:
         self._is_new = False
-        self.finish()  # what was read ahead is not what was written
+        self.finish()  # ranges that were read ahead are outdated
         self._compare_map(self._accept, kinds)
         self._map.flush()
         self._drop_pages()
@@ -166,7 +166,7 @@ class FileStorage(StateStorage):
         self._compare_map(self._expect)
 
     def _submit(self, number: int, work: Callable[[int, int], None]) -> None:
-        """Do the work on each part of a range in the threads."""
+        """Run the work on each part of a range in the threads."""
         self._running[number] = [
             self._pool.submit(work, number, index) for index in range(len(self.sizes[0].kinds))
         ]
@@ -193,8 +193,8 @@ class FileStorage(StateStorage):
             part, (_, start, stop) = self._parts[number][index], self.ranges[number]
             raise StateFileError(
                 f"{FLAG} {self.folder}: bytes {part.start} to {part.start + part.num_bytes} of this "
-                f"process' file ({part.kind}, elements {start} to {stop} of a bucket) are not those that "
-                "were written: check the disk, and resume from the last checkpoint"
+                f"process' file ({part.kind}, elements {start} to {stop} of a bucket) differ from the bytes "
+                "written: check the disk, and resume from the last checkpoint"
             )
 
     def _read(self, number: int, index: int) -> None:
@@ -227,7 +227,7 @@ class FileStorage(StateStorage):
             ) from None
 
     def _drop_pages(self) -> None:
-        """Give back the memory of mapped pages, which a checkpoint has read or written; the file has them."""
+        """Release the memory of mapped pages that a checkpoint has read or written; the file holds them."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         if self._is_direct and hasattr(os, "posix_fadvise"):
@@ -235,22 +235,22 @@ class FileStorage(StateStorage):
 
 
 def ring_bytes(sizes: Sequence[StateSize], range_size: int = RANGE_SIZE) -> int:
-    """Return the host memory of the buffers through which these states are streamed."""
+    """Return the host memory of the buffers for streaming these states."""
     return NUM_SLOTS * max(
         len(size.kinds) * _in_blocks(min(size.numel, range_size) * size.dtype.itemsize) for size in sizes
     )
 
 
 def file_bytes(sizes: Sequence[StateSize]) -> int:
-    """Return the size of the file of these states."""
+    """Return the size of the file for these states."""
     return _layout(sizes)[1]
 
 
 def _checksum(content: memoryview | bytes) -> int:
     """Return a checksum of whole blocks: the CRC-32 of sums of their 64-bit words.
 
-    Those are the sum of each block, and for each place in a block the sum of the words there. If up to three
-    words differ, some sums differ. It takes a third of the time of the CRC-32 of all bytes.
+    The sums are over each block, and over all blocks for each position in a block. If up to three words
+    differ, some sums differ. It takes a third of the time of a CRC-32 over all bytes.
     """
     blocks = np.frombuffer(content, np.uint64).reshape(-1, BLOCK // 8)
     of_blocks, of_places = np.empty(len(blocks), np.uint64), np.zeros(BLOCK // 8, np.uint64)
@@ -262,7 +262,7 @@ def _checksum(content: memoryview | bytes) -> int:
 
 
 def _layout(sizes: Sequence[StateSize]) -> tuple[list[list[int]], int]:
-    """Return where each kind of each state starts in the file, and the size of the file."""
+    """Return the start of each kind of each state in the file, and the size of the file."""
     starts: list[list[int]] = []
     end = 0
     for size in sizes:
@@ -277,13 +277,13 @@ def _in_blocks(num_bytes: int) -> int:
 
 
 def _new_file(folder: Path, num_bytes: int) -> tempfile._TemporaryFileWrapper[bytes]:
-    """Make a file without a name, with space on the disk for all its bytes.
+    """Create an unnamed file, with space on the disk for all its bytes.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the file cannot be created.
     """
     if not folder.is_dir():
-        raise UserError(f"{FLAG} {folder} is not a folder: make it on a local disk, or pass another one")
+        raise UserError(f"{FLAG} {folder} is not a folder: create it on a local disk, or pass another folder")
     try:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)
         try:
@@ -306,7 +306,7 @@ def _new_file(folder: Path, num_bytes: int) -> tempfile._TemporaryFileWrapper[by
 
 
 def _set_direct(descriptor: int, memory: Tensor) -> bool:
-    """Turn direct reads and writes on, if a block can be read so; return whether it can."""
+    """Enable direct reads and writes if a block can be read directly; return whether it can."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))

@@ -1,4 +1,4 @@
-"""Storage of optimizer states outside of the device: which states, in which ranges, and in host memory."""
+"""Storage of optimizer states outside of the device: selection of states, ranges, and host memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megalite.optim.offload_sizes import RANGE_SIZE
 
 
 class StateSize(NamedTuple):
-    """Describe the tensors of one of AdamW's states.
+    """Describes the tensors of one of AdamW's states.
 
     Attributes:
-        numel: elements of each.
-        dtype: of each.
-        kinds: their names, such as main and exp_avg.
+        numel: number of elements of each tensor.
+        dtype: dtype of each tensor.
+        kinds: names of the tensors, such as main and exp_avg.
     """
 
     numel: int
@@ -32,7 +32,7 @@ class StateSize(NamedTuple):
 
 
 class StateRange(NamedTuple):
-    """Name elements ``[start, stop)`` of a state, by its position."""
+    """Elements ``[start, stop)`` of the state at this position."""
 
     state: int
     start: int
@@ -40,7 +40,7 @@ class StateRange(NamedTuple):
 
 
 def num_offloaded(sizes: Sequence[StateSize], fraction: float) -> int:
-    """Return how many states, from the first, have at least this share of all elements."""
+    """Return how many states, from the first on, hold at least this share of all elements."""
     needed = fraction * sum(size.numel for size in sizes)
     total = count = 0
     while total < needed:
@@ -52,9 +52,9 @@ def num_offloaded(sizes: Sequence[StateSize], fraction: float) -> int:
 def ranges_of(
     sizes: Sequence[StateSize], range_size: int, order: Sequence[int] | None = None
 ) -> list[StateRange]:
-    """Return the ranges of all states, in this order of the states, or in theirs.
+    """Return the ranges of all states, in `order` or in the order of the states.
 
-    Each starts at a multiple of `range_size`, so that a vector instruction of the update spans no two.
+    Each starts at a multiple of `range_size`, so a vector instruction of the update never spans two ranges.
     """
     return [
         StateRange(number, start, min(start + range_size, sizes[number].numel))
@@ -64,18 +64,17 @@ def ranges_of(
 
 
 class StateStorage(ABC):
-    """Hold the tensors of states, zero at first, and lend their ranges to an update one after the other.
+    """Holds the tensors of states, initially zero, and passes their ranges to an update one by one.
 
-    An update calls `start`, which can be long before it, then `take` and `put` for each range in order, then
-    `finish`. Between updates `tensors` may be read and written; the caller that writes them calls `seal`
-    afterwards.
+    An update calls `start`, possibly long before it begins, then `take` and `put` for each range in order,
+    then `finish`. Between updates `tensors` may be read and written; call `seal` after writing.
 
     Args:
-        order: of the states in an update; None for that of `sizes`.
+        order: order of the states in an update; None for the order of `sizes`.
 
     Attributes:
-        sizes: of the states.
-        ranges: in the order of an update.
+        sizes: sizes of the states.
+        ranges: ranges in the order of an update.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class StateStorage(ABC):
 
     @abstractmethod
     def tensors(self, state: int) -> dict[str, Tensor]:
-        """Return a state's whole tensors by kind, ``[numel]``, in host memory or mapped into it."""
+        """Return a state's complete tensors by kind, ``[numel]``, in host memory or mapped into it."""
 
     @abstractmethod
     def take(self, number: int) -> dict[str, Tensor]:
@@ -97,7 +96,7 @@ class StateStorage(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Prepare for an update, if that has not been done yet."""
+        """Prepare for an update, unless this has already been done."""
 
     @abstractmethod
     def put(self, number: int) -> None:
@@ -109,7 +108,7 @@ class StateStorage(ABC):
 
     @abstractmethod
     def seal(self, kinds: Collection[str] | None = None) -> None:
-        """Accept what was written to `tensors`; `kinds` limits it to those."""
+        """Accept new values of `tensors`, only of `kinds` if given."""
 
     @abstractmethod
     def check(self) -> None:
@@ -117,12 +116,12 @@ class StateStorage(ABC):
 
 
 class HostStorage(StateStorage):
-    """Hold the tensors in host memory.
+    """Holds the tensors in host memory.
 
-    The memory is not pinned: the update reads and writes it on the host, and no GPU does.
+    The memory is not pinned: only the host reads and writes it.
 
     Args:
-        device: meta for tensors without memory, in a dry run.
+        device: meta for tensors without memory in a dry run.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Completion of updated weights, before or under the next forward: the host's update, and the all-gather."""
+"""Complete updated weights before or during the next forward: the host's update, and the all-gather."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class WeightGatherer:
     """All-gathers each bucket's weights from the ranks that own its shards (ZeRO stages 1 and 2).
 
     With units, the all-gather overlaps the next forward: buckets are started in the order in which forward
-    first uses them, and each unit's call waits for its own buckets. Without, `start` waits for all of them.
+    first uses them, and each unit's call waits for its own buckets. Without units, `start` waits for all.
 
     Args:
-        axis: ranks that own the shards; None if each owns whole buckets, whose updates it waits for.
-        one_ahead: start each bucket only when forward waits for the one before it.
-        wait_for_update: waits until a bucket is updated, for updates that run on the host meanwhile; a bucket
-            is then started as with `one_ahead`. None if `start` is called after the update.
+        axis: ranks that own the shards; None if each rank owns whole buckets and only waits for updates.
+        one_ahead: start each bucket only when forward waits for the previous one.
+        wait_for_update: waits until a bucket is updated, for concurrent updates on the host; buckets are
+            then started as with `one_ahead`. None if `start` is called after the update.
     """
 
     def __init__(

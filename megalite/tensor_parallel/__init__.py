@@ -1,1 +1,1 @@
-"""Tensor parallelism by hand: collectives in pairs, shards, layers, loss, and random numbers by counter."""
+"""Tensor parallelism with explicit collectives: shards, layers, loss, and counter-based random numbers."""

@@ -1,7 +1,7 @@
 """Counter-based random numbers: the same weights and dropout masks in every layout.
 
 Each number is a function of the seed, a global name and an element's global index (Philox, Salmon et al.
-2011). It does not depend on the rank, nor on the numbers that were drawn before.
+2011). It does not depend on the rank or on previously drawn numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def initialize(module: nn.Module, seed: int, topology: Topology) -> None:
     """Fill this rank's slices of all parameters of `module` by their specs, without communication.
 
     Args:
-        module: its parameters have global names, which name the same weight in every layout.
+        module: module whose parameters have global names, which are the same in every layout.
     """
     for name, parameter in module.named_parameters():
         fill_initial(parameter, name, spec_of(parameter), seed, topology)
@@ -33,7 +33,7 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
     """Fill `out` with this rank's slice of a parameter's initial weights.
 
     Args:
-        out: contiguous, in the slice's shape; in bf16 or fp16 the fp32 weights are rounded.
+        out: contiguous tensor in the slice's shape; for bf16 and fp16, fp32 weights are rounded.
         name: the parameter's global name.
     """
     if spec.initial is not None:
@@ -57,7 +57,7 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask depends on seed, site, sample and element, and not on the layout.
+    """Dropout whose mask depends on seed, site, sample and element, but not on the layout.
 
     Args:
         p: probability that an element becomes 0.
@@ -76,7 +76,7 @@ class Dropout(nn.Module):
 
         Args:
             x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
-            sample_numbers: int64 ``[b]``, global numbers of the samples in the run.
+            sample_numbers: global numbers of the samples in the run, int64 ``[b]``.
         """
         if not self.training or self.p == 0.0:
             return x
@@ -92,9 +92,9 @@ class Dropout(nn.Module):
     def sum_for_norm(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor
     ) -> Tensor | ResidualSum:
-        """Return the operands of `add_to`, for a norm that computes the sum too.
+        """Return the operands of `add_to`, for a norm that also computes the sum.
 
-        In a graph of torch.compile the sum is an operator of its own, and is returned computed.
+        In a graph of torch.compile the sum is a separate operator, and its result is returned.
         """
         if torch.compiler.is_compiling():
             return self.add_to(residual, x, bias, sample_numbers)
@@ -102,7 +102,7 @@ class Dropout(nn.Module):
         return ResidualSum(x, bias, residual, p, self.key, sample_numbers, base)
 
     def of_weights(self, sample_numbers: Tensor, first_element: int) -> Drop:
-        """Return the settings with which an attention kernel drops its weights itself.
+        """Return the dropout settings for a kernel that drops attention weights itself.
 
         Args:
             first_element: index of this rank's first weight among all weights of a sample.

@@ -2,11 +2,11 @@
 
 The output and the input's gradient are computed from fp8 operands. Each operand is scaled so that its largest
 magnitude, measured at each call, becomes the format's largest number. Sums are in fp32, results in the dtype
-of the input. With tensor parallelism the magnitude is that of the full tensor, so that slices are rounded as
-the full tensor would be; it takes an all-reduce of two numbers in each forward and backward pass of a layer.
+of the input. With tensor parallelism the magnitude is measured over the full tensor, so that slices are
+rounded like the full tensor; this takes an all-reduce of two numbers in each forward and backward of a layer.
 
-The weight's gradient is computed in 16 bits: it is added to the fp32 buffer of gradients, which
-``torch._scaled_mm`` cannot do, and fp8 would need a transposed copy of both operands.
+The weight's gradient is computed in 16 bits: ``torch._scaled_mm`` cannot add it to the fp32 gradient buffer,
+and fp8 would need a transposed copy of both operands.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megalite.torch_private import scaled_mm, unsafe_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
-"""Dtype of gradients by the config's fp8_format; weights and activations are in e4m3 in both."""
+"""Dtype of gradients by the config's fp8_format; weights and activations are always in e4m3."""
 _MIN_CAPABILITY = (8, 9)
 _SMALLEST = 2.0**-100  # so that the scale of a tensor of zeros is not 0
 
 
 class Fp8(NamedTuple):
-    """Hold a matrix in 8 bits: its values are ``numbers * scale``."""
+    """Holds a matrix in 8 bits: its values are ``numbers * scale``."""
 
     numbers: Tensor
     scale: Tensor
@@ -40,7 +40,7 @@ class Fp8(NamedTuple):
 
 @at_run_time
 def amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude in a tensor, a scalar in fp32; NaN if the tensor has one."""
+    """Return the largest magnitude in a tensor, an fp32 scalar; NaN if the tensor contains NaN."""
     return x.detach().abs().amax().float()
 
 
@@ -58,7 +58,7 @@ def in_fp8(x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
         largest: upper bound of the magnitudes in `x`.
     """
     scale = largest.clamp_min(_SMALLEST) / torch.finfo(dtype).max
-    # A product, as a compiler may round a division of each element differently.
+    # Multiply: a compiler may round a division of each element differently.
     return Fp8(_rounded(x, scale.reciprocal(), dtype), scale)
 
 
@@ -66,7 +66,7 @@ def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_f
     """Compute ``a b^T + bias``: ``[n, k]`` and ``[m, k]`` -> ``[n, m]``.
 
     Args:
-        is_fast: let Hopper GPUs accumulate with fewer bits, which is too few for gradients.
+        is_fast: let Hopper GPUs accumulate with fewer bits, which are too few for gradients.
     """
     return scaled_mm(
         a.numbers,
@@ -80,7 +80,7 @@ def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_f
 
 
 class Fp8Gemm:
-    """Run the GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
+    """Runs the GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
 
     Args:
         fp8_format: a key of `GRADIENT_DTYPES`.
@@ -100,14 +100,14 @@ class Fp8Gemm:
         return _with_rows_of(x, y)
 
     def scales(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Return the largest magnitudes of both over the ranks of tp, ``[2]``."""
+        """Return the largest magnitude of each operand over the ranks of tp, ``[2]``."""
         return self._largest(grad, weight)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
         """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``.
 
         Args:
-            scales: the result of `scales` for these tensors.
+            scales: result of `scales` for these tensors.
         """
         assert scales is not None
         largest_grad, largest_weight = scales
@@ -121,18 +121,18 @@ class Fp8Gemm:
         return y
 
     def _largest(self, *tensors: Tensor) -> Tensor:
-        """Return the largest magnitude of each tensor over the ranks of tp, which may hold slices of it."""
+        """Return the largest magnitude of each tensor over the ranks of tp, which may hold its slices."""
         return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX)
 
 
 def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     """Reshape `y` ``[s b, out]`` to ``[s, b, out]``, by the shape of `x` ``[s, b, in]``."""
-    # Not a view: the ranks sum the result in place.
+    # Return a tensor that is not a view: the ranks sum it in place.
     return unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 class _Traced(torch.autograd.Function):
-    """Compute a linear layer without communication, main_grad and weight-gradient store."""
+    """Computes a linear layer without communication, main_grad or weight-gradient store."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Fp8Gemm) -> Tensor:
@@ -157,7 +157,7 @@ def check_device(device: torch.device, fp8_format: str) -> None:
     """Check that a device has GEMMs in 8 bits.
 
     Raises:
-        UserError: it has none.
+        UserError: the device has none.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY:
         return

@@ -9,8 +9,8 @@
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.)
 
-The column layer's backward overlaps its collectives with its GEMMs. With sequence parallelism it saves the
-rank's slice of the input, and gathers the input again.
+The column layer's backward overlaps its collectives with its GEMMs. With sequence parallelism, it saves the
+rank's slice of the input and gathers the input again.
 
 Shapes: s sequence, b microbatch, tp = tp.size, in and out features of a layer. ``[s/tp, b, in]`` is a rank's
 slice of the sequence, ``[out/tp, in]`` its slice of a weight.
@@ -50,13 +50,13 @@ from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, 
 
 
 class Gemm(Protocol):
-    """Define the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
+    """Interface of the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
 
     def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
-        """Agree over tp on the scales of `input_gradient`'s operands; None if it needs none."""
+        """Compute the scales of `input_gradient`'s operands over tp; None if it needs none."""
 
     def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
         """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
@@ -66,16 +66,16 @@ class Gemm(Protocol):
 
 
 class WideGemm:
-    """Run the GEMMs in the tensors' own dtype."""
+    """Runs the GEMMs in the tensors' own dtype."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``."""
-        # torch picks its kernel by whether the weight requires grad, and the kernels round differently.
+        # torch selects the kernel by whether the weight requires grad, and the kernels round differently.
         # A detached weight gives the same bits with and without gradients.
         return F.linear(x.contiguous(), weight.detach(), bias)
 
     def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
-        """Return None: nothing is scaled."""
+        """Return None: operands are not scaled."""
         return None
 
     def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
@@ -89,11 +89,11 @@ class WideGemm:
 
 @dataclass(frozen=True)
 class LinearContext:
-    """Hold what a linear layer's forward and backward need besides tensors.
+    """Holds the settings of a linear layer's forward and backward.
 
     Attributes:
-        store: takes weight gradients for later; None to compute them in backward.
-        fuses_weight_gradient: add weight gradients to `weight.main_grad` if the weight has one.
+        store: stores weight gradients to compute later; None to compute them in backward.
+        fuses_weight_gradient: add weight gradients to `weight.main_grad` if the weight has it.
     """
 
     tp: Axis
@@ -115,14 +115,14 @@ class LinearContext:
 
     @property
     def needs_only_autograd(self) -> bool:
-        """Return whether autograd alone suffices: no collective, no main_grad, no weight-gradient store."""
+        """Return whether autograd suffices: no collective, no main_grad, no weight-gradient store."""
         return self.tp.size == 1 and self.store is None and not self.fuses_weight_gradient
 
 
 def column_linear(
     x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
 ) -> Tensor:
-    """Compute ``x weight^T + bias`` with a weight that is cut by its output features.
+    """Compute ``x weight^T + bias`` with a weight that is cut along its output features.
 
     Args:
         x: ``[s, b, in]``, the same on every rank; the rank's slice ``[s/tp, b, in]`` if sequence parallel.
@@ -143,12 +143,12 @@ def column_linear(
 def row_linear(
     x: Tensor | Activated, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext
 ) -> Tensor:
-    """Compute ``x weight^T + bias`` with a weight that is cut by its input features.
+    """Compute ``x weight^T + bias`` with a weight that is cut along its input features.
 
     Args:
         x: ``[s, b, in/tp]``, the rank's features, or the result of `column_linear_gelu`.
         weight: ``[out, in/tp]``.
-        bias: ``[out]``, whole on every rank and added once, to the sum.
+        bias: ``[out]``, replicated on every rank and added once, to the sum.
 
     Returns:
         ``[s, b, out]``, the same on every rank; the rank's slice ``[s/tp, b, out]`` if sequence parallel.
@@ -174,15 +174,15 @@ def row_linear(
 
 
 class Activated(NamedTuple):
-    """Hold the result of GELU that a column layer's GEMM has computed, for the row layer after it.
+    """Holds the result of GELU from a column layer's GEMM, for the row layer after it.
 
-    The row layer's backward returns the gradient of `before`, and that of the bias, from one GEMM. Autograd
-    therefore takes `value` for a constant.
+    The row layer's backward computes the gradients of `before` and the bias in one GEMM. Autograd therefore
+    treats `value` as a constant.
 
     Attributes:
         value: ``[s, b, n]``, GELU of `before`.
-        before: ``[s, b, n]``, with the bias.
-        bias: ``[n]``, of the column layer.
+        before: ``[s, b, n]``, GELU's input, with the bias added.
+        bias: ``[n]``, bias of the column layer.
     """
 
     value: Tensor
@@ -206,13 +206,13 @@ def column_linear_gelu(
 
 
 class _GeluEpilogue(NamedTuple):
-    """Let a GEMM add a bias and apply GELU. The bias' gradient is computed elsewhere."""
+    """Adds a bias and applies GELU in a GEMM. The bias' gradient is computed elsewhere."""
 
     bias: Tensor | None
 
 
 class _HiddenFromAutograd(NamedTuple):
-    """Hide the parameters from autograd, which adds an edge to every bare tensor argument."""
+    """Hides parameters from autograd, which adds an edge to every bare tensor argument."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -236,7 +236,7 @@ def _apply(
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Multiply the gathered input by the rank's part of the weight; backward sums the input's gradient."""
+    """Multiplies the gathered input by the rank's slice of the weight; backward sums the input's gradient."""
 
     @staticmethod
     def forward(
@@ -256,13 +256,13 @@ class _ColumnLinear(torch.autograd.Function):
             return context.gemm.forward(x, weight, bias)
         value, before = linear_gelu(x, weight.detach(), epilogue.bias)
         ctx.mark_non_differentiable(value)
-        ctx.set_materialize_grads(False)  # else value's gradient would be a tensor of zeros
+        ctx.set_materialize_grads(False)  # otherwise value's gradient would be a tensor of zeros
         return value, before
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[-1]  # of the GEMM's result, also if GELU follows
+        grad = grads[-1]  # gradient of the GEMM's result, even if GELU follows
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         context: LinearContext = ctx.context
@@ -296,7 +296,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """Compute the rank's GEMM; `row_linear` sums the results over the ranks."""
+    """Computes the rank's GEMM; `row_linear` sums the results over the ranks."""
 
     @staticmethod
     def forward(
@@ -320,7 +320,7 @@ class _RowLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_, needs_before_bias = ctx.needs_input_grad
         context: LinearContext = ctx.context
         x_grad = before_grad = before_bias_grad = None
-        if before is not None:  # x is GELU of it
+        if before is not None:  # x = GELU(before)
             before_grad, before_bias_grad = gelu_linear_backward(grad, weight, before, needs_before_bias)
         elif needs_x:
             x_grad = context.gemm.input_gradient(grad, weight, context.gemm.scales(grad, weight))
@@ -337,12 +337,12 @@ class _RowLinear(torch.autograd.Function):
 def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
     """Compute a linear layer in a graph of torch.compile.
 
-    Backward adds the weight's gradient to its `main_grad` if that has a fixed buffer.
+    Backward adds the weight's gradient to `main_grad` if this has a fixed buffer.
     """
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
     if main_grad is None or main_grad.fixed_buffer is None:
         return context.gemm.differentiable(x, weight, bias)
-    # The weight has no other gradient. As an input of the graph it still has its hooks run.
+    # The weight has no other gradient. Its hooks still run, because it is an input of the graph.
     y = context.gemm.differentiable(x, weight.detach(), bias)
     result: Tensor = _AddWeightGradient.apply(y, x, main_grad.fixed_buffer)
     return result
@@ -354,7 +354,7 @@ class _AddWeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.total = total  # not saved: the backward of another microbatch may change it before this one's
+        ctx.total = total  # not saved: another microbatch's backward may change it before this one's
         return y.view_as(y)
 
     @staticmethod
@@ -369,7 +369,7 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute ``grad^T x``, ``[out, in]``, and the bias' gradient ``[out]`` if `needs_bias`.
 
-    The first is None if `weight.main_grad` has taken it.
+    The first is None if it was added to `weight.main_grad`.
     """
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     main_grad = main_grad_of(weight) if context.fuses_weight_gradient else None
@@ -411,15 +411,15 @@ def _store_gradients(
 
 
 class ColumnParallelLinear(nn.Module):
-    """Compute y = x A^T + b with A cut by its output features: each rank computes its slice of y.
+    """Computes y = x A^T + b with A cut along its output features: each rank computes its slice of y.
 
     Args:
-        out_features: their number, or a shape whose last dim alone is cut: ``(2, ffn)`` gives every rank the
-            same slice of each of SwiGLU's two halves.
+        out_features: number of output features, or a shape whose last dim is cut: ``(2, ffn)`` gives every
+            rank the same slice of each of SwiGLU's two halves.
         bias: add a bias, which starts at zero.
-        std: of the initial weights; `ModelConfig.init_method_std` has the same default.
-        skip_bias_add: leave `bias` to the kernel that follows, which adds it.
-        fuses_gelu: add `bias` and apply GELU, in the tanh form, where the device does so in the GEMM.
+        std: std of the initial weights; `ModelConfig.init_method_std` has the same default.
+        skip_bias_add: do not add `bias`; the next kernel adds it.
+        fuses_gelu: add `bias` and apply GELU (tanh form) in the GEMM, if the device supports it.
     """
 
     def __init__(
@@ -453,12 +453,12 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Compute y = x A^T + b with A cut by its input features: the ranks' partial results are summed.
+    """Computes y = x A^T + b with A cut along its input features: the ranks' partial results are summed.
 
     Args:
-        bias: add a bias, which is whole on every rank and starts at zero.
-        std: of the initial weights; `ModelConfig.init_method_std` has the same default.
-        skip_bias_add: leave `bias` to the kernel that follows, which adds it.
+        bias: add a bias, which is replicated on every rank and starts at zero.
+        std: std of the initial weights; `ModelConfig.init_method_std` has the same default.
+        skip_bias_add: do not add `bias`; the next kernel adds it.
     """
 
     def __init__(

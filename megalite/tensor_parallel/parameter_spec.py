@@ -1,4 +1,4 @@
-"""The slice of each parameter that a rank holds: always one plain slice of the full tensor, along one dim."""
+"""Define the slice of each parameter that a rank holds: one plain slice of the full tensor along one dim."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut the full tensor along `dim` into equal slices, one for each rank of the mesh axis `axis`."""
+    """Cuts the full tensor along `dim` into equal slices, one for each rank of the mesh axis `axis`."""
 
     axis: str
     dim: int
@@ -23,17 +23,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Describe a parameter independently of the layout.
+    """Describes a parameter independently of the layout.
 
     Attributes:
-        full_shape: shape of the full parameter, over all ranks.
-        shard: how it is cut; None if every rank holds all of it.
-        mean, std: of the normal distribution of its initial values (std 0: a constant).
-        decay: whether weight decay applies; it does not to biases and norms.
-        num_padding: unused indices at the end of dim 0. Their number depends on the layout.
-        is_vocabulary: the rows are tokens: the word embedding's or the output layer's weight, which may have
-            a learning rate of its own.
-        initial: the initial values in place of mean and std, until the optimizer has read them.
+        full_shape: shape of the full parameter over all ranks.
+        shard: how it is cut; None if it is replicated on every rank.
+        mean, std: mean and std of the normal distribution of its initial values (std 0: a constant).
+        decay: whether weight decay applies; it does not apply to biases and norms.
+        num_padding: number of unused indices at the end of dim 0; it depends on the layout.
+        is_vocabulary: whether the rows are tokens: the word embedding's or the output layer's weight, which
+            may have its own learning rate.
+        initial: initial values, instead of mean and std, until the optimizer has read them.
     """
 
     full_shape: tuple[int, ...]
@@ -51,10 +51,10 @@ class ParameterSpec:
         return (self.full_shape[0] - self.num_padding, *self.full_shape[1:])
 
     def local_shape(self, axis_size: int) -> tuple[int, ...]:
-        """Return the shape of one slice if the shard's axis has `axis_size` ranks.
+        """Return the shape of one slice for an axis of `axis_size` ranks.
 
         Raises:
-            UserError: the slices cannot be equal.
+            UserError: the dim is not divisible into equal slices.
         """
         if self.shard is None:
             return self.full_shape
@@ -62,7 +62,7 @@ class ParameterSpec:
         if shape[self.shard.dim] % axis_size != 0:
             raise UserError(
                 f"a parameter of shape {self.full_shape} cannot be cut along dim {self.shard.dim} over "
-                f"--{self.shard.axis} {axis_size}: choose sizes of the model that are divisible by it"
+                f"--{self.shard.axis} {axis_size}: choose model sizes that are divisible by it"
             )
         shape[self.shard.dim] //= axis_size
         return tuple(shape)
@@ -70,19 +70,19 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Hold what the modules of a model share on a rank, besides the model's own config.
+    """Holds the settings that the modules of a model share on a rank, besides the model's config.
 
     Attributes:
-        dtype: of parameters and hidden states.
-        seed: keys initial weights and dropout.
-        sequence_parallel: hidden states are cut over tp by the sequence, ``[s/tp, b, h]``, outside of
-            attention and MLP (Korthikanti et al. 2022). The gradient of a parameter that is whole on every
-            rank is then a partial sum, over the rank's positions. The optimizer sums it over tp.
-        has_documents: samples are packed documents, or end with padding, and attention does not cross them.
-        weight_gradient_store: takes the linear layers' weight gradients if the schedule computes them later.
+        dtype: dtype of parameters and hidden states.
+        seed: seed of initial weights and dropout.
+        sequence_parallel: hidden states are cut over tp along the sequence, ``[s/tp, b, h]``, outside of
+            attention and MLP (Korthikanti et al. 2022). The gradient of a replicated parameter is then a
+            partial sum over the rank's positions, which the optimizer sums over tp.
+        has_documents: samples are packed documents or end with padding, and attention stays within documents.
+        weight_gradient_store: stores the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
         has_weights: False to make parameters on device meta, for a caller that replaces them.
-        fp8_format: of the linear layers' GEMMs; None for GEMMs in `dtype`.
+        fp8_format: FP8 format of the linear layers' GEMMs; None for GEMMs in `dtype`.
     """
 
     topology: Topology
@@ -104,12 +104,12 @@ class LayerContext:
         return self.topology.device
 
     def first_position(self, num_positions: int) -> int:
-        """Return the position in the sample of the first of this rank's `num_positions` hidden states."""
+        """Return the sample position of the first of this rank's `num_positions` hidden states."""
         return self.tp.rank * num_positions if self.sequence_parallel else 0
 
 
 def new_parameter(spec: ParameterSpec, context: LayerContext) -> nn.Parameter:
-    """Make this rank's slice with its spec attached, uninitialized: `counter_random.initialize` fills it."""
+    """Create this rank's uninitialized slice with its spec; `counter_random.initialize` fills it."""
     shape = spec.local_shape(context.tp.size if spec.shard else 1)
     device = context.device if context.has_weights else "meta"
     parameter = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=device))
@@ -118,9 +118,9 @@ def new_parameter(spec: ParameterSpec, context: LayerContext) -> nn.Parameter:
 
 
 def replicate_parameters(module: nn.Module, context: LayerContext) -> None:
-    """Make parameters without a spec, of torch's own modules, whole on every rank; they keep their values.
+    """Replicate parameters without a spec, from torch's own modules, on every rank; keep their values.
 
-    Weight decay applies to those of two dims and more. Buffers are moved to the device.
+    Weight decay applies to parameters of two or more dims. Buffers are moved to the device.
     """
     specs: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():

@@ -1,4 +1,4 @@
-"""The word embedding that the first and the last pipeline stage share, and the sum of its gradients."""
+"""The word embedding that the first and last pipeline stage share, and the sum of its gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.distributed.topology import Axis
 
 EMBEDDING_GRADS = "embedding-grads-all-reduce"
-"""Name of the wait in `sum_tied_embedding_grads`: that of Megatron-LM's timer."""
+"""Name of the wait in `sum_tied_embedding_grads`, as in Megatron-LM's timers."""
 
 
 class TiedWeight(NamedTuple):
@@ -19,8 +19,8 @@ class TiedWeight(NamedTuple):
 
     Attributes:
         weight: this rank's slice.
-        has_other_copy: True if the first and the last stage are on different ranks, each with a copy; False
-            if one rank holds both stages and they share the parameter.
+        has_other_copy: whether the first and last stage are on different ranks, each with a copy, or on one
+            rank, where they share the parameter.
     """
 
     weight: nn.Parameter
@@ -28,10 +28,10 @@ class TiedWeight(NamedTuple):
 
 
 def sum_tied_embedding_grads(gradient: Tensor, pp: Axis) -> None:
-    """Sum the gradients of a tied weight's two copies, on the first and the last rank of pp, in place.
+    """Sum the gradients of a tied weight's two copies on the first and last rank of pp, in place.
 
-    The two ranks exchange their gradients and each adds the other's. A sum of two numbers has the same bits
-    in either order, so the copies stay equal. No process group of the two ranks is needed.
+    The two ranks exchange their gradients, and each adds the other's. A sum of two numbers has the same bits
+    in either order, so the copies stay equal. This needs no process group of the two ranks.
     """
     assert pp.size > 1 and (pp.is_first or pp.is_last)
     other_rank = pp.ranks[0] if pp.is_last else pp.ranks[-1]

@@ -17,17 +17,17 @@ from megalite.kernels import cross_entropy_gradient_, cross_entropy_statistics
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> Tensor:
     """Return -log softmax(logits)[target] of each token, without gathering the logits.
 
-    The ranks all-reduce three numbers a token (Shoeybi et al. 2019, section 3): the maximum, then in one
-    message the sum of exponentials and the target's logit.
+    The ranks all-reduce three numbers per token (Shoeybi et al. 2019, section 3): the maximum, and then, in
+    one message, the sum of exponentials and the target's logit.
 
     Backward overwrites the logits with their gradient, so no second tensor of their size exists. Autograd
-    regards them as changed in place: it refuses a leaf, logits that another operation has saved for its
+    treats the logits as changed in place: it refuses a leaf, logits that another operation has saved for its
     backward, and a second backward.
 
     Args:
         logits: ``[..., padded/tp]``, this rank's columns of the padded vocabulary.
-        targets: ``[...]`` token ids in [0, vocab_size).
-        vocab_size: columns from here on are padding and are ignored.
+        targets: ``[...]``, token ids in [0, vocab_size).
+        vocab_size: columns from this one on are padding and are ignored.
 
     Returns:
         Loss of each token, ``[...]``, the same on every rank, in fp32 (fp64 for fp64 logits).
@@ -49,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         largest = all_reduce(maximum.clone(), tp, dist.ReduceOp.MAX)
         is_mine = (targets >= start) & (targets < start + num_real)
-        exp_sum = exp_sum * (maximum - largest).exp_()  # relative to the largest of all ranks
+        exp_sum = exp_sum * (maximum - largest).exp_()  # relative to the maximum over all ranks
         sums = torch.stack((exp_sum, (target_logit - largest).where(is_mine, 0.0)))
         total, target_logit = all_reduce(sums, tp).unbind(0)
 

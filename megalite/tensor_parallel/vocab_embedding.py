@@ -1,4 +1,4 @@
-"""The word embedding, sharded along the tensor-parallel axis by the vocabulary (Shoeybi et al. 2019)."""
+"""The word embedding, sharded over tensor-parallel ranks along the vocabulary (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec,
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding cut by rows: each rank looks up the tokens of its own range, and the results are summed.
+    """Word embedding cut along its rows: each rank looks up its own range of tokens; results are summed.
 
     Args:
-        num_padding: rows at the end that are no token's.
+        num_padding: number of unused rows at the end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Weight gradients outside of autograd: the buffer that accumulates them, and the store of deferred ones."""
+"""Weight gradients outside of autograd: their accumulation buffer, and the store of deferred gradients."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 class MainGrad(NamedTuple):
-    """Give access to the buffer that accumulates a weight's gradient: the optimizer sets `weight.main_grad`.
+    """Gives access to the buffer that accumulates a weight's gradient. The optimizer sets `weight.main_grad`.
 
     Attributes:
-        claim: returns the buffer, in the weight's shape, in the weight's dtype or a wider one, and whether a
-            gradient overwrites it, as the first of an iteration, or is added. The caller does so at once.
+        claim: returns the buffer, in the weight's shape and in its dtype or a wider one, and whether to
+            overwrite it (for the first gradient of an iteration) or to add. The caller must do so at once.
         on_added: call after adding a gradient for which autograd runs no hook.
-        fixed_buffer: the buffer, if it is the same memory in all of training; else None. A graph of
+        fixed_buffer: the buffer, if its memory stays the same during training; else None. A graph of
             torch.compile adds to it.
     """
 
@@ -32,10 +32,10 @@ def main_grad_of(weight: nn.Parameter) -> MainGrad | None:
 
 
 class WeightGradient(NamedTuple):
-    """Hold a weight gradient that is computed later.
+    """Holds a weight gradient that is computed later.
 
     Attributes:
-        compute: returns the gradient, or None if it has added it to the weight's `main_grad`.
+        compute: returns the gradient, or None if it was added to the weight's `main_grad`.
     """
 
     weight: nn.Parameter
@@ -43,23 +43,23 @@ class WeightGradient(NamedTuple):
 
 
 class WeightGradientStore:
-    """Store the weight gradients of a backward pass for later: W of zero bubble (Qi et al. 2023, section 2).
+    """Stores weight gradients of a backward pass for later: W of zero bubble (Qi et al. 2023, section 2).
 
-    The previous stage waits only for the input's gradient, so a rank computes the weights' gradients while it
-    would otherwise wait.
+    The previous stage only waits for the input's gradient, so a rank computes the weights' gradients while it
+    would otherwise be idle.
     """
 
     def __init__(self) -> None:
         self._stored: list[WeightGradient] | None = None
 
     def put(self, weight: nn.Parameter, compute: Callable[[], Tensor | None]) -> None:
-        """Store a gradient; called by layers in a backward pass inside `collect`."""
+        """Store a gradient; layers call this in a backward pass inside `collect`."""
         assert self._stored is not None, "a backward pass outside of collect()"
         self._stored.append(WeightGradient(weight, compute))
 
     @contextmanager
     def collect(self) -> Iterator[list[WeightGradient]]:
-        """Collect the gradients that the backward pass in this block stores."""
+        """Collect the gradients that layers store during the backward pass in this block."""
         assert self._stored is None, "collect() blocks do not nest"
         stored: list[WeightGradient] = []
         self._stored = stored
@@ -70,7 +70,7 @@ class WeightGradientStore:
 
 
 def run_stored(gradients: Iterable[WeightGradient]) -> None:
-    """Compute and accumulate stored gradients in the order in which they were stored.
+    """Compute and accumulate stored gradients in order.
 
     Autograd accumulates them and runs the weights' hooks as in an ordinary backward pass.
     """

@@ -13,12 +13,12 @@ from torch import Tensor
 from megalite.config import TrainingConfig
 
 MIN_LOSSES = 10
-"""Earlier losses that a spike is compared with, at least: the first losses of a run fall too fast."""
+"""Number of earlier losses that the check needs: the first losses of a run fall too fast."""
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """The reason why an update is skipped.
+    """The reason for skipping an update.
 
     Attributes:
         what: a clause for the log, such as "the loss is nan".
@@ -29,7 +29,7 @@ class Anomaly:
 
 
 class AnomalyCheck:
-    """Checks an iteration by numbers that are the same on every rank, so that every rank decides alike.
+    """Checks an iteration by numbers that are the same on every rank, so every rank decides the same.
 
     A loss is a spike if it is above `spiky_loss_factor` times the median of the recent losses. Unlike their
     maximum (Megatron-LM's measure), which stays at the loss of the first iterations, the median follows the
@@ -51,9 +51,9 @@ class AnomalyCheck:
         """Return what is wrong with an iteration, or None if its update is allowed.
 
         Args:
-            loss: of the global batch.
-            grad_norm: of the whole model's gradient.
-            recent_losses: of earlier iterations that updated the weights, oldest first.
+            loss: loss of the global batch.
+            grad_norm: norm of the whole model's gradient.
+            recent_losses: losses of earlier iterations that updated the weights, oldest first.
             may_overflow: an infinite gradient may come from the loss scale, which will be lowered.
         """
         if self._checks_nan and not math.isfinite(loss):
@@ -72,15 +72,15 @@ class AnomalyCheck:
     def allows(self, loss: Tensor, recent_losses: Sequence[float]) -> Tensor:
         """Return whether `find` would accept the loss, as a bool scalar on the loss' device.
 
-        So the device can skip an update before the host has read the loss.
+        The device uses it to skip an update before the host has read the loss.
         """
         median = self._median(recent_losses)
         highest = math.inf if median is None else self._factor * median
-        is_low = loss.gt(highest).logical_not_()  # NaN is not above anything
+        is_low = loss.gt(highest).logical_not_()  # a comparison with NaN is False
         return is_low.logical_and_(loss.isfinite()) if self._checks_nan else is_low
 
     def losses_to_keep(self, loss: float) -> tuple[float, ...]:
-        """Return the loss of an iteration that updated the weights if later losses are compared with it."""
+        """Return the loss of an iteration that updated the weights, if later losses are compared with it."""
         return (loss,) if self._checks_spikes and math.isfinite(loss) else ()
 
     def _median(self, recent_losses: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""Scalars on their way from the device to the host."""
+"""Copy scalars from the device to the host without a synchronization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class AsyncScalars:
     """Copies scalars to the host in one transfer, after the work that the device has queued so far.
 
-    Work that is queued later runs while the host waits in `read` and decides what to do next, so that the
+    Work that is queued later runs while the host waits in `read` and decides what to do next, so the
     device's queue does not run empty. On a CPU there is no copy and no wait.
     """
 

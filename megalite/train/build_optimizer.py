@@ -1,4 +1,4 @@
-"""Build the optimizer of a rank's chunks of the model."""
+"""Build the optimizer for a rank's model chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build_optimizer(
     fuses_weight_gradients: bool = False,
     keeps_weights: bool = False,
 ) -> BaseOptimizer:
-    """Build the optimizer of the chunks' weights. Main weights in fp32 start as the model's before rounding.
+    """Build the optimizer of the chunks' weights. The fp32 main weights start unrounded.
 
     Args:
         fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
@@ -52,7 +52,7 @@ def build_optimizer(
             [unit for chunk in chunks for unit in chunk.units()],
             fuses_weight_gradients,
             # A graph that recomputes a part of itself cannot add to a buffer that other microbatches change:
-            # PyTorch compares the buffer's version with that of forward.
+            # PyTorch compares the buffer's version with the version in forward.
             graphs_add=config.training.compile and not config.recompute.modules,
         )
         optimizer.initialize_main(config.training.seed)
@@ -62,7 +62,7 @@ def build_optimizer(
 
 
 def _tied_weight(chunks: Sequence[Stage], topology: Topology) -> TiedWeight | None:
-    """Return the word embedding if two pipeline stages use it, on one rank or as a copy on each of two."""
+    """Return the word embedding if two pipeline stages use it, on one rank or as copies on two ranks."""
     weight = next((chunk.tied_weight for chunk in chunks if chunk.tied_weight is not None), None)
     if weight is None or topology.pp.size == 1:
         return None

@@ -19,11 +19,11 @@ class Evaluator:
     """Evaluates a rank's part of the model, together with the other ranks.
 
     Args:
-        chunks: this rank's chunks of the model.
-        pipeline: runs them.
+        chunks: this rank's model chunks.
+        pipeline: runs the chunks.
 
     Attributes:
-        num_batches: global batches of an evaluation.
+        num_batches: number of global batches in an evaluation.
     """
 
     def __init__(self, run: RunContext, chunks: Sequence[nn.Module], pipeline: Pipeline[Microbatch]) -> None:
@@ -67,7 +67,8 @@ class Evaluator:
     def first_sample(self, split: str, iteration: int) -> int:
         """Return the first sample of the evaluation after an iteration.
 
-        Each evaluation of the validation split starts where the one before ended; the test split starts at 0.
+        Each evaluation on the validation split starts where the previous one ended. The test split starts at
+        0.
         """
         interval = self.run.config.training.eval_interval
         num_before = (iteration - 1) // interval if split == "valid" else 0

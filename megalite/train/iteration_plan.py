@@ -11,15 +11,16 @@ from megalite.optim.parameter_schedules import OptimizerSchedules
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """One iteration before it runs.
+    """The settings of one iteration, before it runs.
 
     Attributes:
         iteration: its number, from 1.
         first_sample: number of the first sample of its global batch.
         num_samples: size of its global batch.
-        num_microbatches: of each data-parallel rank.
-        is_excluded: its samples are consumed without training, by --iterations-to-skip.
-        decoupled_learning_rate: of the word embedding and the output layer; None for `learning_rate`.
+        num_microbatches: number of microbatches on each data-parallel rank.
+        is_excluded: whether --iterations-to-skip consumes its samples without training.
+        decoupled_learning_rate: learning rate of the word embedding and the output layer; None for
+            `learning_rate`.
     """
 
     iteration: int
@@ -33,10 +34,10 @@ class IterationPlan:
 
 
 class IterationPlanner:
-    """Plans each iteration of a run from its number and its first sample alone: resuming needs no more.
+    """Plans each iteration of a run from its number and its first sample alone, so a run can resume.
 
     Args:
-        config: validated.
+        config: validated config.
         dp: data-parallel size.
     """
 

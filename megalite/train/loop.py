@@ -1,4 +1,4 @@
-"""The training loop, and the hooks that callbacks add their work to."""
+"""The training loop, and the hooks that callbacks implement."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from megalite.train.trainer import Trainer
 
 
 class Callback:
-    """Extends the training loop: logging, evaluation, checkpoints, profiling, or your own.
+    """Extends the training loop: logging, evaluation, checkpoints, profiling, or your own work.
 
-    Hooks run in the order of the list, `on_end` in reverse. Every rank calls every hook, so that a hook may
-    communicate. The time of `after_step` counts as time of the iteration, that of the other hooks does not.
+    Hooks run in the order of the list, `on_end` in reverse. Every rank calls every hook, so a hook may
+    communicate. Only the time of `after_step` counts as time of the iteration.
 
-    To stop the run, call `loop.request_stop` on every rank alike. The run ends after the iteration's last
-    hook.
+    To stop the run, call `loop.request_stop` on every rank. The run ends after the iteration's last hook.
     """
 
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
-        """Wrap the whole run. Override it in place of `on_start` and `on_end` to clean up after errors."""
+        """Wrap the whole run. Override it instead of `on_start` and `on_end` to clean up after errors."""
         self.on_start(loop)
         yield
         self.on_end(loop)
@@ -47,7 +46,7 @@ class Callback:
         """Run after each evaluation, with its result."""
 
     def on_save(self, loop: TrainingLoop) -> None:
-        """Run after a checkpoint was saved, or its saving in the background has begun."""
+        """Run after a checkpoint was saved, or after its save in the background has begun."""
 
     def on_end(self, loop: TrainingLoop) -> None:
         """Run after the last iteration, unless an error has ended the run.
@@ -57,14 +56,14 @@ class Callback:
 
 
 HOOKS = {name: hook for name, hook in vars(Callback).items() if not name.startswith("_")}
-"""The hooks of a callback by name."""
+"""Names of a callback's hooks."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Check that each callback is one, and that its hooks take what they are called with.
+    """Check that each callback is a Callback, and that its hooks accept their arguments.
 
     Raises:
-        UserError: one is of another type, overrides no hook, or overrides one with other arguments.
+        UserError: a callback has another type, overrides no hook, or overrides one with other arguments.
     """
     if not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks is {kind_of(callbacks)}: pass a list of callbacks")
@@ -84,8 +83,8 @@ class TrainingLoop:
     """Trains to the run's last iteration or to a stop condition.
 
     Attributes:
-        num_iterations: of the whole run.
-        stop: why the run ends before its last iteration; None while it continues, and if it is finished.
+        num_iterations: number of iterations of the whole run.
+        stop: why the run ends before its last iteration; None while it continues, and once it is finished.
     """
 
     def __init__(
@@ -99,26 +98,26 @@ class TrainingLoop:
 
     @property
     def iteration(self) -> int:
-        """The number of the last iteration that is done, from 1; 0 before the first."""
+        """Return the number of the last finished iteration, from 1; 0 before the first."""
         return self.trainer.progress.iteration
 
     @property
     def next_iteration(self) -> int:
-        """The number of the next iteration."""
+        """Return the number of the next iteration."""
         return self.iteration + 1
 
     @property
     def is_finished(self) -> bool:
-        """True once the run's last iteration is done."""
+        """Return whether the run's last iteration is finished."""
         return self.iteration >= self.num_iterations
 
     def request_stop(self, stop: Stop | None) -> None:
-        """Stop the run after this iteration, unless it is the last one or the run stops already."""
+        """Stop the run after this iteration, unless it is the last one or the run is already stopping."""
         if self.stop is None and not self.is_finished:
             self.stop = stop
 
     def run(self) -> Stop | None:
-        """Train, and return why the run ended early, or None if it is finished."""
+        """Train. Return why the run ended early, or None if it is finished."""
         with ExitStack() as stack:
             self.stop = self.stop_conditions.now()
             for callback in self.callbacks:
@@ -140,7 +139,7 @@ class TrainingLoop:
 
 
 def train(trainer: Trainer, stop_conditions: StopConditions, callbacks: Sequence[Callback]) -> int:
-    """Train from the trainer's progress to the end of its run or to a stop condition.
+    """Train from the trainer's progress to the end of the run or to a stop condition.
 
     Returns:
         The exit status of the process.
@@ -162,5 +161,5 @@ def train(trainer: Trainer, stop_conditions: StopConditions, callbacks: Sequence
 
 
 def is_due(iteration: int, interval: int | None) -> bool:
-    """Return whether an event of every `interval` iterations is due; None and 0 mean never."""
+    """Return whether an event is due that happens every `interval` iterations; None and 0 mean never."""
     return interval is not None and interval > 0 and iteration % interval == 0

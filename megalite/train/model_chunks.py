@@ -1,4 +1,4 @@
-"""The parts of the model that one rank holds: a chunk for each of its pipeline stages."""
+"""Build the parts of the model that one rank holds: one chunk for each of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def build_chunks(
 ) -> list[Stage]:
     """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
 
-    With ZeRO stage 3 they have no weights yet: the optimizer makes them.
+    With ZeRO stage 3 they have no weights yet: the optimizer creates them.
 
     Args:
-        store: takes the linear layers' weight gradients if the schedule computes them later.
+        store: collects the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
-        offload: takes the activations that the config offloads; None if it offloads none.
-        build_stage: of a model of your own; by default that of the config's architecture.
+        offload: holds the activations that the config offloads; None without offload.
+        build_stage: builds a stage of your own model; by default a stage of the config's architecture.
 
     Raises:
-        UserError: a model of your own is not built, or not used, as `StageProvider` says.
+        UserError: a model of your own does not follow `StageProvider`.
     """
     training, has_device = config.training, topology.device.type != "meta"
     if training.fp8_format is not None and has_device:

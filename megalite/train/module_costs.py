@@ -2,8 +2,8 @@
 
 Five microbatches run forward and backward: one counts FLOPs, one counts what forward leaves in memory, and
 `NUM_TIMED` are timed. A hook around each module's forward reads a counter, and so does a hook around each
-node of autograd's graph in backward. Nodes are numbered in the order in which forward makes them, which tells
-the module of each.
+node of autograd's graph in backward. Nodes are numbered in the order in which forward creates them, so the
+number gives a node's module.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from megalite.train.trainer import Trainer
 K = TypeVar("K")
 
 NUM_TIMED = 3
-"""Timed microbatches, whose median is reported."""
+"""Number of timed microbatches; their median is reported."""
 _SETTLING_SECONDS = 0.05
-"""gloo's threads release the tensors of a finished collective this late, at most."""
+"""Seconds after which gloo's threads have released the tensors of a finished collective."""
 
 
 class Phase(Enum):
-    """The part of a microbatch's work: backward is without the forward that it recomputes."""
+    """A phase of a microbatch. Backward does not include the forward that it recomputes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -61,11 +61,11 @@ class ModuleCosts:
     """The costs of a module with its submodules, or of several modules.
 
     Attributes:
-        name: in the whole model; empty for the rank's whole part of it.
-        flops: of GEMMs and attention.
-        nanoseconds: of each timed microbatch.
-        state_bytes: of weights, gradients and optimizer state, without padding.
-        activation_bytes: what forward leaves in memory for backward.
+        name: name in the whole model; empty for the rank's whole part of it.
+        flops: FLOPs of GEMMs and attention.
+        nanoseconds: time of each timed microbatch.
+        state_bytes: bytes of weights, gradients and optimizer state, without padding.
+        activation_bytes: bytes that forward leaves in memory for backward.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ModuleCosts:
 
 
 def _add(mine: Counter[K], theirs: Counter[K], sign: int) -> None:
-    for key, amount in theirs.items():  # not +=, which drops what is not positive
+    for key, amount in theirs.items():  # not +=, which drops values that are not positive
         mine[key] += sign * amount
 
 
@@ -154,8 +154,8 @@ def _time(trainer: Trainer, costs: Mapping[str, ModuleCosts], number: int) -> No
 def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
     """Count the storages that a stage's forward made in each module and that are alive at its end.
 
-    They are what autograd and recomputed regions keep. The stage's input is one of them, for the stage as a
-    whole; its output is sent and freed.
+    Autograd and recomputed regions keep them. The stage's input is counted for the stage as a whole; its
+    output is sent and freed.
     """
 
     def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
@@ -172,7 +172,7 @@ def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> No
 
 
 def _lineage(name: str, costs: Mapping[str, ModuleCosts]) -> Iterator[ModuleCosts]:
-    """Yield the costs of a module or parameter's modules, from the innermost to the whole."""
+    """Yield the costs of the modules around a module or parameter, from the innermost to the whole model."""
     while name:
         if name in costs:
             yield costs[name]
@@ -195,7 +195,7 @@ def _clock(topology: Topology) -> Callable[[], int]:
 
 @dataclass
 class _Span:
-    """A module's forward, or a node of its backward, while it runs; `inner` is what spans inside it cost."""
+    """A module's forward, or a node of its backward, while it runs; `inner` is the cost of nested spans."""
 
     name: str
     phase: Phase
@@ -208,7 +208,7 @@ class _CostReader:
 
     Args:
         read: returns the counter.
-        add: takes a module's name, the phase and the counter's increase, without that of submodules.
+        add: takes a module's name, the phase and the counter's increase, submodules not included.
         after_forward: called at the end of a stage's forward with the stage, its arguments and its output.
     """
 
@@ -220,17 +220,17 @@ class _CostReader:
     ) -> None:
         self._read, self._add, self._after_forward = read, add, after_forward
         self._open: list[_Span] = []
-        # From the node of autograd's graph with this number on, forward makes nodes of this module.
+        # Nodes of autograd's graph from this number on belong to this module.
         self._first_nodes: list[int] = []
         self._modules: list[str | None] = []
 
     def running_module(self) -> str | None:
-        """Return the name of the innermost module that runs; None outside of all modules."""
+        """Return the name of the innermost running module; None outside of all modules."""
         return self._open[-1].name if self._open else None
 
     @contextmanager
     def reading(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Read in this block."""
+        """Install the hooks in this block."""
         handles = []
         for chunk in chunks:
             for name, module in chunk.named_modules():
@@ -285,7 +285,7 @@ class _CostReader:
 
 
 def _graph_of(output: Tensor) -> Iterator[Node]:
-    """Yield the nodes of the graph that computed a tensor; none for the output of a stage without layers."""
+    """Yield the nodes of the graph that computed a tensor; a stage without layers has none."""
     waiting = [] if output.grad_fn is None else [output.grad_fn]
     seen = set(waiting)
     while waiting:
@@ -297,10 +297,10 @@ def _graph_of(output: Tensor) -> Iterator[Node]:
 
 
 class _MadeStorages(TorchDispatchMode):
-    """Record the storages that operators in this block make, each with the module that runs.
+    """Records the storages that operators create in this block, each with the running module.
 
     Args:
-        running_module: returns the module's name, or None, where storages are not recorded.
+        running_module: returns the module's name; storages are not recorded while it returns None.
     """
 
     def __init__(self, running_module: Callable[[], str | None]) -> None:
@@ -325,7 +325,7 @@ class _MadeStorages(TorchDispatchMode):
         return out
 
     def take_alive(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yield the storages that something still holds, each with its module, and forget all."""
+        """Yield the storages that are still alive, each with its module, and clear the record."""
         made, self._made = self._made, {}
         for name, reference in made.values():
             storage = reference()
@@ -334,7 +334,7 @@ class _MadeStorages(TorchDispatchMode):
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments or results, without those of subclasses such as DTensor."""
+    """Yield the tensors in nested arguments or results, without subclasses such as DTensor."""
     for leaf in tree_leaves(tree):
         if type(leaf) in (Tensor, nn.Parameter):
             yield leaf
@@ -345,15 +345,15 @@ def _identity(tensor: Tensor) -> int:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count attention by its arguments' shapes: torch has formulas for its own kernels of GPUs only.
+    """Count attention by its arguments' shapes: torch only has formulas for its own GPU kernels.
 
-    A key that several heads of queries share counts for each; before torch 2.12 its formula refused that.
+    A key that several query heads share counts for each; before torch 2.12 its formula did not support that.
     """
     return sdpa_flop_count(query, *((each[0], query[1], *each[2:]) for each in (key, value)))
 
 
 def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count five GEMMs for the two of forward: the scores again, and the gradients of all four factors."""
+    """Count five GEMMs for forward's two: the scores again, and the gradients of all four factors."""
     return _attention_flops(query, key, value) * 5 // 2
 
 

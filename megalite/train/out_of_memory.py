@@ -1,4 +1,4 @@
-"""Check the host's memory before training, and explain an out-of-memory error: its causes, and what helps."""
+"""Check the host's memory before training, and explain out-of-memory errors: causes and remedies."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ _CPU_RESIDUAL_BYTES = 0.4 * _GB
 
 @contextmanager
 def explain_out_of_memory(config: Config, topology: Topology) -> Iterator[None]:
-    """Explain an allocation that fails in this block.
+    """Explain an allocation failure in this block.
 
     Raises:
-        UserError: memory ran out; it lists the estimated uses of this rank's memory and the flags to change.
+        UserError: memory ran out; the message lists the estimated uses of this rank's memory and the flags to
+            change.
     """
     try:
         yield
@@ -78,7 +79,7 @@ def _lines(error: BaseException, config: Config, topology: Topology) -> Iterator
         )
     else:
         usage = f"the process can use {limits.memory_bytes / _GB:.2f} GB"
-    # With the words that people search a log for: "RuntimeError" and "CUDA out of memory".
+    # People search a log for "RuntimeError" and "CUDA out of memory".
     name = f"RuntimeError: {topology.device.type.upper()} out of memory"
     yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested} ({name}): {usage}"
     config = with_shard_degree(config, topology)
@@ -105,15 +106,15 @@ def device_of(device: torch.device) -> Device:
 
 
 def check_host_memory(config: Config, topology: Topology, local_world_size: int) -> None:
-    """Check that the host has the memory for the activations that its ranks offload, beside optimizer state.
+    """Check that the host has memory for the activations that its ranks offload, besides optimizer state.
 
     Optimizer state alone is checked where it is allocated.
 
     Args:
-        local_world_size: ranks of this machine, which are counted with this rank's size.
+        local_world_size: ranks of this machine; all are assumed to need as much as this rank.
 
     Raises:
-        UserError: it has too little; on every rank.
+        UserError: the host has too little memory; raised on every rank.
     """
     number, free = config.recompute.cpu_offload_activations, free_bytes()
     if number == 0 or free is None:

@@ -1,4 +1,4 @@
-"""Check what a program's own model provider takes, builds and returns."""
+"""Check the arguments, the stage and the results of a program's own model provider."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def name_of(provider: StageProvider) -> str:
 
 
 def is_own(provider: StageProvider | None) -> bool:
-    """Return whether a model is the program's own; None stands for the model of the config."""
+    """Return whether a model is the program's own; None means the model of the config."""
     return provider is not None and not str(getattr(provider, "__module__", "")).startswith("megalite.")
 
 
 def check_model_provider(provider: StageProvider) -> None:
-    """Check that a model provider can be called as `StageProvider` says.
+    """Check that a model provider can be called like `StageProvider`.
 
     Raises:
         UserError: it cannot.
@@ -43,10 +43,10 @@ def check_model_provider(provider: StageProvider) -> None:
 
 
 def check_stage(stage: Any, provider: StageProvider) -> None:
-    """Check what a model provider has built.
+    """Check a stage that a model provider has built.
 
     Raises:
-        UserError: it is no stage, or has frozen parameters.
+        UserError: it is not a stage, or has frozen parameters.
     """
     if not isinstance(stage, Stage):
         raise UserError(f"{name_of(provider)} returns {kind_of(stage)}: return the Stage that it builds")
@@ -58,11 +58,11 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
 
 
 def check_first_iteration(unreached: list[str], loss: float, topology: Topology) -> None:
-    """Check what only a whole iteration shows of an own model; a collective.
+    """Check a model of your own after its first whole iteration; a collective.
 
     Args:
-        unreached: parameters that backward has not reached on this rank: they are named in a warning.
-        loss: of the iteration, on this rank.
+        unreached: parameters that backward has not reached on this rank; a warning names them.
+        loss: loss of the iteration, on this rank.
 
     Raises:
         UserError: the loss differs between tensor-parallel ranks; on every rank.
@@ -77,16 +77,16 @@ def check_first_iteration(unreached: list[str], loss: float, topology: Topology)
             few(names),
         )
     losses = [each for _, each in everywhere]
-    if max(losses) - min(losses) > 1e-6 * abs(max(losses)):  # never true of NaN
+    if max(losses) - min(losses) > 1e-6 * abs(max(losses)):  # never true for NaN
         raise UserError(
             f"the loss differs between the ranks of --tp {topology.tp.size}, from {min(losses):.6f} to "
-            f"{max(losses):.6f}: where it sums over what is cut, such as columns of the logits, pass the sum "
+            f"{max(losses):.6f}: if it sums over a cut dim, such as the columns of the logits, pass the sum "
             "to reduce_from_tensor_parallel"
         )
 
 
 class OutputCheck:
-    """Check what a stage of an own model returns; it is a forward hook of the stage."""
+    """Checks the output of a stage of your own model, as a forward hook of the stage."""
 
     def __init__(self, config: ModelConfig, hidden_shape: tuple[int, ...], stage: Stage) -> None:
         self._num_losses = len(config.loss_names)
@@ -103,7 +103,7 @@ class OutputCheck:
             raise error
 
     def _fault(self, output: Any) -> str | None:
-        """Return what is wrong with an output and how to mend it, or None."""
+        """Return what is wrong with an output and how to fix it, or None."""
         if not isinstance(output, Tensor):
             wanted = "the sum of the losses, a scalar" if self._is_last else "hidden states, a tensor"
             return f"{kind_of(output)} from forward: return {wanted}"

@@ -18,7 +18,7 @@ def resume(trainer: Trainer, launch: Launch) -> None:
     """Load the latest checkpoint of --load, if there is one; a restarted run prefers its own.
 
     Raises:
-        UserError: --load names a folder that is not --save and holds no checkpoint.
+        UserError: --load holds no checkpoint, and is not the --save folder.
     """
     if _is_restart(launch, trainer.topology) and _resume_own(trainer):
         return
@@ -37,7 +37,7 @@ def resume(trainer: Trainer, launch: Launch) -> None:
         if iteration >= trainer.config.num_iterations(trainer.topology.dp.size):
             flag = "--train-samples" if trainer.config.training.is_counted_in_samples else "--train-iters"
             log.warning("nothing is left to train: raise %s to continue", flag)
-    elif trainer.config.checkpoint.loads_own:  # the first start of a run that loads from its --save folder
+    elif trainer.config.checkpoint.loads_own:  # first start of a run that loads from its own --save folder
         log.warning("no checkpoint in --load %s yet: training starts from new weights", folder)
     else:
         there = "holds no checkpoint of megalite" if Path(folder).exists() else "does not exist"
@@ -45,7 +45,7 @@ def resume(trainer: Trainer, launch: Launch) -> None:
 
 
 def _is_restart(launch: Launch, topology: Topology) -> bool:
-    """Return whether any rank was restarted; torchrun's agents count their own restarts only."""
+    """Return whether any rank was restarted; each torchrun agent only counts its own restarts."""
     return bool(largest_of_all(torch.tensor(launch.restarts, device=topology.device), topology))
 
 
@@ -53,7 +53,7 @@ def _resume_own(trainer: Trainer) -> bool:
     """Resume a restarted run from --save; its options describe the first start.
 
     Returns:
-        False if it has not resumed: there is no checkpoint yet, or the options load the run's own latest one.
+        False if it did not resume: there is no checkpoint yet, or the options load the run's own latest one.
     """
     config = trainer.config
     options = config.checkpoint
@@ -76,7 +76,7 @@ def _warn_of_other_checkpoints(trainer: Trainer) -> None:
     save = trainer.config.checkpoint.save
     if save and (Path(save) / "latest").exists():
         log.warning(
-            "--save %s holds checkpoints, and none of them is loaded: pass --load %s to resume from them, or "
+            "--save %s holds checkpoints, but none of them is loaded: pass --load %s to resume from them, or "
             "another --save folder for a new run",
             save,
             save,

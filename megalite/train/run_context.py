@@ -1,4 +1,4 @@
-"""The context that all parts of a run share, resolved once at its start."""
+"""The objects that all parts of a run share, created once at its start."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ DatasetProvider = Callable[["RunContext"], DatasetSplits]
 
 @dataclass(frozen=True)
 class Providers:
-    """Hold what a program provides itself; None for each part that its config names.
+    """Holds the parts of a run that the program provides itself; None for parts from the config.
 
     Attributes:
-        model: builds the stages of a model of your own.
-        datasets: builds datasets of your own. Then the config may name no corpus.
+        model: builds the stages of your own model.
+        datasets: builds your own datasets; then the config must not name a corpus.
         samples: how microbatches are read from these datasets.
 
     Raises:
-        UserError: one of them has another type, or does not take the arguments that it is called with.
+        UserError: one of them has another type, or does not accept the arguments that it is called with.
     """
 
     model: StageProvider | None = None
@@ -65,10 +65,10 @@ class RunContext:
     Attributes:
         config: validated, with the vocabulary size.
         tokenizer: None for mock data without one.
-        sources: the corpora that each split reads; empty for mock data.
-        samples: what the model reads of them.
-        lease: on the checkpoint folder; None if nothing is saved, or no other run can write there.
-        providers: of a model and datasets of the program's own.
+        sources: corpora that each split reads; empty for mock data.
+        samples: how the model's samples are read from them.
+        lease: lease on the checkpoint folder; None if nothing is saved, or no other run can write there.
+        providers: builders of the program's own model and datasets.
     """
 
     config: Config
@@ -88,10 +88,10 @@ def resolve_run(
     lease: FolderLease | None = None,
     providers: Providers | None = None,
 ) -> RunContext:
-    """Read the tokenizer and the list of corpora, and fill in what the config leaves to them; a collective.
+    """Read the tokenizer and the list of corpora, and fill in the config's values that depend on them.
 
     Raises:
-        UserError: the tokenizer cannot be read, has no end-of-document token that the config needs, or has
+        UserError: the tokenizer cannot be read, lacks an end-of-document token that the config needs, or has
             more tokens than the vocabulary; a corpus was made with another tokenizer. Raised on every rank.
     """
     sources: Sources = {}
@@ -118,7 +118,7 @@ def resolve_run(
 
 
 def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples:
-    """Return the samples of a run of GPT.
+    """Return the samples of a GPT run.
 
     Raises:
         UserError: an option needs an end-of-document token, and the tokenizer has none.
@@ -128,10 +128,10 @@ def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples:
 
 
 def bert_samples(config: Config, tokenizer: Tokenizer | None) -> BertSamples:
-    """Return the samples of a run of BERT.
+    """Return the samples of a BERT run.
 
     Raises:
-        UserError: the tokenizer is not one of word pieces with BERT's special tokens.
+        UserError: the tokenizer is not a WordPiece tokenizer with BERT's special tokens.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None

@@ -1,4 +1,4 @@
-"""The datasets of a run, on every rank."""
+"""Build the datasets of a run, on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megalite.train.run_context import DatasetProvider, RunContext
 
 
 def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> DatasetSplits:
-    """Open the corpora and order the samples of these splits for the whole run; a collective.
+    """Open the corpora, and order the samples of these splits for the whole run; a collective.
 
     Raises:
         UserError: a corpus is missing or damaged, or differs between ranks; on every rank.
@@ -63,12 +63,12 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
     datasets = datasets_on_every_stage(datasets, topology)
     datasets = dataclasses.replace(datasets, record=record)
     if config.num_eval_iters(topology.dp.size) > 0 and "valid" in splits and not datasets.evaluated("valid"):
-        log.warning("there is nothing to validate on: --split leaves no sequence to validation")
+        log.warning("there is nothing to validate on: --split leaves no sequence for validation")
     return datasets
 
 
 def _build_own(run: RunContext, provider: DatasetProvider, num_samples: Sequence[int]) -> DatasetSplits:
-    """Build datasets of the program's own, and refuse those that the run cannot read; a collective."""
+    """Build the program's own datasets, and check that the run can read them; a collective."""
     first_tokens: dict[str, str] = {}
     with run.topology.agreed():
         datasets = provider(run)
@@ -103,7 +103,7 @@ def _build_own(run: RunContext, provider: DatasetProvider, num_samples: Sequence
 
 
 def _checked(run: RunContext, split: str, dataset: Dataset) -> Dataset:
-    """Return a dataset that checks its samples; megalite's own ones do so already."""
+    """Return a dataset that checks its samples; megalite's own datasets already do."""
     model, samples = run.config.model, run.samples
     assert model.vocab_size is not None
     if isinstance(dataset, GatherDataset):
@@ -121,7 +121,7 @@ def _first_tokens(run: RunContext, split: str, dataset: Dataset) -> list[int]:
     """Return the first tokens of a dataset's first sample.
 
     Raises:
-        UserError: the sample is not one that the model can read.
+        UserError: the model cannot read the sample.
     """
     model = run.config.model
     tokens = run.samples.read(dataset, np.arange(1, dtype=np.int64)).tokens
@@ -169,7 +169,7 @@ def _fill_in_middle(run: RunContext, datasets: DatasetSplits) -> DatasetSplits:
 
 
 class UnreadDataset:
-    """A dataset of which a stage that reads no data knows the number of samples alone."""
+    """A dataset on a stage that reads no data: it only knows the number of samples."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -182,7 +182,7 @@ class UnreadDataset:
 
 
 def datasets_on_every_stage(datasets: DatasetSplits | None, topology: Topology) -> DatasetSplits:
-    """Send which datasets exist to the stages that open no file, so that all ranks evaluate alike.
+    """Send the list of datasets to the stages that open no file, so that all ranks evaluate the same.
 
     Args:
         datasets: None on those stages.

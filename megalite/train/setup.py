@@ -29,10 +29,10 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
-    """Set up logging, log notices and an untested torch, and check the config for this world size.
+    """Set up logging, log notices and warn of an untested torch, and check the config for this world size.
 
     Raises:
-        ConfigError: lists all mistakes; on every rank alike, and before any process group starts.
+        ConfigError: lists all mistakes; raised on every rank, before any process group starts.
     """
     configure_logging(launch.rank)
     check_config(config, launch.world_size)
@@ -45,7 +45,7 @@ def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> N
 
 
 def settings_of(config: Config) -> dict[str, str]:
-    """Return what must be the same on every rank of a run: the config's fields by flag, and the code."""
+    """Return the settings that must agree on every rank of a run: the config by flag, and the code."""
     return code_record() | {
         flag_of(name): str(value)
         for name, value in config.values().items()
@@ -54,7 +54,7 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def listen(config: Config, launch: Launch) -> AbstractContextManager[StopSignals]:
-    """Listen for the signals that end the run early; rank 0 writes the requeue note for a scheduler."""
+    """Listen for signals that end the run early; rank 0 writes the requeue note for a scheduler."""
     note = RequeueNote(config.checkpoint.save if launch.rank == 0 else None)
     return stop_signals(config.training.exit_signals, note)
 
@@ -63,7 +63,7 @@ def open_writers(run: RunContext) -> Writers:
     """Open the run's outputs, before any work is done.
 
     Raises:
-        UserError: an output cannot be written; on every rank.
+        UserError: an output cannot be written; raised on every rank.
     """
     config = run.config
     with run.topology.agreed():
@@ -71,7 +71,7 @@ def open_writers(run: RunContext) -> Writers:
 
 
 def startup_line(topology: Topology) -> str:
-    """Return the line of the run's layout, as parsers of Megatron-LM's logs read it."""
+    """Return the line of the run's layout, in the format that parsers of Megatron-LM's logs read."""
     return (
         f"using world size: {topology.world_size}, data-parallel-size: {topology.dp.size}, "
         f"tensor-model-parallel size: {topology.tp.size}, pipeline-model-parallel size: {topology.pp.size}"
@@ -79,7 +79,7 @@ def startup_line(topology: Topology) -> str:
 
 
 def announce(trainer: Trainer) -> None:
-    """Log the settings that the run resolved: layout, kernels, batch, data and model size."""
+    """Log the run's resolved settings: layout, kernels, batch, data and model size."""
     config, topology = trainer.config, trainer.topology
     log.info(startup_line(topology))
     log.info("kernels on %s: %s", topology.device, kernels.describe(topology.device.type))
@@ -108,7 +108,7 @@ def announce(trainer: Trainer) -> None:
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
     if offloaded := config.recompute.cpu_offload_activations:
-        log.info("activations: of %d layers of each stage, in host memory until backward", offloaded)
+        log.info("activations of %d layers of each stage are in host memory until backward", offloaded)
     if config.training.compile:
         log.info("transformer layers: torch.compile compiles them when they first run")
     log.info(
@@ -138,7 +138,7 @@ def describe_replication(parallel: ParallelConfig, num_shards: int, device_type:
     """Return when data-parallel ranks reduce gradients and gather weights, for the log.
 
     Args:
-        num_shards: number of replicas that ZeRO shards over.
+        num_shards: number of ranks that ZeRO shards over.
     """
     zero_stage = parallel.zero_stage_among(num_shards)
     if zero_stage == 3:
@@ -158,7 +158,7 @@ def describe_gathering(gathering: WeightGathering, pp: int) -> str:
     else:
         text = "gathered for a layer's forward and again for its backward, in each microbatch"
         if pp > 1:
-            text += "; those of embedding and output once per iteration"
+            text += "; embedding and output weights once per iteration"
     return f"{text} ({gathering.reason})"
 
 
@@ -166,16 +166,16 @@ def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradi
     """Return where offloaded optimizer state is, for the log."""
     text = f"{size.host / 1e9:.3f} GB of host memory"
     if config.optimizer_nvme_offload is not None:
-        text += f", {size.file / 1e9:.3f} GB in a file without a name in {config.optimizer_nvme_offload}"
+        text += f", {size.file / 1e9:.3f} GB in an unnamed file in {config.optimizer_nvme_offload}"
     elif keeps_gradients:
         text += ", gradients included"
     else:
-        text += "; there is too little to copy gradients under backward"
+        text += "; there is too little memory to copy gradients under backward"
     return f"{text}; the host updates it"
 
 
 def _log_datasets(trainer: Trainer) -> None:
-    """Log how many samples of each dataset the run uses: a dataset holds whole epochs, often more samples."""
+    """Log how many samples of each dataset the run uses: a dataset holds whole epochs, often more."""
     config, dp = trainer.config, trainer.topology.dp.size
     num_iterations, eval_iters = config.num_iterations(dp), config.num_eval_iters(dp)
     num_trained = config.batch_size(dp).consumed_before(num_iterations + 1)

@@ -1,4 +1,4 @@
-"""Stop a run before its last iteration: signals, stop conditions, exit status, a note for schedulers."""
+"""Stop a run before its last iteration: signals, stop conditions, exit status, requeue note."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RequeueNote:
     Scripts read it because torchrun exits with the same status for every failure of its workers.
 
     Args:
-        folder: of --save; None if there is none, and on every rank but the first.
+        folder: the --save folder; None if there is none, and on every rank but the first.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -66,21 +66,21 @@ class RequeueNote:
 
 
 TEMPORARY_FAILURE = 75
-"""EX_TEMPFAIL of sysexits.h: the run is not finished, and the same command resumes it."""
+"""Exit status (EX_TEMPFAIL of sysexits.h): the run is not finished; the same command resumes it."""
 INTERRUPTED = 130
-"""The status that a shell reports for a program that Ctrl-C ended."""
+"""Exit status that a shell reports for a program that Ctrl-C ended."""
 STOP_SIGNALS = ("SIGINT", "SIGHUP", "SIGUSR2", "SIGUSR1", "SIGTERM")
-"""All signals that can stop a run; if ranks receive several, the last of this list is reported."""
+"""Signals that can stop a run; if ranks receive several, the last one in this list is reported."""
 
 _SAME_PRESS_SECONDS = 1.0
-"""A Ctrl-C reaches a rank from the terminal and again from torchrun: two this close together count as one."""
+"""A rank receives Ctrl-C from the terminal and from torchrun: two within these seconds count as one."""
 
 
 class StopSignals:
     """Handles the stop signals that this process receives.
 
-    Before `hold` is called, a signal ends the process at once: there is nothing to save. After that, it is
-    stored in `received`, and the loop saves and ends. A second Ctrl-C ends the process at any time.
+    Before `hold` is called, a signal ends the process at once: there is nothing to save. After that, the
+    signal is stored in `received`, and the loop saves and ends. A second Ctrl-C always ends the process.
 
     Args:
         requeue_note: written if a signal ends the process at once.
@@ -98,11 +98,11 @@ class StopSignals:
         self._pressed: float | None = None
 
     def hold(self) -> None:
-        """Let signals wait for the end of an iteration from now on."""
+        """From now on, let signals wait for the end of an iteration."""
         self._held = True
 
     def notice(self, name: str) -> None:
-        """Handle a signal; the thread that listens calls it."""
+        """Handle a signal; called by the listening thread."""
         if name == "SIGINT":
             now = time.monotonic()
             if self._pressed is not None and now - self._pressed > _SAME_PRESS_SECONDS:
@@ -115,7 +115,7 @@ class StopSignals:
         self.received = name
 
     def _end_at_once(self, name: str, why: str) -> None:
-        """Exit without unwinding: the main thread may be in a collective that no other rank joins."""
+        """Exit without unwinding: the main thread may wait in a collective that no other rank joins."""
         interrupted = name == "SIGINT"
         if is_first_rank():
             sys.stderr.write(f"error: received {name} {why}\n")
@@ -127,11 +127,11 @@ class StopSignals:
 
 @contextmanager
 def stop_signals(names: Sequence[str], requeue_note: RequeueNote) -> Iterator[StopSignals]:
-    """Listen for these signals and for Ctrl-C in the block; for none if `names` is empty.
+    """Listen for these signals and for Ctrl-C in the block; do nothing if `names` is empty.
 
     Call it on the main thread. The end of the block restores the earlier handlers. A block that ends with
     SystemExit leaves the signals ignored instead: Slurm and torchrun may send a second one while the
-    interpreter shuts down, and the process must still end with the status of that SystemExit.
+    interpreter shuts down, and the process must still exit with that status.
     """
     signals = StopSignals(requeue_note)
     if not names:
@@ -175,7 +175,7 @@ def _listen(reader: int, numbers: dict[int, str], signals: StopSignals) -> None:
 
 
 CHECK_SECONDS = 0.25
-"""Approximate time between two checks of the stop conditions if iterations are shorter."""
+"""Approximate seconds between two checks of the stop conditions if iterations are shorter."""
 _MAX_ITERATIONS_BETWEEN_CHECKS = 100
 
 
@@ -185,9 +185,9 @@ class Stop:
 
     Attributes:
         reason: a clause for the log.
-        status: exit status of the process.
-        wants_requeue: a scheduler should start the run again.
-        is_urgent: the end must come soon: an evaluation is skipped or interrupted.
+        status: the process's exit status.
+        wants_requeue: whether a scheduler should start the run again.
+        is_urgent: whether the run must end soon; an evaluation is skipped or interrupted.
     """
 
     reason: str
@@ -197,7 +197,7 @@ class Stop:
 
 
 class Stopped(Exception):
-    """Interrupts work that an urgent stop skips."""
+    """Raised to interrupt work that an urgent stop skips."""
 
     def __init__(self, stop: Stop) -> None:
         self.stop = stop
@@ -210,7 +210,7 @@ class StopConditions:
     Ranks agree on it after every iteration, or less often if iterations take less than `CHECK_SECONDS`.
 
     Args:
-        lease: on the checkpoint folder, if there is one.
+        lease: lease on the checkpoint folder, if there is one.
 
     Attributes:
         minutes: age of the run at the last check, the same on every rank.
@@ -240,7 +240,7 @@ class StopConditions:
         if last < iteration < last + self._iterations_between:
             return None
         stop = self.now()
-        # From the minutes that all ranks agreed on, so that all check next after the same iteration.
+        # Computed from the minutes that all ranks agreed on, so that all check after the same iteration.
         seconds = 60.0 * (self.minutes - minutes_then) / max(1, iteration - last)
         self._checked_at = iteration, self.minutes
         shortest = CHECK_SECONDS / _MAX_ITERATIONS_BETWEEN_CHECKS
@@ -251,7 +251,7 @@ class StopConditions:
         """Return why to stop now, or None; an all-reduce of four numbers.
 
         Raises:
-            LeaseLost: another run has taken over the checkpoint folder; on every rank.
+            LeaseLost: another run has taken over the checkpoint folder; raised on every rank.
         """
         config = self.config
         minutes, is_off, which, is_lost = self._agreed()
@@ -275,7 +275,7 @@ class StopConditions:
         """Interrupt the caller's work if the run must end soon.
 
         Raises:
-            Stopped: on every rank alike.
+            Stopped: the run must end soon; raised on every rank.
         """
         if (stop := self.now()) is not None and stop.is_urgent:
             raise Stopped(stop)
@@ -283,7 +283,7 @@ class StopConditions:
     def _agreed(self) -> list[float]:
         """Return age in minutes, kill switch, signal and lost lease, each as its maximum over all ranks.
 
-        The tensor is on the host: a collective on the GPU would wait for all work that is queued there.
+        The tensor is on the host: a collective on the GPU would wait for all queued GPU work.
         """
         name = self.signals.received
         with self.topology.events.during(CHECKPOINT):  # the lease is in the folder of checkpoints

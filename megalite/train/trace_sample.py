@@ -18,10 +18,10 @@ class TracedSample:
     """One sample of a past iteration.
 
     Attributes:
-        number: in the whole run, from 0.
-        dp_rank: the data-parallel rank that trained on it; None if the config does not set --dp.
+        number: number in the whole run, from 0.
+        dp_rank: data-parallel rank that trained on it; None if the config does not set --dp.
         microbatch: index of the microbatch on that rank, from 0; None if the config does not set --dp.
-        spans: the positions of its tokens in the corpora, in order.
+        spans: positions of its tokens in the corpora, in order.
     """
 
     number: int
@@ -33,12 +33,12 @@ class TracedSample:
 def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:
     """Yield the samples that a run of this config trained on in one iteration, in order.
 
-    The datasets are built as the run builds them, on one rank: the samples of a global batch are the same for
-    any number of ranks. The config's seed, split, lengths and batch size must be those of the run.
+    The datasets are built as in the run, on one rank: the samples of a global batch are the same for any
+    number of ranks. The config must have the run's seed, split, lengths and batch size.
 
     Args:
-        config: of the run; it must set the global batch size, or dp for the default one.
-        iteration: counted from 1, as in the log.
+        config: the run's config; it must set the global batch size, or dp for the default one.
+        iteration: number of the iteration from 1, as in the log.
 
     Raises:
         UserError: the run has no such iteration; the config is not valid, sets no batch size, or has no

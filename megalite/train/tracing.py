@@ -33,10 +33,10 @@ class TraceSpan(NamedTuple):
 
     Attributes:
         category: "iteration"; the kind of an action; "pp wait" and the like; "data"; "part" for all others.
-        start: in seconds of the host's clock.
-        end: in seconds of the host's clock.
-        microbatch: of an action; None otherwise.
-        chunk: of an action; None otherwise.
+        start: start in seconds of the host's clock.
+        end: end in seconds of the host's clock.
+        microbatch: microbatch of an action; None for other spans.
+        chunk: chunk of an action; None for other spans.
     """
 
     name: str
@@ -52,16 +52,16 @@ class TraceSpan(NamedTuple):
 
 
 class Recorder(Observer[Timed]):
-    """Records the moments at which events begin and end; `spans` converts them to seconds.
+    """Records when events begin and end; `spans` converts the times to seconds.
 
     Args:
-        clock: records the moments.
-        wall_clock: the host's clock, in which the spans are returned.
+        clock: records points in time.
+        wall_clock: the host's clock, which the spans use.
     """
 
     def __init__(self, clock: Clock[Any], wall_clock: Clock[float]) -> None:
         self._clock = clock
-        # On a GPU the stream is empty here, so that both are the same moment.
+        # On a GPU the stream is empty here, so both are the same point in time.
         self._origin, self._origin_seconds = clock.now(), wall_clock.now()
         self._open: list[tuple[Timed, Any]] = []
         self._done: list[tuple[Timed, str | None, Any, Any]] = []
@@ -70,7 +70,7 @@ class Recorder(Observer[Timed]):
         self._open.append((what, self._clock.now()))
 
     def ends(self, what: Timed) -> None:
-        while self._open:  # an event that an exception interrupted never ends
+        while self._open:  # an exception interrupted these events
             begun, start = self._open.pop()
             if begun == what:
                 self._done.append((what, None, start, self._clock.now()))
@@ -84,7 +84,7 @@ class Recorder(Observer[Timed]):
         self._done.append((f"{ITERATION} {number}", ITERATION, start, self._clock.now()))
 
     def spans(self) -> list[TraceSpan]:
-        """Return the events that have ended, by their start; an event comes before those inside it."""
+        """Return the events that have ended, sorted by start; an event comes before the events inside it."""
         found = []
         for what, category, start, end in self._done:
             first = self._origin_seconds + self._clock.seconds(self._origin, start)
@@ -107,10 +107,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class ClockSamples:
-    """A rank's clock before and after each of several collectives of all ranks.
+    """A rank's clock readings before and after each of several collectives of all ranks.
 
     Attributes:
-        machine: ranks of one machine share one clock.
+        machine: identifies the machine; ranks of one machine share one clock.
     """
 
     machine: str
@@ -119,10 +119,10 @@ class ClockSamples:
 
 
 class ClockOffset(NamedTuple):
-    """The seconds to add to a rank's clock to get rank 0's.
+    """The seconds to add to a rank's clock to get rank 0's time.
 
     Attributes:
-        error: the largest possible error, in seconds.
+        error: largest possible error in seconds.
     """
 
     seconds: float
@@ -146,7 +146,7 @@ def clock_offsets(samples: Sequence[ClockSamples]) -> list[ClockOffset]:
     No rank leaves a collective before all ranks have entered it. So for every collective, the offset of rank
     r is at least rank 0's time before it minus rank r's time after it, and at most rank 0's time after it
     minus rank r's time before it. The tightest of these bounds are used; the error of their middle is at most
-    half of their distance. Ranks of one machine have one clock and share their bounds; on rank 0's machine
+    half of their distance. Ranks of one machine have one clock and share their bounds. On rank 0's machine
     the offset is zero.
     """
     first = samples[0]
@@ -176,7 +176,7 @@ class TimeBreakdown:
     """Shares of the traced iterations' time, summed over all ranks.
 
         bubble       waits along pp: for hidden states or gradients of another stage, for a message to be
-                     sent, and at the end of an iteration for stages that are not done
+                                  sent, and at the end of an iteration for stages that are not done
         tp wait      collectives over tp, including the time of the messages
         dp wait      waits for collectives over dp: the part that does not overlap with other work
         data         waits for the samples of the next microbatch, and their copy to the device
@@ -184,7 +184,7 @@ class TimeBreakdown:
         compute      everything else: GEMMs, optimizer, and work of the host
 
     Attributes:
-        shares: by these names; their sum is 1.
+        shares: share of the time by these names; the sum is 1.
     """
 
     shares: Mapping[str, float]
@@ -199,7 +199,7 @@ class TimeBreakdown:
 
 
 def time_breakdown(spans_by_rank: Iterable[Iterable[TraceSpan]]) -> TimeBreakdown:
-    """Return the shares of spans of whole iterations; waits and data are inside these and do not overlap."""
+    """Return the shares of whole iterations; waits and data are inside iterations and do not overlap."""
     seconds: dict[str, float] = defaultdict(float)
     total = 0.0
     for spans in spans_by_rank:
@@ -214,10 +214,10 @@ def time_breakdown(spans_by_rank: Iterable[Iterable[TraceSpan]]) -> TimeBreakdow
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank's row of the trace file, with its spans in rank 0's clock.
+    """One rank's row of the trace file, with its spans in rank 0's time.
 
     Attributes:
-        coordinates: of the rank along pp, tp and dp.
+        coordinates: the rank's coordinates along pp, tp and dp.
     """
 
     rank: int
@@ -234,7 +234,7 @@ def write_trace(path: Path, lanes: Sequence[Lane], facts: Mapping[str, Any]) -> 
     """Write the file, under a temporary name until it is complete.
 
     Args:
-        facts: written beside the events, as `otherData`.
+        facts: values to write beside the events, as `otherData`.
 
     Raises:
         OSError: the file cannot be written.
@@ -261,7 +261,7 @@ def _metadata(name: str, rank: int, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def _event(rank: int, span: TraceSpan, origin: float) -> dict[str, Any]:
-    # In whole nanoseconds, so that rounding makes no span overlap the next one.
+    # In whole nanoseconds, so that rounding does not make a span overlap the next one.
     start, end = (round(1e9 * (moment - origin)) for moment in (span.start, span.end))
     event = {
         "ph": "X",

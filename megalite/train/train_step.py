@@ -29,15 +29,15 @@ class StepResult:
     """The result of one iteration, the same on every rank.
 
     Attributes:
-        plan: of the iteration: its number, samples and learning rate.
-        loss: mean over the global batch's tokens, before the update; NaN if the iteration was excluded. If
-            there are several losses, it is their sum.
-        grad_norm: of the whole model's gradient, before clipping; NaN likewise.
-        skipped: the weights were not updated.
-        anomaly: the reason, if a check skipped the update; None if the iteration was excluded, or if only the
-            infinite gradient norm kept the weights from being updated.
-        scale_too_high: the gradient norm was infinite under a dynamic loss scale that can still go down, as
-            is expected now and then.
+        plan: the iteration's number, samples and learning rate.
+        loss: mean loss over the global batch's tokens, before the update; NaN if the iteration was excluded.
+            If there are several losses, it is their sum.
+        grad_norm: norm of the whole model's gradient, before clipping; NaN if the iteration was excluded.
+        skipped: whether the weights were not updated.
+        anomaly: the reason, if a check skipped the update; None if the iteration was excluded, or if only an
+            infinite gradient norm prevented the update.
+        scale_too_high: whether the gradient norm was infinite under a dynamic loss scale that can still be
+            lowered, which is expected now and then.
         losses: each loss by its name.
         losses_to_keep: the loss, if the weights were updated and later losses are compared with it.
     """
@@ -55,15 +55,15 @@ class StepResult:
 class TrainStep:
     """Runs training iterations.
 
-    It keeps no count of its own: an iteration follows from the run's progress.
+    It has no state of its own: the run's progress determines the next iteration.
 
-    The device decides for itself whether it updates the weights, by the same rules as the host, from its own
-    loss and gradient norm. The host reads both numbers once the update is queued, so that the device has work
-    while the host waits for them, checks them and prepares the next iteration.
+    The device decides whether to update the weights, by the same rules as the host, from its own loss and
+    gradient norm. The host reads both numbers after the update is queued, so the device has work while the
+    host waits for them, checks them and prepares the next iteration.
 
     Args:
         run: config, topology and timers of the run.
-        load: loads a microbatch by its batch's first sample and its index in the batch.
+        load: loads a microbatch, given its batch's first sample and its index in the batch.
         before_update: called before the weights and the optimizer state are overwritten.
     """
 
@@ -129,8 +129,8 @@ class TrainStep:
         """Run forward and backward over the microbatches and reduce the gradients over all ranks.
 
         Returns:
-            Each mean loss, ``[losses]``, and the gradient's norm, a scalar: in fp64 on the device, not yet
-            read by the host.
+            Each mean loss, ``[losses]``, and the gradient's norm, a scalar: fp64 on the device, not yet
+                synchronized with the host.
         """
         masks = LossMasks()
 
@@ -153,7 +153,7 @@ class TrainStep:
 
 
 class GlobalBatches:
-    """Knows what the losses of a global batch are divided by, before its first microbatch runs."""
+    """Computes the divisors of a global batch's losses before its first microbatch runs."""
 
     def __init__(self, run: RunContext) -> None:
         self._topology = run.topology
@@ -164,15 +164,15 @@ class GlobalBatches:
     def open(
         self, read: Callable[[int], Microbatch], num_microbatches: int, num_samples: int
     ) -> tuple[Callable[[int], Microbatch], float | Tensor]:
-        """Return what loads a microbatch by its index, and the divisor of each loss.
+        """Return a function that loads a microbatch by its index, and the divisor of each loss.
 
-        Masked predictions are counted over all data-parallel ranks: the batch is loaded here, which is a
+        Masked predictions are counted over all data-parallel ranks, so the batch is loaded here; this is a
         collective. Other losses are divided by the number of tokens.
 
         Args:
             read: reads a microbatch by its index; called once for each.
-            num_microbatches: of this rank.
-            num_samples: of the global batch.
+            num_microbatches: number of microbatches of this rank.
+            num_samples: number of samples of the global batch.
         """
         if not self._are_masked:
             return read, num_samples * self._seq_length
@@ -187,8 +187,8 @@ class GlobalBatches:
 class LossMasks:
     """Counts the tokens that have a loss in the microbatches of one or several global batches.
 
-    A microbatch's loss is divided by all tokens of its global batch, before any rank can know how many of
-    them have a loss. Multiplying loss and gradients by `token_ratio` makes them means over those tokens.
+    A microbatch's loss is divided by the number of all tokens in its global batch, before any rank knows how
+    many of them have a loss. Multiplying loss and gradients by `token_ratio` corrects the divisor.
     """
 
     def __init__(self) -> None:
@@ -205,8 +205,8 @@ class LossMasks:
     def token_ratio(self, topology: Topology) -> Tensor:
         """Return all tokens divided by those with a loss, an fp64 scalar on the device; a collective.
 
-        The ranks of the first stage count: in any schedule they load every microbatch. If no token has a loss
-        the divisor is one.
+        The ranks of the first stage count, because they load every microbatch in any schedule. If no token
+        has a loss, the divisor is one.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=topology.device)
         if topology.pp.is_first and self._num_with_loss:
@@ -220,12 +220,12 @@ class LossMasks:
 def global_losses(
     losses: Sequence[Tensor], num_losses: int, topology: Topology, token_ratio: Tensor | None = None
 ) -> Tensor:
-    """Sum the microbatches' losses over the last stage's replicas: those of the global batch, on every rank.
+    """Sum the microbatches' losses over the last stage's replicas; return the sum on every rank.
 
     Args:
-        losses: each divided by the number of tokens of the global batch already.
-        num_losses: elements of each; a scalar is one loss.
-        token_ratio: multiplies the sum; see `LossMasks`.
+        losses: losses that are already divided by the number of tokens of the global batch.
+        num_losses: number of elements of each; a scalar is one loss.
+        token_ratio: factor on the sum; see `LossMasks`.
 
     Returns:
         fp64 ``[num_losses]`` on the device, not yet synchronized with the host.

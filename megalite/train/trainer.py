@@ -1,4 +1,4 @@
-"""The parts of a run on one rank: model, optimizer, pipeline, data, checkpoints and progress."""
+"""The trainer of one rank: model, optimizer, pipeline, data, checkpoints and progress."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_pipeline(
     store: WeightGradientStore | None = None,
     run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
 ) -> Pipeline[Microbatch]:
-    """Make the executor of this rank's chunks; the last two arguments are those of `Pipeline`."""
+    """Create the executor of this rank's chunks; the last two arguments are passed to `Pipeline`."""
     return Pipeline(
         chunks,
         topology.pp,
@@ -68,16 +68,16 @@ class Trainer:
     Use it in a ``with`` block, or call `close`: it reads data ahead in a thread.
 
     Args:
-        run: what all parts of the run share.
-        datasets: the training split exists.
+        run: objects that all parts of the run share.
+        datasets: datasets of the run; the training split must exist.
 
     Attributes:
-        config: the run's; resuming may change it.
-        chunks: the parts of the model that this rank holds.
+        config: the run's config; resuming may change it.
+        chunks: this rank's model chunks.
         activation_offload: holds their activations in host memory; None if the config offloads none.
         progress: iterations and samples so far; `step` advances it.
-        gathering: how long ZeRO stage 3 keeps gathered weights.
-        global_batch_size: samples of a batch after the ramp-up, and of a batch in an evaluation.
+        gathering: whether ZeRO stage 3 keeps gathered weights.
+        global_batch_size: samples per batch after the ramp-up, and per batch in an evaluation.
     """
 
     def __init__(self, run: RunContext, datasets: DatasetSplits) -> None:
@@ -113,7 +113,7 @@ class Trainer:
             )
         self.pipeline = build_pipeline(self.chunks, config, topology, store, self.optimizer.run_stored)
         assert datasets.train is not None
-        # A masked batch is read whole before it runs: its samples are prepared while the one before runs.
+        # A masked batch is read whole before it runs: its samples are prepared during the previous batch.
         num_ahead = self.num_microbatches if run.samples.are_masked else 0
         self.load_batch = BatchLoader(
             datasets.train,
@@ -154,13 +154,13 @@ class Trainer:
         return self.evaluator(dataset, first_sample, before_batch)
 
     def observer_lists(self) -> list[list[Any]]:
-        """Return the lists that an observer of all events on this rank is appended to."""
+        """Return the lists to which an observer of all events on this rank is appended."""
         topology = self.topology
         axes = (topology.pp, topology.tp, topology.dp, topology.world)
         return [self.pipeline.observers, self.optimizer.observers, *(axis.observers for axis in axes)]
 
     def tensors(self) -> dict[str, Tensor | ParameterShard]:
-        """Return all that a checkpoint holds of this rank, by name: views of weights and optimizer state."""
+        """Return this rank's tensors in a checkpoint, by name: views of weights and optimizer state."""
         self.optimizer.finish_weights()
         weights: dict[str, Tensor | ParameterShard] = {
             f"model.{name}": tensor for name, tensor in self.optimizer.weights().items()
@@ -168,26 +168,26 @@ class Trainer:
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     def saved_tensors(self) -> dict[str, Tensor | ParameterShard]:
-        """Return those that this run's checkpoints hold: the weights alone with --no-save-optim."""
+        """Return the tensors that this run's checkpoints hold: only the weights with --no-save-optim."""
         tensors = self.tensors()
         if self.config.checkpoint.save_optim:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
     def verify_data(self) -> None:
-        """Check that the files of all datasets hold what was trained on so far; every rank must call it.
+        """Check that no dataset's files have changed since they were read; every rank must call it.
 
         Raises:
-            UserError: one was changed or became unreadable; on every rank.
+            UserError: a file was changed or became unreadable; raised on every rank.
         """
         with self.topology.agreed():
             self.datasets.verify_files()
 
     def save(self, *, is_last: bool = False) -> None:
-        """Save a checkpoint to the config's folder, or begin to; see `Saver`.
+        """Save a checkpoint to the config's folder, or begin an asynchronous save; see `Saver`.
 
         Raises:
-            UserError: a file of the data has changed; on every rank, and nothing is saved.
+            UserError: a data file has changed; raised on every rank, and nothing is saved.
         """
         self.verify_data()
         with self.timers("save-checkpoint"):
@@ -195,7 +195,7 @@ class Trainer:
             self.saver.save(self._contents(), self.saved_tensors(), is_last=is_last)
 
     def save_local(self) -> None:
-        """Make a non-persistent save, or begin to; see `Saver`."""
+        """Make a non-persistent save, or begin an asynchronous one; see `Saver`."""
         self.verify_data()
         with self.timers("save-checkpoint-non-persistent"):
             self.optimizer.check_state()
@@ -227,7 +227,7 @@ class Trainer:
         return True
 
     def close(self, *, waits: bool = True) -> None:
-        """End the reading ahead of training data, as `BatchLoader.close`; a second call does nothing."""
+        """Stop reading training data ahead; see `BatchLoader.close`. A second call does nothing."""
         self.load_batch.close(waits=waits)
 
     def __enter__(self) -> Trainer:
@@ -249,11 +249,11 @@ def start_trainer(
     providers: Providers | None = None,
     lease: FolderLease | None = None,
 ) -> Trainer:
-    """Make a trainer from a config: resolve the run, build its datasets and its model.
+    """Create a trainer from a config: resolve the run, build its datasets and its model.
 
     Args:
-        providers: of a model and datasets of your own; by default the config's.
-        lease: on the checkpoint folder, from `hold_folder`, if the run saves.
+        providers: builders of your own model and datasets; by default the config's are used.
+        lease: lease on the checkpoint folder, from `hold_folder`, if the run saves.
     """
     run = resolve_run(config, topology, timers, lease, providers)
     warn_if_unverified(run)

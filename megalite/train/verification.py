@@ -1,4 +1,4 @@
-"""Remember in a file beside a program that its own model was verified in tensor-parallel layouts."""
+"""Record beside a program's file that its own model was verified in tensor-parallel layouts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megalite.train.own_model import is_own, name_of
 from megalite.train.run_context import RunContext
 
 FILE_ENDING = ".verified.json"
-"""The record of ``my_model.py`` is ``my_model.verified.json``; it holds until the program changes."""
+"""The record of ``my_model.py`` is ``my_model.verified.json``; it is valid until the program changes."""
 
 
 def warn_if_unverified(run: RunContext) -> None:
-    """Warn if the run trains an own model with tensor parallelism that was not verified in such a layout.
+    """Warn if the run trains its own model with tensor parallelism and it was not verified in such a layout.
 
-    A layer that lacks a collective has a wrong gradient there, and nothing else shows it.
+    There a layer that lacks a collective has a wrong gradient, and no error shows it.
     """
     model, parallel = run.providers.model, run.config.parallel
     if model is None or not is_own(model) or run.topology.tp.size == 1 or run.topology.rank > 0:
@@ -32,8 +32,8 @@ def warn_if_unverified(run: RunContext) -> None:
         return
     layout = f"tp{parallel.tp}{'+sp' if parallel.sequence_parallel else ''}"
     log.warning(
-        "%s trains with --tp %d and was not verified so: where a collective is missing, gradients are wrong "
-        "without an error. Run once: python %s … --params-dtype fp64 --verify-layouts %s",
+        "%s trains with --tp %d and was not verified in this layout: a missing collective gives wrong "
+        "gradients without an error. Run once: python %s … --params-dtype fp64 --verify-layouts %s",
         name_of(model),
         parallel.tp,
         sys.argv[0],
@@ -42,7 +42,7 @@ def warn_if_unverified(run: RunContext) -> None:
 
 
 def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelConfig]) -> None:
-    """Record that an own model trains the same run in these layouts as on one rank."""
+    """Record that a model of your own trains the same run in these layouts as on one rank."""
     kinds = {_kind_of(layout) for layout in layouts if layout.tp > 1}
     if provider is None or not is_own(provider) or not kinds or (source := _source_of(provider)) is None:
         return
@@ -55,12 +55,12 @@ def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelCo
 
 
 def _kind_of(parallel: ParallelConfig) -> str:
-    """Return what a model's code can distinguish of a tensor-parallel layout."""
+    """Return the properties of a tensor-parallel layout that a model's code depends on."""
     return "tp+sp" if parallel.sequence_parallel else "tp"
 
 
 def _verified(provider: StageProvider) -> set[str]:
-    """Return the kinds of layout in which the provider was verified, as its file now is."""
+    """Return the kinds of layout in which the current version of the provider's file was verified."""
     if (source := _source_of(provider)) is None:
         return set()
     try:

@@ -20,12 +20,12 @@ _FLAG = "--fsdp-reshard-after-forward"
 
 
 class WeightGathering(NamedTuple):
-    """Hold the choice of how long ZeRO stage 3 keeps gathered weights.
+    """The choice of how long ZeRO stage 3 keeps gathered weights.
 
     Attributes:
-        keeps_weights: each weight is gathered once per iteration and kept until the last backward. Otherwise
-            a layer's are gathered before its forward and before its backward, for each microbatch.
-        reason: of the choice, for the log.
+        keeps_weights: gather each weight once per iteration and keep it until the last backward. Otherwise
+            gather a layer's weights before its forward and before its backward, for each microbatch.
+        reason: reason of the choice, for the log.
     """
 
     keeps_weights: bool
@@ -44,9 +44,9 @@ def choose_weight_gathering(config: Config, topology: Topology) -> WeightGatheri
         choice = parallel.fsdp_reshard_after_forward
         return WeightGathering(choice == "never", f"{_FLAG} {choice}")
     if parallel.pp == 1:
-        return WeightGathering(False, f"there is no pipeline; {_FLAG} never keeps them")
+        return WeightGathering(False, f"there is no pipeline; pass {_FLAG} never to keep them")
     if topology.device.type == "meta":
-        return WeightGathering(False, f"a dry run has no GPU whose memory decides; {_FLAG} never keeps them")
+        return WeightGathering(False, f"a dry run has no GPU to measure; pass {_FLAG} never to keep them")
     run = _planned_run(config, topology)
     fits = torch.tensor(float(choose_gathering(run).gathers_once), device=topology.device)
     all_fit = all_reduce(fits, topology.world, of="the choice of gathered weights") == topology.world_size
@@ -55,14 +55,14 @@ def choose_weight_gathering(config: Config, topology: Topology) -> WeightGatheri
     needed, available = max(memory.total for memory in kept) / _GB, run.cluster.gpu.memory_bytes / _GB
     relation = f"{'fits in' if keeps_weights else 'is more than'} {TIGHT_SHARE:.0%} of {available:.2f} GB"
     if not keeps_weights and needed <= TIGHT_SHARE * available:
-        relation = "is too much for another rank's memory"
+        relation = "does not fit another rank's memory"
     return WeightGathering(
         keeps_weights, f"a stage with its full weights needs {needed:.2f} GB, which {relation}"
     )
 
 
 def _planned_run(config: Config, topology: Topology) -> PlannedRun:
-    """Return the plan of this run on this rank's device; ranks on a CPU share the machine's memory."""
+    """Return the plan of this run on this rank's device; CPU ranks share the machine's memory."""
     device = device_of(topology.device)
     if topology.device.type == "cpu":
         num_local = max(Launch.from_environment().local_world_size, 1)

@@ -1,4 +1,4 @@
-"""Choose what accumulates the gradients of the weights over microbatches."""
+"""Choose how weight gradients are accumulated over microbatches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megalite.optim.gradient_buckets import main_dtype
 
 
 class Fusion(NamedTuple):
-    """Fusion of weight-gradient GEMMs with the accumulation of their results.
+    """The fusion of weight-gradient GEMMs with the accumulation of their results.
 
     Attributes:
         is_on: the GEMMs add to `weight.main_grad` themselves.
-        description: what accumulates the gradients, and why, for the log.
+        description: how gradients are accumulated, and why, for the log.
     """
 
     is_on: bool
@@ -24,10 +24,10 @@ class Fusion(NamedTuple):
 
 
 def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
-    """Return the best choice that the run's config and device allow.
+    """Return the fastest choice that the run's config and device allow.
 
-    Fusion gains nothing if the device has no GEMM that adds to the wider type of `main_grad`. Autograd then
-    accumulates; it first adds the gradients of a weight that is used twice.
+    Fusion is not faster if the device has no GEMM that adds to the wider dtype of `main_grad`. Then autograd
+    accumulates; it first sums the gradients of a weight that is used twice.
     """
     dtype = DTYPES[config.model.params_dtype]
     if not config.parallel.gradient_accumulation_fusion:

@@ -217,7 +217,7 @@ DATASETS = {
     "labels without a loss are negative": (
         _of(Fields(lambda: _fields(labels=np.full(S, -100)))),
         FieldSamples(),
-        "labels of sample 3 of the train dataset has token ids from -100 to -100, and .* False in loss_mask",
+        "labels of sample 3 of the train dataset has token ids from -100 to -100.* loss_mask to False there",
     ),
     "a mask of numbers": (
         _of(Fields(lambda: _fields(loss_mask=np.ones(S)))),
@@ -344,14 +344,14 @@ def test_an_own_model_that_was_verified_trains_without_a_warning(
             warn_if_unverified(resolve_run(chosen, topology, providers=providers))
         return caplog.text
 
-    assert "OwnModel trains with --tp 2 and was not verified so" in warning("--tp", "2")
+    assert "OwnModel trains with --tp 2 and was not verified in this layout" in warning("--tp", "2")
     assert warning("--dp", "4") == ""
     assert megalite.verify_layouts(config, [megalite.Layout.parse("tp2")], 1, providers=providers)
     assert warning("--tp", "2") == ""
     assert "--verify-layouts tp2+sp" in warning("--tp", "2", "--sequence-parallel")
     source = Path(program.__file__)
     source.write_text(source.read_text().replace("sigmoid", "tanh"))
-    assert "was not verified so" in warning("--tp", "2")
+    assert "was not verified in this layout" in warning("--tp", "2")
 
 
 def test_a_model_that_is_not_the_same_run_is_not_recorded(program: ModuleType, tmp_path: Path) -> None:

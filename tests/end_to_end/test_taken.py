@@ -71,7 +71,7 @@ def test_finetune_starts_a_run_of_its_own(train: Train, saved: Path, tmp_path: P
     assert figures(ended, "lm_loss")[0] < 5.0  # log(257) is 5.5
     assert any("only the weights are loaded" in line for line in ended.warnings)
     assert any("params_dtype fp32 (now bf16)" in line for line in ended.warnings)
-    assert any("holds checkpoints, and none of them is loaded" in line for line in ended.warnings)
+    assert any("holds checkpoints, but none of them is loaded" in line for line in ended.warnings)
 
 
 @pytest.mark.slow

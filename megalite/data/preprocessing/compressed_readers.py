@@ -32,7 +32,7 @@ def read_rows(
     """Yield the rows of row groups, with the columns that the keys name.
 
     Args:
-        path: the file.
+        path: path of the file.
         keys: columns, or dotted paths whose first part is a column of structs.
         groups: numbers of row groups, from 0; None for all.
 
@@ -71,8 +71,8 @@ _CHUNK = 1 << 17
 def open_zstandard(compressed: BinaryIO) -> BinaryIO:
     """Open the decompressed bytes of an open file of one or more frames.
 
-    Reading raises OSError if the file is damaged and EOFError if it is truncated, as gzip's reader does; the
-    library's own stream ends silently there.
+    Reading raises OSError if the file is damaged and EOFError if it is truncated, as gzip's reader does. The
+    library's own stream would end silently.
 
     Raises:
         UserError: the library is not installed.
@@ -102,7 +102,7 @@ def _decompress(compressed: BinaryIO, zstandard: Any) -> Iterator[bytes]:
 
 
 class _ChunkStream(io.RawIOBase):
-    """Read chunks of any size as a raw stream."""
+    """Reads chunks of any size as a raw stream."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

@@ -22,22 +22,22 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_DOCUMENTS = ("file", "line", "paragraph")
 STANDARD_INPUT = "-"
 MAX_DOCUMENT_BYTES = 1 << 24
-"""Default limit of a document's bytes: a tokenizer needs about a hundred bytes for each of them."""
+"""Default limit of a document's bytes: a tokenizer needs about 100 bytes of memory for each byte."""
 _BOM = b"\xef\xbb\xbf"
 
 
 class RecordError(ValueError):
-    """Raised for a record that holds no usable document; the message says why."""
+    """Raised for a record without a usable document; the message says why."""
 
 
 class DocumentRecord(NamedTuple):
-    """Hold one document as it is in its file; workers parse it.
+    """Holds one document as it is in its file; workers parse it.
 
     Attributes:
         source: the file.
-        number: of the line, paragraph or row, from 1.
-        kind: "json", "text" or "row"; "bad" if reading has found it unusable.
-        data: the bytes, or a Parquet row's columns, or why it is bad.
+        number: number of the line, paragraph or row, from 1.
+        kind: "json", "text" or "row"; "bad" if it cannot be used.
+        data: the bytes, or a Parquet row's columns, or the reason why it is bad.
     """
 
     source: str
@@ -55,11 +55,11 @@ class DocumentRecord(NamedTuple):
 def find_inputs(patterns: Sequence[str]) -> list[str]:
     """Return the files that files, globs and folders name; folders are searched recursively.
 
-    A file that is named is read whatever its suffix, as JSONL if the suffix says nothing else; "-" is
-    standard input. The files of a glob or a folder are sorted.
+    A file named directly is read whatever its suffix, as JSONL if the suffix is unknown; "-" is standard
+    input. The files of a glob or a folder are sorted.
 
     Raises:
-        ConfigError: some of them name no file.
+        ConfigError: some of the inputs name no file.
     """
     found: list[str] = []
     problems: list[str] = []
@@ -95,7 +95,7 @@ def _format_suffix(name: str) -> str:
 
 
 def input_kind(path: str, text_documents: str) -> str:
-    """Return what a file holds, by its suffix: "json" lines, Parquet "rows", or a text's documents."""
+    """Return the kind of a file's records, by its suffix: "json" lines, Parquet "rows", or text documents."""
     suffix = _format_suffix(path)
     return {".parquet": "rows", ".txt": text_documents}.get(suffix, "json")
 
@@ -108,13 +108,13 @@ def is_compressed(path: str) -> bool:
 def read_records(
     path: str, json_keys: Sequence[str], text_documents: str, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[DocumentRecord]:
-    """Yield the records of one file in their order, with one in memory at a time.
+    """Yield the records of one file in order, with one in memory at a time.
 
     Args:
-        path: the file; its suffix says what it is.
-        json_keys: columns to read of a Parquet file.
-        text_documents: what is one document of a .txt file: "file", "line" or "paragraph".
-        max_bytes: a longer record is skipped, and yielded as a bad one.
+        path: path of the file; its suffix gives its kind.
+        json_keys: columns to read from a Parquet file.
+        text_documents: unit that is one document of a .txt file: "file", "line" or "paragraph".
+        max_bytes: a longer record is skipped and yielded as a bad record.
 
     Raises:
         UserError: the file cannot be read, or is truncated or damaged.
@@ -131,16 +131,16 @@ def read_records(
 def read_stream(
     source: str, kind: str, stream: BinaryIO, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[DocumentRecord]:
-    """Yield the records of an open file of this `input_kind`; `source` and `max_bytes` as above."""
+    """Yield the records of an open file of this `input_kind`; see `read_documents` for the arguments."""
     return _STREAM_READERS[kind](source, stream, max_bytes)
 
 
 @contextmanager
 def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file: yield its decompressed bytes, and the file itself, whose position shows the progress.
+    """Open a file: yield its decompressed bytes, and the file, whose position shows the progress.
 
     Raises:
-        UserError: it cannot be opened, or reading it in the block fails.
+        UserError: the file cannot be opened, or reading it in the block fails.
     """
     opener = _OPENERS.get(Path(path.lower()).suffix)
     try:
@@ -157,9 +157,9 @@ def open_input(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 def parse_records(
     records: Sequence[DocumentRecord], json_keys: Sequence[str]
 ) -> list[list[bytes] | RecordError]:
-    """Return the texts of each record in UTF-8, one for each key; or why it has none.
+    """Return the texts of each record in UTF-8, one for each key, or the reason why it has none.
 
-    The C++ reader parses plain JSON, as nearly all of a corpus is; Python's json module parses the rest.
+    The C++ reader parses plain JSON, which is nearly all of a corpus. Python's json module parses the rest.
     """
     lines = [record.data for record in records if record.kind == "json"]
     plain = iter(json_texts(lines, json_keys))
@@ -177,7 +177,7 @@ def parse_record(record: DocumentRecord, json_keys: Sequence[str]) -> list[bytes
     """Return the texts of a record in UTF-8, one for each key.
 
     Raises:
-        RecordError: it is not valid, or lacks a key, or a value is not text.
+        RecordError: the record is not valid, or lacks a key, or a value is not text.
     """
     if record.kind == "bad":
         raise RecordError(record.data)
@@ -218,7 +218,7 @@ def _checked_utf8(data: bytes) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Return the text in UTF-8, each lone surrogate, which JSON allows and tokenizers refuse, as U+FFFD."""
+    """Encode the text in UTF-8; lone surrogates, which JSON allows but tokenizers refuse, become U+FFFD."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -235,7 +235,7 @@ _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def read_line(stream: BinaryIO, max_bytes: int) -> bytes | None:
-    """Return the next line, empty at the end; None for a longer one, which is skipped in constant memory."""
+    """Return the next line, empty at the end; None for a longer line, which is skipped in constant memory."""
     line = stream.readline(max_bytes + 1)
     if len(line) <= max_bytes or line.endswith(b"\n"):
         return line
@@ -245,7 +245,7 @@ def read_line(stream: BinaryIO, max_bytes: int) -> bytes | None:
 
 
 def without_mark(line: bytes) -> bytes:
-    """Return a line without its byte-order mark: files start with one, and may have been joined."""
+    """Return a line without its byte-order mark: joined files may have one on any line."""
     return line.removeprefix(_BOM)
 
 
@@ -255,7 +255,7 @@ def is_blank(line: bytes) -> bool:
 
 
 def _lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the numbered lines without byte-order marks; None for one that is too long."""
+    """Yield the numbered lines without byte-order marks; None for a line that is too long."""
     number = 1
     while (line := read_line(stream, max_bytes)) != b"":
         yield number, line and without_mark(line)
@@ -290,7 +290,7 @@ def _read_whole(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[Docum
 
 
 def _read_paragraphs(source: str, stream: BinaryIO, max_bytes: int) -> Iterator[DocumentRecord]:
-    """Yield the lines up to a blank one as one record; its number is that of its first line."""
+    """Yield the lines up to a blank line as one record, numbered by its first line."""
     paragraph: list[bytes] = []
     first, size = 0, 0
 

@@ -30,7 +30,7 @@ from megalite.errors import UserError
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096
 MAX_MESSAGES = 10
-"""Skipped documents that are named in the log; all are counted."""
+"""Number of skipped documents to name in the log; all are counted."""
 
 
 class CannotWrite(UserError):
@@ -39,7 +39,7 @@ class CannotWrite(UserError):
 
 @dataclass
 class ColumnResult:
-    """Hold the result of one piece for one key."""
+    """Holds the result of one piece for one key."""
 
     extent: Extent
     num_text_bytes: int = 0
@@ -50,19 +50,19 @@ class ColumnResult:
 
 @dataclass
 class PieceResult:
-    """Hold the result of one piece; it is small for any piece."""
+    """Holds the result of one piece; its size does not depend on the piece's."""
 
     columns: list[ColumnResult]
     num_bytes: int
     num_skipped: int
     bad: list[tuple[str, str, int, str]]
-    """The first few of the skipped records: file, "line" or "row", its number in the piece, and why."""
+    """The first few skipped records: file, "line" or "row", number in the piece, and reason."""
     num_input_bytes: int
     checksum: int
 
 
 class Encoder:
-    """Parse and tokenize pieces, and append them to shards of its own; a context manager."""
+    """Parses and tokenizes pieces, and appends them to its own shards; a context manager."""
 
     def __init__(self, job: PreprocessJob, folder: str) -> None:
         self._job = job
@@ -74,7 +74,7 @@ class Encoder:
             sentence_splitter(job.sentence_language, job.keep_newlines) if job.sentence_language else None
         )
         self._stack = ExitStack()
-        name = secrets.token_hex(6)  # differs from those of an earlier run and of other workers
+        name = secrets.token_hex(6)  # differs from the names of an earlier run and of other workers
         try:
             self._shards = [
                 self._stack.enter_context(ShardWriter(folder, f"{name}-{k}"))
@@ -95,8 +95,8 @@ class Encoder:
         """Encode one piece.
 
         Raises:
-            UserError: its files cannot be read, the shards cannot be written, or a record is bad and bad ones
-                are not skipped.
+            UserError: its files cannot be read, the shards cannot be written, or a record is bad and bad
+                records are not skipped.
         """
         columns = [ColumnResult(self._append(k, empty_column(self._dtype))) for k in range(len(self._shards))]
         result = PieceResult(columns, 0, 0, [], piece.num_input_bytes, piece.checksum)
@@ -114,7 +114,7 @@ class Encoder:
     def _encode_batch(
         self, piece: InputPiece, batch: list[DocumentRecord], result: PieceResult
     ) -> list[EncodedDocuments]:
-        """Return the encoded documents by key; bad records are skipped, and counted."""
+        """Return the encoded documents by key; bad records are skipped and counted."""
         good: list[DocumentRecord] = []
         rows: list[list[bytes]] = []
         for record, row in zip(batch, parse_records(batch, self._job.json_keys), strict=True):
@@ -125,7 +125,7 @@ class Encoder:
             rows.append(row)
         try:
             return self._encode_rows(rows)
-        except UserError:  # the tokenizer refuses some text: find out which
+        except UserError:  # the tokenizer refuses some text: find out which one
             return self._encode_rows(
                 [
                     row

@@ -1,4 +1,4 @@
-"""Cut the input into pieces: the same ones for any number of workers, except in compressed files."""
+"""Cut the input into pieces: the same pieces for any number of workers, except in compressed files."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _MAX_PIECES = 1 << 14
 
 
 class InputPlan:
-    """Plan the pieces of a job's input.
+    """Plans the pieces of a job's input.
 
-    Neither the files' bytes nor the pieces are held: memory does not grow with the input.
+    It holds neither the files' bytes nor the pieces: memory does not grow with the input.
 
     Attributes:
-        stream_compressed: as passed.
-        total_bytes: of this part of the input, compressed as it is; 0 if unknown.
+        stream_compressed: whether compressed files are cut as they are read.
+        total_bytes: size of this part of the input files, before decompression; 0 if unknown.
     """
 
     def __init__(self, job: PreprocessJob, files: Sequence[str], stream_compressed: bool) -> None:
         """Plan a job.
 
         Args:
-            job: what to do.
-            files: the inputs' names.
-            stream_compressed: cut compressed files as they are read, by the process that iterates over the
-                pieces, because there are too few to give each worker one; else each is one piece.
+            job: the job.
+            files: names of the input files.
+            stream_compressed: cut compressed files as they are read, in the process that iterates over the
+                pieces, because there are fewer files than workers; otherwise each file is one piece.
         """
         self._job = job
         self.stream_compressed = stream_compressed
@@ -86,7 +86,7 @@ class InputPlan:
         for path, size in zip(self.files, self._sizes, strict=True):
             kind = input_kind(path, self._job.text_documents)
             streamed = path == STANDARD_INPUT or (is_compressed(path) and self.stream_compressed)
-            # From inside a large file the start of a paragraph cannot be found.
+            # The start of a paragraph cannot be found from the middle of a large file.
             streamed |= kind == "paragraph" and not is_compressed(path) and size > self._piece_bytes
             if kind == "rows":
                 yield from self._row_groups(path, begin, size)
@@ -98,7 +98,7 @@ class InputPlan:
             begin += size
 
     def _is_mine(self, position: int) -> bool:
-        """Return whether a piece that begins at this position, in the bytes of all files, is in this part."""
+        """Return whether a piece that begins at this byte of all files belongs to this part."""
         index, count = self._job.partition
         return position * count // max(sum(self._sizes), 1) == index
 
@@ -129,7 +129,7 @@ class InputPlan:
 
 
 def _cut(stream: BinaryIO, kind: str, max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield whole lines or paragraphs, a few MB at a time, and the number of their lines.
+    """Yield complete lines or paragraphs, a few MB at a time, and their number of lines.
 
     A line or paragraph that is too long is cut to a length that is still too long.
     """
@@ -145,20 +145,20 @@ def _cut(stream: BinaryIO, kind: str, max_bytes: int) -> Iterator[tuple[bytes, i
 
 
 def _next_line(stream: BinaryIO, max_bytes: int) -> bytes:
-    """Return the rest of the line; for one that is too long, a line of x that is too long."""
+    """Return the rest of the line; a line that is too long is replaced by too many x."""
     line = read_line(stream, max_bytes)
     return b"x" * (max_bytes + 1) + b"\n" if line is None else line
 
 
 def _rest_of_paragraph(stream: BinaryIO, max_bytes: int, parts: list[bytes]) -> int:
-    """Append the lines up to a blank one, and return their number."""
+    """Append the lines up to a blank line, and return their number."""
     num_lines, size = 0, 0
     while line := _next_line(stream, max_bytes):
         num_lines += 1
         if size <= max_bytes:
             parts.append(line)
-        # Count as the reader of the piece does, without byte-order marks: else a paragraph that is not too
-        # long would lose lines, and a line with a mark alone would not end it.
+        # Count like the reader of the piece, without byte-order marks: otherwise a paragraph that is not too
+        # long would lose lines, and a line with only a mark would not end it.
         content = without_mark(line)
         size += len(content)
         if is_blank(content):

@@ -1,4 +1,4 @@
-"""Record on disk which pieces are done, beside their shards, so that a killed run can resume."""
+"""Record finished pieces on disk, beside their shards, so that a killed run can resume."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megalite.files import no_follow, open_new, parse_json, replace_file
 
 
 class Ledger:
-    """Keep the folder STEM.unfinished: a header, a line for each finished piece, and the workers' shards.
+    """Manages the folder STEM.unfinished: a header, a line for each finished piece, and workers' shards.
 
-    Lines are in the pieces' order, so that what is done is always a first part of the input. A line is
+    Lines are in the pieces' order, so the finished pieces are always the start of the input. A line is
     written after its shards are on disk; a line that a kill has cut off does not count. As a context manager,
-    it holds a lock that ends with the process, and removes the folder on success and on a UserError, except
-    that of a dead worker or when an earlier run's work is in the folder.
+    it holds a lock that the system releases when the process ends, and removes the folder on success and on a
+    UserError. It keeps the folder if a worker died, or if the folder holds an earlier run's work.
 
     Attributes:
-        folder: for the shards.
-        header: what the interrupted run was started with; empty if none was interrupted.
+        folder: folder of the shards.
+        header: settings of the interrupted run; empty if no run was interrupted.
     """
 
     def __init__(self, stem: str) -> None:
         self._stem = stem
         self.folder = f"{stem}.unfinished"
-        # Without suffixes: the folder may be inside one that is read as input.
+        # Without suffixes, because the folder may be inside an input folder.
         self._header_path = Path(self.folder, "run")
         self._lines_path = Path(self.folder, "done")
         self.header: dict[str, Any] = {}
@@ -45,7 +45,7 @@ class Ledger:
 
     def __enter__(self) -> Ledger:
         try:
-            if os.path.islink(self.folder):  # the folder's files are removed: it must be this run's own
+            if os.path.islink(self.folder):  # the folder's files are removed, so it must be this run's own
                 raise UserError(
                     f"{self.folder} is a symbolic link: remove it, or pass another --output-prefix"
                 )
@@ -79,13 +79,13 @@ class Ledger:
 
     @property
     def on_failure(self) -> str:
-        """Return what happens to unfinished work if this run fails, for the error message."""
+        """Describe what happens to unfinished work if this run fails, for the error message."""
         if self._has_earlier_work:
             return "finished pieces are kept: continue with --resume"
         return "the unfinished output is removed"
 
     def start(self, header: dict[str, Any]) -> None:
-        """Start a new run; remove what an earlier run has left."""
+        """Start a new run; remove an earlier run's files."""
         for path in Path(self.folder).iterdir():
             if path.name != "lock":
                 path.unlink()
@@ -115,7 +115,7 @@ class Ledger:
             raise CannotWrite(f"cannot write {self.folder}: {error.strerror}") from None
 
     def _remove(self) -> None:
-        self._header_path.unlink(missing_ok=True)  # first: without it no run can resume from the rest
+        self._header_path.unlink(missing_ok=True)  # first, because no run can resume without it
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

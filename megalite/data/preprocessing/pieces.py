@@ -1,4 +1,4 @@
-"""Read pieces of the input, each encoded by one worker; in their order they are the whole input."""
+"""Read pieces of the input, each encoded by one worker; in order they are the whole input."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _SCAN_BYTES = 1 << 20
 
 
 class InputPiece(Protocol):
-    """Describe a part of the input that holds whole records.
+    """Describes a part of the input that holds complete records.
 
     Attributes:
-        num_input_bytes: size of this part of the files, compressed as they are.
+        num_input_bytes: size of this part of the files, before decompression.
     """
 
     @property
     def num_input_bytes(self) -> int: ...
 
     def records(self, job: PreprocessJob) -> Iterator[DocumentRecord]:
-        """Yield the records in their order, numbered from the start of the piece if that is inside a file."""
+        """Yield the records in order, numbered from the start of the piece if it starts inside a file."""
         ...
 
     @property
     def checksum(self) -> int:
-        """Return a checksum of the contents if they are in memory, else 0; resuming compares it."""
+        """Return a checksum of the contents if they are in memory, else 0; a resumed run compares it."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """Read one file, or several small ones."""
+    """Reads one file, or several small files."""
 
     files: tuple[str, ...]
     num_input_bytes: int
@@ -57,11 +57,11 @@ class WholeFiles:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Read row groups of a Parquet file."""
+    """Reads row groups of a Parquet file."""
 
     path: str
     groups: tuple[int, ...]
-    first_row: int  # number of rows before
+    first_row: int  # number of rows before these groups
     num_input_bytes: int
     checksum: int = 0
 
@@ -72,7 +72,7 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """Hold whole lines or paragraphs from the middle of a stream, as the reading process hands them out."""
+    """Holds complete lines or paragraphs from the middle of a stream, as the reading process sends them."""
 
     source: str
     kind: str
@@ -91,7 +91,7 @@ class InputChunk:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Read the lines of an uncompressed file that start in a range of its bytes."""
+    """Reads the lines of an uncompressed file that start in a range of its bytes."""
 
     path: str
     begin: int
@@ -113,7 +113,7 @@ class ByteRange:
             yield from read_stream(self.path, kind, lines, job.max_document_bytes)
 
     def locate(self, number: int) -> int:
-        """Return the number in the file of a line that has this number in the piece."""
+        """Return a line's number in the file, given its number in the piece."""
         with open_input(self.path) as (stream, _):
             before = _line_start(stream, self.begin, self.end) or 0
             stream.seek(0)
@@ -123,12 +123,12 @@ class ByteRange:
 
 
 def locate(piece: InputPiece, number: int) -> int:
-    """Return the number in its file of a record that has this number in the piece."""
+    """Return a record's number in its file, given its number in the piece."""
     return piece.locate(number) if isinstance(piece, ByteRange) else number
 
 
 def _line_start(stream: BinaryIO, position: int, end: int) -> int | None:
-    """Return the first start of a line at a position or after it, before the end; None if there is none."""
+    """Return the first line start at or after a position and before the end; None if there is none."""
     if position == 0:
         return 0 if end > 0 else None
     stream.seek(position - 1)
@@ -142,7 +142,7 @@ def _line_start(stream: BinaryIO, position: int, end: int) -> int | None:
 
 
 class _FileRange(io.RawIOBase):
-    """Read a range of a file's bytes as a stream."""
+    """Reads a range of a file's bytes as a stream."""
 
     def __init__(self, path: str, begin: int, end: int | None) -> None:
         self._file = open(path, "rb", buffering=0)

@@ -23,7 +23,7 @@ from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.errors import UserError
 
 _RESULTS_AHEAD = 64
-"""Pieces a worker that may be done before the one that is waited for; results are small."""
+"""Number of pieces per worker that may finish before the next result in order; results are small."""
 
 
 class WorkerDied(UserError):
@@ -36,9 +36,9 @@ class _Worker(NamedTuple):
 
 
 class EncoderPool:
-    """Encode in the calling process for one worker, else in processes of its own; a context manager.
+    """Encodes in the calling process for one worker, else in worker processes; a context manager.
 
-    A worker's only connection to this process is its pipe: it ends with this process, however that ends.
+    A worker's only connection to this process is its pipe, so it ends when this process ends.
     """
 
     def __init__(self, job: PreprocessJob, folder: str) -> None:
@@ -48,7 +48,7 @@ class EncoderPool:
 
     def __enter__(self) -> EncoderPool:
         if self._job.workers > 1:
-            # Spawn: the threads of the tokenizers library do not survive a fork.
+            # Use spawn: the threads of the tokenizers library do not survive a fork.
             context = multiprocessing.get_context("spawn")
             try:
                 with _signals_held():
@@ -75,8 +75,8 @@ class EncoderPool:
         """Yield the pieces with their results, in order.
 
         Raises:
-            UserError: that of the first piece that has one.
-            WorkerDied: a worker has ended.
+            UserError: the error of the first piece that has one.
+            WorkerDied: a worker process ended.
         """
         if self._workers:
             yield from self._encode_in_processes(iter(pieces))
@@ -91,7 +91,7 @@ class EncoderPool:
         idle = list(self._workers)
         busy: dict[Connection, tuple[_Worker, int, InputPiece]] = {}
         done: dict[int, tuple[InputPiece, PieceResult | Exception]] = {}
-        index = 0  # of the next result
+        index = 0  # number of the next result
         while True:
             if not ready and len(done) < _RESULTS_AHEAD * len(self._workers):
                 ready.extend(item for item in [next(source, None)] if item)
@@ -137,9 +137,9 @@ class EncoderPool:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Delay signals that end the program until the block ends: half-started workers would print tracebacks.
+    """Delay signals that end the program until the block ends; half-started workers would print tracebacks.
 
-    Children that are started in the block have SIGINT blocked: a terminal's Ctrl-C does not reach them.
+    Children that are started in the block have SIGINT blocked, so a terminal's Ctrl-C does not reach them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -170,10 +170,10 @@ def _start(context: SpawnContext, job: PreprocessJob, folder: str) -> _Worker:
 
 
 def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
-    """Run a worker: receive a piece, send its result, until the other side of the pipe is closed."""
+    """Run a worker: receive pieces and send their results until the other side closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process handles the terminal's interrupt
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each worker starts a thread for each core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker starts a thread per core
     os.environ["RAYON_NUM_THREADS"] = "1"
     try:
         try:
@@ -181,7 +181,7 @@ def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
                 while True:
                     piece = connection.recv()
                     connection.send(_try_to_encode(encoder, piece))
-        except UserError as error:  # the encoder could not be made: answer the first piece with this
+        except UserError as error:  # the encoder could not be created: answer the first piece with this
             connection.recv()
             connection.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -189,7 +189,7 @@ def _serve(connection: Connection, job: PreprocessJob, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker with the first process: while it encodes a piece it would notice seconds later."""
+    """End this worker when the first process ends: a worker that encodes would notice seconds later."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -47,12 +47,12 @@ OnProgress = Callable[[PreprocessingProgress], None]
 
 @dataclass(frozen=True)
 class PreprocessingSummary:
-    """Summarise a finished run.
+    """Summary of a finished run.
 
     Attributes:
-        progress: at its end.
-        reports: one for each key.
-        was_complete: an earlier run of the same job had finished, so that there was nothing to resume.
+        progress: progress at its end.
+        reports: one report for each key.
+        was_complete: whether an earlier run of the same job had finished, so there was nothing to resume.
     """
 
     progress: PreprocessingProgress
@@ -68,23 +68,23 @@ def num_cores() -> int:
 def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> PreprocessingSummary:
     """Tokenize all documents; each output appears under its name once it is complete.
 
-    A run that is killed leaves the folder {stem}.unfinished, from which one with `resume` continues. A run
-    that fails leaves nothing; if it had resumed an earlier run, it leaves the finished pieces.
+    A killed run leaves the folder {stem}.unfinished, from which a run with `resume` continues. A run that
+    fails leaves nothing; if it had resumed an earlier run, it leaves the finished pieces.
 
     Args:
-        job: what to do.
+        job: the job.
         on_progress: called after each piece of the input.
 
     Raises:
-        ConfigError: with all mistakes of the job: no tokenizer, a missing input, a URL as output.
+        ConfigError: lists all mistakes of the job: no tokenizer, a missing input, a URL as output.
         UserError: an input cannot be read, the output exists or cannot be written, a record is bad (unless
-            these are skipped), there is no document at all, or the run to resume was another job.
+            bad records are skipped), there are no documents, or the run to resume was another job.
     """
     tokenizer, files = _tokenizer_and_files(job)
     made_with = job.made_with(files, tokenizer)
     finished = _finished_before(job, made_with)
     if finished:
-        with Ledger(job.stem):  # removes what a kill at the very end has left
+        with Ledger(job.stem):  # removes the files of a run that was killed at its very end
             return finished
     with Ledger(job.stem) as ledger:
         plan = _plan(job, ledger, files, made_with)
@@ -104,7 +104,7 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
 
 
 def problems_of(job: PreprocessJob) -> list[str]:
-    """Return the mistakes of a job that `preprocess` would raise before it starts."""
+    """Return the mistakes in a job that `preprocess` would raise before it starts."""
     problems: list[str] = []
     with collected(problems):
         _tokenizer_and_files(job)
@@ -112,7 +112,7 @@ def problems_of(job: PreprocessJob) -> list[str]:
 
 
 def _tokenizer_and_files(job: PreprocessJob) -> tuple[Tokenizer, list[str]]:
-    """Return the tokenizer and the input files of a job; raise all of its mistakes at once."""
+    """Return the tokenizer and the input files of a job; raise all mistakes at once."""
     problems: list[str] = []
     tokenizer: Tokenizer | None = None
     files: list[str] = []
@@ -121,7 +121,7 @@ def _tokenizer_and_files(job: PreprocessJob) -> tuple[Tokenizer, list[str]]:
     with collected(problems):
         tokenizer = job.build_tokenizer()
         if job.append_eod:
-            _ = tokenizer.eod  # raises for a vocabulary without one
+            _ = tokenizer.eod  # raises if the vocabulary has none
     if job.sentence_language:
         with collected(problems):
             sentence_splitter(job.sentence_language, job.keep_newlines)
@@ -133,7 +133,7 @@ def _tokenizer_and_files(job: PreprocessJob) -> tuple[Tokenizer, list[str]]:
 
 
 def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[str, Any]) -> InputPlan:
-    """Plan a new run, or repeat the plan of the run to resume; refuse to replace existing output."""
+    """Plan a new run, or repeat the plan of the run to resume; do not replace existing output."""
     before = ledger.header
     if before and not job.resume and not job.overwrite:
         raise UserError(
@@ -158,7 +158,7 @@ def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[
 
 
 def _finished_before(job: PreprocessJob, made_with: dict[str, Any]) -> PreprocessingSummary | None:
-    """Return the summary of an earlier run of the same job that --resume finds finished."""
+    """Return the summary of the same job if --resume finds that an earlier run has finished it."""
     reports = [read_report(job.prefix(key)) for key in job.json_keys if job.resume]
     if not reports or not all(
         report and report.get("made_with") == made_with and os.path.exists(f"{report['prefix']}.idx")
@@ -173,7 +173,7 @@ def _finished_before(job: PreprocessJob, made_with: dict[str, Any]) -> Preproces
 
 
 class _Run:
-    """Sum up one run, from its first piece to its datasets."""
+    """Collects the results of one run, from its first piece to its datasets."""
 
     def __init__(self, job: PreprocessJob, on_progress: OnProgress) -> None:
         self._job = job
@@ -183,7 +183,7 @@ class _Run:
         self.progress = PreprocessingProgress()
 
     def skip(self, results: Iterator[PieceResult], pieces: Iterator[InputPiece]) -> None:
-        """Add the results that are done, and skip their pieces."""
+        """Add the results of finished pieces, and skip these pieces."""
         for result in results:
             piece = next(pieces, None)
             if piece is None or piece.checksum != result.checksum:
@@ -219,7 +219,7 @@ class _Run:
         progress.seconds = time.monotonic() - self._started
 
     def write(self, folder: str, tokenizer: Tokenizer, made_with: dict[str, Any]) -> list[DatasetReport]:
-        """Join the shards, and rename all datasets to their names, each .idx last."""
+        """Join the shards, and rename all datasets to their final names, each .idx last."""
         for key, total in zip(self._job.json_keys, self._totals, strict=True):
             if total.num_documents == 0:
                 index, count = self._job.partition

@@ -15,24 +15,24 @@ from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Describe what to make of which files; the result does not depend on the number of workers."""
+    """Describes a job's inputs and outputs; the result does not depend on the number of workers."""
 
     inputs: tuple[str, ...]
     """Files, globs and folders, or "-" for standard input."""
     output_prefix: str
     """The output is {output_prefix}_{json_key}_{document|sentence}.bin, .idx and .json."""
     tokenizer_type: str | None
-    """Kind of tokenizer; None to find it from the files."""
+    """Kind of tokenizer; None to detect it from the files."""
     tokenizer_files: TokenizerFiles = field(default_factory=TokenizerFiles)
     """The tokenizer's files."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of the JSON objects to extract, each to a dataset of its own; "a.b" is key b of the object a."""
+    """Keys of the JSON objects to extract, each to its own dataset; "a.b" is key b of the object a."""
     append_eod: bool = False
     """End each document with the end-of-document token."""
     sentence_language: str | None = None
-    """ISO 639 code of the language by whose rules each sentence becomes a sequence; None not to split."""
+    """ISO 639 code of the language for splitting text into sentences (sequences); None not to split."""
     keep_newlines: bool = False
-    """Keep the white space between sentences, at the end of the one before it."""
+    """Keep the white space between sentences, at the end of the previous sentence."""
     workers: int = 1
     """Number of processes that encode."""
     text_documents: str = "file"
@@ -42,11 +42,11 @@ class PreprocessJob:
     skip_bad_records: bool = False
     """Count and skip bad documents instead of failing at the first."""
     overwrite: bool = False
-    """Replace existing output, and what an interrupted run has left."""
+    """Replace existing output and the files of an interrupted run."""
     resume: bool = False
     """Continue an interrupted run."""
     partition: tuple[int, int] = (0, 1)
-    """Part i of n of the input, i from 0; all parts in order are the whole."""
+    """Part i of n of the input, i from 0; all parts in order are the whole input."""
 
     @property
     def stem(self) -> str:
@@ -62,7 +62,7 @@ class PreprocessJob:
         return build_tokenizer(self.tokenizer_type, **asdict(self.tokenizer_files))
 
     def made_with(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return all that the output depends on, by flag; a run that is resumed must have the same."""
+        """Return everything that the output depends on, by flag; a resumed run must have the same values."""
         return {
             "--input": _digest_of_names(files),
             "--tokenizer-type": tokenizer_digest(tokenizer),
@@ -78,7 +78,7 @@ class PreprocessJob:
 
 
 def _digest_of_names(files: Sequence[str]) -> str:
-    """Return a digest of the files' names, sizes and times: reading the contents takes as long as the job."""
+    """Return a digest of the files' names, sizes and times: reading their contents would take too long."""
     digest = hashlib.sha256()
     for name in files:
         state = os.stat(name) if name != STANDARD_INPUT else None

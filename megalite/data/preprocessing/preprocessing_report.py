@@ -1,4 +1,4 @@
-"""Count what a preprocessing run does, while it runs and at its end."""
+"""Count the input and output of a preprocessing run, while it runs and at its end."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megalite.files import open_new, parse_json
 
 @dataclass
 class PreprocessingProgress:
-    """Count what is done so far.
+    """Counts of the work done so far.
 
     Attributes:
-        num_documents: written, for the key with the most.
-        num_tokens: written, over all keys.
-        num_bytes: of text read, uncompressed.
-        num_skipped: bad records.
-        num_input_bytes: of the input read, compressed as it is.
-        total_input_bytes: of all of the input; 0 if unknown, as for standard input.
-        num_resumed_bytes: part of `num_bytes` that an interrupted run had done before.
-        num_resumed_input_bytes: likewise, of `num_input_bytes`.
-        num_resumed_tokens: likewise, of `num_tokens`.
-        seconds: since the start.
+        num_documents: number of documents written, for the key with the most.
+        num_tokens: number of tokens written, over all keys.
+        num_bytes: bytes of text read, uncompressed.
+        num_skipped: number of bad records.
+        num_input_bytes: bytes of input files read, before decompression.
+        total_input_bytes: bytes of all input files; 0 if unknown, as for standard input.
+        num_resumed_bytes: part of `num_bytes` that an interrupted run had already done.
+        num_resumed_input_bytes: part of `num_input_bytes` that an interrupted run had already done.
+        num_resumed_tokens: part of `num_tokens` that an interrupted run had already done.
+        seconds: seconds since the start.
     """
 
     num_documents: int = 0
@@ -56,7 +56,7 @@ class PreprocessingProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the seconds that are left at the speed so far; None if unknown."""
+        """Return the remaining seconds at the average speed so far; None if unknown."""
         done = self.num_input_bytes - self.num_resumed_input_bytes
         if not self.total_input_bytes or not done:
             return None
@@ -65,7 +65,7 @@ class PreprocessingProgress:
 
 @dataclass
 class ColumnTotal:
-    """Count what one dataset has so far."""
+    """Counts of one dataset so far."""
 
     extents: list[Extent] = field(default_factory=list)
     num_documents: int = 0
@@ -90,28 +90,28 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Report on one dataset: the same for any number of workers, and with or without an interruption."""
+    """Report of one dataset: the same for any number of workers, with or without an interruption."""
 
     prefix: str
-    """Bytes of the .bin and .idx."""
+    """Size of the .bin and .idx in bytes."""
     num_documents: int
     num_sequences: int
     num_tokens: int
-    """Including the end-of-document tokens."""
+    """Number of tokens, including the end-of-document tokens."""
     num_text_bytes: int
-    """Bytes of the documents' texts in UTF-8."""
+    """Size of the documents' texts in UTF-8, in bytes."""
     bytes_per_token: float
     num_skipped: int
-    """Bad records, which are not in the dataset."""
+    """Number of bad records, which are not in the dataset."""
     unknown_share: float | None
-    """The share of unknown tokens; None if the tokenizer has none for unknown text, as a byte-level one."""
+    """Share of unknown tokens; None if the tokenizer has no unknown token, such as a byte-level one."""
     length_histogram: dict[str, int]
     """Number of documents by their number of tokens, in powers of two: "4-7" and so on."""
     dtype: str
     sha256: dict[str, str]
-    """Digests of the .bin and .idx, as the command sha256sum prints them."""
+    """SHA-256 of the .bin and .idx, as the command sha256sum prints it."""
     made_with: dict[str, Any]
-    """The flags that the dataset depends on."""
+    """Flags that the dataset depends on."""
 
     def write(self, path: str) -> None:
         with open_new(path) as stream:
@@ -147,7 +147,7 @@ def read_report(prefix: str) -> dict[str, Any] | None:
 
 
 def name_histogram(counts: list[int]) -> dict[str, int]:
-    """Return the counts of powers of two by the range of lengths that they count."""
+    """Return the counts by range of lengths instead of power of two."""
     return {("1" if i == 0 else f"{2**i}-{2 ** (i + 1) - 1}"): count for i, count in enumerate(counts)}
 
 

@@ -13,9 +13,9 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Callable[[str], lis
     """Return the function that splits a text into its sentences.
 
     Args:
-        language: its ISO 639 code, as "en"; one without rules of its own gets those of its nearest relative.
-        keep_newlines: end each sentence but the last with the newlines and spaces that follow it; otherwise
-            sentences have no white space around them.
+        language: ISO 639 code, such as "en"; a language without rules uses the rules of its nearest relative.
+        keep_newlines: append the newlines and spaces after each sentence to it, except the last; otherwise
+            sentences have no surrounding white space.
 
     Raises:
         UserError: the library is not installed.

@@ -1,4 +1,4 @@
-"""Write a worker's output files, and join them to one dataset."""
+"""Write workers' output files, and join them into one dataset."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MAX_LENGTH = 2**31 - 1
 
 
 class EncodedDocuments(NamedTuple):
-    """Hold encoded documents of one key.
+    """Holds encoded documents of one key.
 
     Attributes:
-        sequences: ids of all documents' sequences, in order.
-        counts: each document's number of sequences; None if each has one.
-        num_text_bytes: of the encoded text, in UTF-8.
+        sequences: token ids of all documents' sequences, in order.
+        counts: number of sequences in each document; None if each has one.
+        num_text_bytes: size of the encoded text in UTF-8.
     """
 
     sequences: list[IdArray]
@@ -37,17 +37,17 @@ class EncodedDocuments(NamedTuple):
 
 
 def empty_column(dtype: np.dtype[Any]) -> Column:
-    """Return a column without documents."""
+    """Return an empty column."""
     return Column(np.empty(0, dtype), np.empty(0, COUNTS), np.empty(0, COUNTS))
 
 
 def pack(documents: EncodedDocuments, dtype: np.dtype[Any], eod: int | None) -> Column:
-    """Pack the tokens back to back; sequences and documents without tokens are skipped, even with an eod.
+    """Pack the tokens back to back. Sequences and documents without tokens are skipped, even with an eod.
 
     Args:
-        documents: their ids.
-        dtype: of the tokens.
-        eod: token to add to each document's last sequence; None for none.
+        documents: token ids of each document's sequences.
+        dtype: dtype of the tokens.
+        eod: token to append to each document's last sequence, or None.
 
     Raises:
         UserError: a sequence is too long for a dataset, or an id too large for the type.
@@ -92,11 +92,11 @@ def _with_ends(sequences: list[IdArray], last: npt.NDArray[np.int64], end: IdArr
 
 
 COUNTS = np.dtype("<i4")
-"""Type of sequences' lengths, and of documents' numbers of sequences, in a shard."""
+"""Dtype of sequences' lengths, and of documents' numbers of sequences, in a shard."""
 
 
 class Extent(NamedTuple):
-    """Locate one piece's part of one dataset in a shard; positions and counts are of items, not of bytes."""
+    """Locates one piece's part of one dataset in a shard; positions and counts are in items, not in bytes."""
 
     shard: str
     tokens: tuple[int, int]  # position, count
@@ -105,7 +105,7 @@ class Extent(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Hold documents of one key: tokens back to back, lengths of sequences, sequences of each document."""
+    """Holds the tokens of one key back to back, the sequences' lengths, and sequences per document."""
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
@@ -117,9 +117,9 @@ FILES = Column._fields
 
 
 class ShardWriter:
-    """Append columns to PATH.tokens, .lengths and .sequences; a context manager.
+    """Appends columns to PATH.tokens, .lengths and .sequences; a context manager.
 
-    The files are only appended to, so that what an extent names stays as it is, whatever happens later.
+    The files are only appended to, so the contents of an extent never change.
 
     Raises:
         OSError: they cannot be written.
@@ -135,7 +135,7 @@ class ShardWriter:
         self._ends = [0, 0, 0]
 
     def append(self, column: Column) -> Extent:
-        """Write a column, and return where it is."""
+        """Write a column, and return its extent."""
         spans = []
         for i, (file, values) in enumerate(zip(self._files, column, strict=True)):
             rest = values.view(np.uint8).data
@@ -146,7 +146,7 @@ class ShardWriter:
         return Extent(self._name, *spans)
 
     def flush(self) -> None:
-        """Wait until all that was appended is on disk."""
+        """Wait until all appended data is on disk."""
         for file in self._files:
             os.fsync(file.fileno())
 
@@ -160,13 +160,13 @@ class ShardWriter:
 
 
 def join_extents(first: Extent, second: Extent) -> Extent:
-    """Return one extent for two that follow each other in a shard."""
+    """Return one extent for two consecutive extents of a shard."""
     spans = ((a[0], a[1] + b[1]) for a, b in zip(first[1:], second[1:], strict=True))
     return Extent(first.shard, *spans)
 
 
 def append_extent(extents: list[Extent], extent: Extent) -> None:
-    """Append an extent, or extend the last one if it ends where this one begins."""
+    """Append an extent, or extend the last extent if it ends where this one begins."""
     last = extents[-1] if extents else None
     if (
         last
@@ -180,20 +180,20 @@ def append_extent(extents: list[Extent], extent: Extent) -> None:
 
 _BLOCK = 1 << 20
 _NOT_HERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
-"""Errors of a kernel or file system that cannot copy between these files itself."""
+"""Errors of a kernel or file system that cannot copy between these files."""
 
 
 def join_shards(
     folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], bin_path: str, idx_path: str
 ) -> None:
-    """Write a .bin and an .idx; they are on disk when this returns.
+    """Write a .bin and an .idx, and wait until they are on disk.
 
     Args:
-        folder: of the shards.
-        extents: of the pieces, in order.
-        dtype: of the tokens.
-        bin_path: file to write.
-        idx_path: file to write.
+        folder: folder of the shards.
+        extents: extents of the pieces, in order.
+        dtype: dtype of the tokens.
+        bin_path: .bin file to write.
+        idx_path: .idx file to write.
 
     Raises:
         OSError: they cannot be written.
@@ -230,7 +230,7 @@ def _span(extent: Extent, suffix: str) -> tuple[int, int]:
 
 
 def _blocks(folder: str, extents: Sequence[Extent], suffix: str) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield the counts of all extents in their order, a bounded number at a time."""
+    """Yield the counts of all extents in order, a bounded number at a time."""
     for extent in extents:
         position, left = _span(extent, suffix)
         with open(Path(folder, f"{extent.shard}.{suffix}"), "rb") as file:
@@ -252,7 +252,7 @@ def _copy(folder: str, extents: Sequence[Extent], suffix: str, item_size: int, t
 def copy_range(source: int, target: int, offset: int, count: int) -> None:
     """Copy bytes of one open file to the position of another, which advances.
 
-    The kernel copies if it can, on some file systems without moving any data.
+    The kernel copies if it can; on some file systems it moves no data.
     """
     for copy in (_copy_file_range, _send_file, _read_and_write):
         while count:
@@ -268,7 +268,7 @@ def copy_range(source: int, target: int, offset: int, count: int) -> None:
 
 def _copy_file_range(source: int, target: int, offset: int, count: int) -> int:
     copy: Callable[..., int] | None = getattr(os, "copy_file_range", None)
-    if copy is None:  # not on this system
+    if copy is None:  # not available on this system
         raise OSError(errno.ENOSYS, "no copy_file_range")
     return copy(source, target, count, offset)
 

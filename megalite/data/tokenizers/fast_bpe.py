@@ -1,4 +1,4 @@
-"""Encode byte-level BPE with a faster engine, if it gives exactly the reference's ids."""
+"""Encode byte-level BPE with a faster engine if it gives exactly the reference's ids."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ SAMPLE = (
     "a" * 300,
     "ab" * 150 + " " * 40 + "\n" * 20 + "-" * 100,
 )
-"""Texts that are cut into words in different ways: spaces, digits, scripts, marks, controls."""
+"""Texts that pretokenizers cut in different ways: spaces, digits, scripts, marks, controls."""
 
 _NUM_VOCABULARY_TEXTS = 2000
 
 
 def fast_engine(reference: Any) -> EncodeArrays | None:
-    """Return the fast engine for a byte-level BPE of the `tokenizers` library; None if there is none.
+    """Return the fast engine for a byte-level BPE of the `tokenizers` library, or None.
 
-    It is compared with the library on texts that pretokenizers cut differently and on pieces of the
-    vocabulary, and rejected at the first difference. A random model (dropout) or another kind has no fast
-    engine.
+    The engine is compared with the library on texts that pretokenizers cut differently and on pieces of the
+    vocabulary, and rejected at the first difference. A random model (dropout) or another kind of model has no
+    fast engine.
 
     Args:
-        reference: a tokenizers.Tokenizer; only what it encodes without special tokens counts.
+        reference: a tokenizers.Tokenizer; special tokens that it adds to texts are ignored.
     """
     try:
         gigatoken = importlib.import_module("gigatoken")
@@ -59,20 +59,20 @@ def fast_engine(reference: Any) -> EncodeArrays | None:
         encode = gigatoken.Tokenizer.from_json(json.dumps(description)).encode
 
         def encode_arrays(texts: Sequence[bytes]) -> list[IdArray]:
-            # One by one: a batch would return lists, or an array of a library that is slow to import.
+            # One text at a time: a batch returns lists, or an array of a library that is slow to import.
             return [encode(text) for text in texts]
 
         sample = [text.encode() for text in (*SAMPLE, *_vocabulary_texts(reference))]
         same = all(map(np.array_equal, encode_arrays(sample), reference_engine(reference)(sample)))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # for a tokenizer that it does not know; Rust's panics are not an Exception
+    except BaseException:  # the tokenizer is not supported; Rust's panics are not an Exception
         return None
     return encode_arrays if same else None
 
 
 def reference_engine(reference: Any) -> EncodeArrays:
-    """Return the library's own encoding of many texts, without offsets, which are not needed."""
+    """Return the library's own encoding of many texts, without offsets."""
     encode = getattr(reference, "encode_batch_fast", reference.encode_batch)  # tokenizers before 0.20
 
     def encode_arrays(texts: Sequence[bytes]) -> list[IdArray]:
@@ -93,7 +93,7 @@ def _is_byte_level_bpe(description: dict[str, Any]) -> bool:
 
 
 def _vocabulary_texts(reference: Any) -> list[str]:
-    """Return pieces of the vocabulary, evenly spaced, in pairs; and every added token inside words."""
+    """Return pairs of evenly spaced pieces of the vocabulary, and every added token inside words."""
     size = reference.get_vocab_size(with_added_tokens=True)
     step = max(1, size // _NUM_VOCABULARY_TEXTS)
     pieces = [reference.decode([i], skip_special_tokens=False) for i in range(0, size, step)]

@@ -15,30 +15,30 @@ from megalite.files import parse_json
 _EOD_NAMES = (
     "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eot_id|>", "[EOS]",
 )  # fmt: skip
-"""Names of end-of-document tokens, for vocabularies that do not say which it is."""
+"""Names of end-of-document tokens, for vocabularies that do not name theirs."""
 
 _UNKNOWN = "[UNK]"
 """WordPiece's token for words that its vocabulary cannot spell."""
 
 
 class HuggingFaceTokenizer:
-    """Wrap a tokenizer of the `tokenizers` library, without special tokens, truncation or padding.
+    """Wraps a tokenizer of the `tokenizers` library, without special tokens, truncation or padding.
 
     Attributes:
         vocab_size: one more than the largest id.
-        unk: id of the token for unknown text; None if there is none.
+        unk: id of the token for unknown text, or None.
     """
 
     def __init__(self, library: Any, source: str, eod_name: str | None = None) -> None:
         """Wrap a tokenizer.
 
         Args:
-            library: a tokenizers.Tokenizer; its truncation and padding are switched off.
-            source: the file it comes from, for messages.
-            eod_name: the token that ends a document; by default the first well-known one.
+            library: a tokenizers.Tokenizer; its truncation and padding are turned off.
+            source: file of the tokenizer, for messages.
+            eod_name: name of the token that ends a document; by default the first well-known name.
 
         Raises:
-            UserError: the vocabulary is empty, or has no token of that name.
+            UserError: the vocabulary is empty, or has no token with this name.
         """
         library.no_truncation()
         library.no_padding()
@@ -91,10 +91,10 @@ class HuggingFaceTokenizer:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Raise a UserError that names the tokenizer if it fails on a text.
+        """Raise a UserError that names the tokenizer if encoding a text fails.
 
-        The library stops a regular expression that backtracks for too long with a panic of Rust's, which is
-        not an Exception in Python.
+        The library stops a regular expression that backtracks for too long with a Rust panic, which is not an
+        Exception in Python.
         """
         try:
             yield
@@ -115,7 +115,7 @@ class HuggingFaceTokenizer:
         return found
 
     def token_name(self, number: int) -> str | None:
-        """Return the name of the token with this id in the vocabulary; None if there is none."""
+        """Return the name of the token with this id in the vocabulary, or None."""
         found: str | None = self._library.id_to_token(number)
         return found
 
@@ -143,8 +143,8 @@ def word_piece_tokenizer(vocab_file: str, *, lowercase: bool) -> HuggingFaceToke
     """Load BERT's WordPiece vocabulary; the text "[SEP]" in a document is text, never the token.
 
     Args:
-        vocab_file: vocab.txt, a token on each line.
-        lowercase: also removes accents.
+        vocab_file: vocab.txt, with one token per line.
+        lowercase: convert text to lowercase, and remove accents.
 
     Raises:
         UserError: the file cannot be read, or lacks the token for unknown words.
@@ -157,7 +157,7 @@ def word_piece_tokenizer(vocab_file: str, *, lowercase: bool) -> HuggingFaceToke
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"cannot read the tokenizer {vocab_file}: {first_line(error)}") from None
     if library.token_to_id(_UNKNOWN) is None:
-        raise UserError(f"{vocab_file} has no token {_UNKNOWN}: pass BERT's vocab.txt, a token on each line")
+        raise UserError(f"{vocab_file} has no token {_UNKNOWN}: pass BERT's vocab.txt, one token per line")
     library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     library.decoder = tokenizers.decoders.WordPiece()
@@ -189,12 +189,12 @@ def _find_tokenizer_json(name_or_path: str) -> Path:
 
 
 def _find_in_cache(name: str) -> Path:
-    """Return the tokenizer.json of a downloaded model; nothing is downloaded here, on every rank."""
+    """Return the tokenizer.json of a downloaded model; nothing is downloaded here."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, "tokenizer.json")
-    except (ImportError, ValueError):  # not installed, or not a possible name
+    except (ImportError, ValueError):  # not installed, or not a valid name
         found = None
     if not isinstance(found, str):
         raise UserError(
@@ -213,7 +213,7 @@ def _load_json(path: Path) -> Any:
 
 
 def _eos_token_beside(path: Path) -> str | None:
-    """Return the eos_token of the tokenizer_config.json beside a file; it may be an object with content."""
+    """Return the eos_token of the tokenizer_config.json beside a file; it may be an object with a content."""
     config_path = path.with_name("tokenizer_config.json")
     if not config_path.is_file():
         return None

@@ -13,15 +13,15 @@ _EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
 
 
 class SentencePieceTokenizer:
-    """Wrap a SentencePiece model; a document ends with its end-of-sentence token.
+    """Wraps a SentencePiece model; a document ends with its end-of-sentence token.
 
     Args:
-        model_file: the model.
-        begins_texts: start each text with the model's beginning-of-sentence token, as Llama 2 does.
+        model_file: file of the model.
+        begins_texts: begin each text with the model's beginning-of-sentence token, as in Llama 2.
 
     Attributes:
         vocab_size: number of its pieces.
-        unk: id of the token for unknown text; None if there is none.
+        unk: id of the token for unknown text, or None.
     """
 
     def __init__(self, model_file: str, begins_texts: bool = False) -> None:
@@ -35,7 +35,7 @@ class SentencePieceTokenizer:
         self._begins_texts = begins_texts
         if begins_texts and self._library.bos_id() < 0:
             raise UserError(
-                f"{model_file} has no beginning-of-sentence token, with which Llama2Tokenizer begins each "
+                f"{model_file} has no beginning-of-sentence token, which Llama2Tokenizer puts before each "
                 "text: pass SentencePieceTokenizer"
             )
         self.vocab_size = int(self._library.vocab_size())

@@ -1,4 +1,4 @@
-"""Hold token ids in arrays, which need no Python object for each id."""
+"""Holds token ids in arrays, without a Python object for each id."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 IdArray = npt.NDArray[Any]
-"""Ids in one dimension, of whichever integer type the tokenizer's engine returns."""
+"""One-dimensional array of ids, in the integer type that the tokenizer's engine returns."""
 
 
 def id_arrays(lists: Iterable[Sequence[int]]) -> list[IdArray]:

@@ -1,4 +1,4 @@
-"""Define what a tokenizer is, build the known kinds, and implement the two that need no file."""
+"""Define the tokenizer interface, build the known kinds, and implement the two that need no file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megalite.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """Encode plain text: no beginning- or end-of-text token is added, and none is skipped.
+    """Encodes plain text: special tokens are neither added nor skipped.
 
     Attributes:
         vocab_size: one more than the largest id.
-        eod: id of the token that ends a document. Raises a UserError if the vocabulary has none.
-        unk: id of the token for unknown text; None if there is none.
+        eod: id of the token that ends a document; raises a UserError if the vocabulary has none.
+        unk: id of the token for unknown text, or None.
     """
 
     @property
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def encode_arrays(self, texts: Sequence[bytes]) -> list[IdArray]:
-        """Encode texts in UTF-8 to arrays, for much text: no Python object is made for each token.
+        """Encode UTF-8 texts to arrays. It is fast for long texts: it creates no Python object per token.
 
         The caller must pass valid UTF-8; this is not checked.
         """
@@ -54,13 +54,13 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of the token with this name in the vocabulary; None if there is none."""
+        """Return the id of the token with this name in the vocabulary, or None."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Hold the user's settings of a tokenizer besides its kind, named like the flags."""
+    """Holds the user's settings of a tokenizer besides its kind, named like the flags."""
 
     tokenizer_model: str | None = None
     vocab_file: str | None = None
@@ -70,7 +70,7 @@ class TokenizerFiles:
 
 
 class ByteTokenizer:
-    """Encode to the 256 bytes of UTF-8; an end-of-document token comes after them."""
+    """Encodes text to its UTF-8 bytes: 256 tokens, followed by an end-of-document token."""
 
     vocab_size = 257
     eod = 256
@@ -86,7 +86,7 @@ class ByteTokenizer:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids; the end-of-document token has none, and broken UTF-8 becomes U+FFFD."""
+        """Decode the ids; the end-of-document token decodes to nothing, and broken UTF-8 to U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def token_id(self, name: str) -> int | None:
@@ -94,7 +94,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Encode text that is token ids already: decimal numbers between spaces.
+    """Encodes text that already consists of token ids: decimal numbers separated by spaces.
 
     The vocabulary of `vocab_size` ids is followed by an end-of-document token.
     """
@@ -145,12 +145,12 @@ def build_tokenizer(
     """Build the tokenizer of a kind from its files.
 
     Args:
-        tokenizer_type: one of TOKENIZER_TYPES; None for the kind that the files are for.
-        tokenizer_model: a tokenizer.json or the folder of one, or a SentencePiece model.
+        tokenizer_type: one of TOKENIZER_TYPES; None to detect the kind from the files.
+        tokenizer_model: a tokenizer.json or its folder, or a SentencePiece model.
         vocab_file: GPT-2's vocab.json, or BERT's vocab.txt.
         merge_file: GPT-2's merges.txt.
-        name_or_path: the folder of a tokenizer.json, or the name of one in Hugging Face's local cache.
-        vocab_size: of a NullTokenizer.
+        name_or_path: folder of a tokenizer.json, or name of a model in Hugging Face's local cache.
+        vocab_size: vocabulary size of a NullTokenizer.
 
     Raises:
         UserError: the kind is unknown, or a file that it needs is missing or cannot be read.
@@ -158,11 +158,11 @@ def build_tokenizer(
     files = TokenizerFiles(tokenizer_model, vocab_file, merge_file, name_or_path, vocab_size)
     kind = tokenizer_type or _type_for(files)
     if kind in _UNSUPPORTED:
-        raise UserError(f"--tokenizer-type {kind} is not in this version: {_UNSUPPORTED[kind]}")
+        raise UserError(f"--tokenizer-type {kind} is not supported: {_UNSUPPORTED[kind]}")
     if kind not in _BUILDERS:
         near = difflib.get_close_matches(kind.lower(), [name.lower() for name in _BUILDERS], n=1, cutoff=0.5)
         meant = [name for name in _BUILDERS if name.lower() in near]
-        hint = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(_BUILDERS)}"
+        hint = f"did you mean {meant[0]}?" if meant else f"pass one of {', '.join(_BUILDERS)}"
         raise UserError(f"--tokenizer-type {kind} is unknown: {hint}")
     return _BUILDERS[kind](kind, files)
 

@@ -1,4 +1,4 @@
-"""Record which tokenizer made a corpus, in a small file beside it, and compare it before training."""
+"""Record a corpus's tokenizer in a small file beside it, and compare it before training."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _NUM_PROBES = 2000
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Return a digest of a tokenizer's output: two with the same digest encode any text to the same tokens.
+    """Return a digest of a tokenizer's output: tokenizers with the same digest give the same tokens.
 
-    It is computed from what texts are encoded to: a fixed few, and the texts of ids evenly spaced over the
-    vocabulary. So files that differ only in form, such as GPT-2's two and the tokenizer.json made from them,
-    have the same digest, and so has every exact engine. The text of the end-of-document token is skipped:
-    such forms differ in whether it is read as the token.
+    It is computed from the encoding of a few fixed texts, and of the texts of ids evenly spaced over the
+    vocabulary. Files that differ only in form, such as GPT-2's two files and the tokenizer.json made from
+    them, therefore have the same digest, and so have all exact engines. The text of the end-of-document token
+    is skipped: these forms differ in whether it is read as the token.
 
     Returns:
         SHA-256 in hexadecimal.
     """
     size, eod = tokenizer.vocab_size, _eod(tokenizer)
     digest = hashlib.sha256(json.dumps([size, eod]).encode())
-    if not isinstance(tokenizer, NullTokenizer):  # whose text is ids already
+    if not isinstance(tokenizer, NullTokenizer):  # its text already consists of ids
         step = max(1, size // _NUM_PROBES)
         texts = [*SAMPLE, *(tokenizer.decode([i]) for i in range(0, size, step) if i != eod)]
-        for text in texts:  # one by one: a fast engine takes longer to start
+        for text in texts:  # one at a time: starting a fast engine takes longer
             digest.update(json.dumps([text, tokenizer.encode(text)]).encode())
     return digest.hexdigest()
 
 
 @functools.lru_cache(maxsize=1)
 def digest_of(data: DataConfig, vocab_size: int | None) -> str | None:
-    """Return the digest of the tokenizer that a config names, None if it names none; computed once a run.
+    """Return the digest of the config's tokenizer, or None without one; computed once per run.
 
     Raises:
         UserError: the tokenizer cannot be read.
@@ -66,7 +66,7 @@ def write_tokenizer_digest(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def copy_tokenizer_digest(source: str, prefix: str) -> None:
-    """Copy the digest of another corpus, which may be in a store, to the corpus of this prefix.
+    """Copy the digest of another corpus, which may be in object storage, to the corpus of this prefix.
 
     Raises:
         UserError: it cannot be written.
@@ -84,10 +84,10 @@ def _write(prefix: str, data: bytes) -> None:
 
 
 def read_tokenizer_digest(prefix: str) -> str | None:
-    """Return the digest beside the corpus of this prefix; None if there is none: other programs write none.
+    """Return the digest beside the corpus of this prefix, or None: other programs do not write one.
 
     Raises:
-        UserError: the file is there, and is not a digest.
+        UserError: the file exists but is not a digest.
     """
     path = _digest_name(prefix)
     try:
@@ -95,7 +95,7 @@ def read_tokenizer_digest(prefix: str) -> str | None:
         digest = record["digest"]
     except FileNotFoundError:
         return None
-    except UserError:  # of a store
+    except UserError:  # from object storage
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -105,10 +105,10 @@ def read_tokenizer_digest(prefix: str) -> str | None:
 
 
 def check_tokenizer(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
-    """Refuse corpora that were made with another tokenizer.
+    """Refuse corpora that another tokenizer has made.
 
     Raises:
-        UserError: the message names them, or a file beside one that cannot be read.
+        UserError: the message names these corpora, or a digest that cannot be read.
     """
     stored = {prefix: read_tokenizer_digest(prefix) for prefix in dict.fromkeys(prefixes)}
     if not any(stored.values()):
@@ -123,12 +123,12 @@ def check_tokenizer(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
 
 
 def digest_path(prefix: str) -> Path:
-    """Return the file beside a corpus that holds the digest of its tokenizer."""
+    """Return the path of the file that holds the digest of a corpus's tokenizer."""
     return Path(_digest_name(prefix))
 
 
 def _digest_name(prefix: str) -> str:
-    return f"{prefix}.tokenizer.json"  # of a URL too, which a Path is not
+    return f"{prefix}.tokenizer.json"  # not a Path, because the prefix may be a URL
 
 
 def _eod(tokenizer: Tokenizer) -> int | None:

@@ -16,10 +16,10 @@ from megalite.files import replace_file
 
 END_OF_TEXT = "<|endoftext|>"
 _MIN_BPE_SIZE = 257
-"""The end-of-document token and one token a byte: a smaller vocabulary could not encode every text."""
+"""The end-of-document token and one token per byte: a smaller vocabulary could not encode every text."""
 _MAX_LINE_BYTES = 1 << 20
 DEFAULT_VOCAB_SIZE = 2048
-"""Number of tokens without --vocab-size; of a text that yields fewer, as many as it yields."""
+"""Number of tokens without --vocab-size; a short text may give fewer."""
 
 
 class TrainedTokenizer(NamedTuple):
@@ -30,7 +30,7 @@ class TrainedTokenizer(NamedTuple):
 
 
 def read_texts(inputs: Sequence[str], json_key: str, max_documents: int | None = None) -> Iterator[str]:
-    """Yield the texts of files, globs and folders, at most `max_documents`, one at a time in memory.
+    """Yield the texts of files, globs and folders, at most `max_documents`, with one in memory at a time.
 
     Raises:
         UserError: an input names no file, cannot be read, or has a record without text under the key.
@@ -50,14 +50,14 @@ def read_texts(inputs: Sequence[str], json_key: str, max_documents: int | None =
 def train_bpe(texts: Iterable[str], vocab_size: int | None) -> TrainedTokenizer:
     """Train byte-level BPE with GPT-2's splitting into words, to a tokenizer.json.
 
-    Id 0 is END_OF_TEXT, then come the 256 bytes, so that any text can be encoded and decoded without loss;
-    the rest are merges, most frequent first.
+    Id 0 is END_OF_TEXT. The 256 bytes follow, so any text can be encoded and decoded without loss. The rest
+    are merges, most frequent first.
 
     Args:
-        vocab_size: total number of tokens; None for `DEFAULT_VOCAB_SIZE`, or fewer of a short text.
+        vocab_size: total number of tokens; None for `DEFAULT_VOCAB_SIZE`, or fewer for a short text.
 
     Raises:
-        UserError: the texts are too few for the vocabulary, or it is too small.
+        UserError: there is too little text for the vocabulary, or the vocabulary is too small.
     """
     if vocab_size is not None and vocab_size < _MIN_BPE_SIZE:
         raise UserError(
@@ -86,18 +86,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int | None) -> TrainedTokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int | None, model_type: str) -> TrainedTokenizer:
-    """Train a SentencePiece model that decodes what it encodes.
+    """Train a SentencePiece model that decodes its tokens without loss.
 
-    Ids 0 to 2 are the unknown token, the beginning and the end of a document, then come the 256 bytes, which
-    encode unknown characters. Text is not normalised, and each digit is a token, as in Llama's.
+    Ids 0 to 2 are the unknown token, the beginning and the end of a document. The 256 bytes follow, which
+    encode unknown characters. Text is not normalised, and each digit is a token, as in Llama's tokenizer.
 
     Args:
-        texts: of documents; pieces do not cross line ends.
+        texts: texts of documents; pieces do not cross line ends.
         vocab_size: total number of tokens; None for `DEFAULT_VOCAB_SIZE`.
         model_type: "bpe" or "unigram".
 
     Raises:
-        UserError: the texts are too few for the vocabulary, or it is too small.
+        UserError: there is too little text for the vocabulary, or the vocabulary is too small.
     """
     import sentencepiece
 
@@ -127,7 +127,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int | None, model_type
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of the texts; those that are too long for the library in parts."""
+    """Yield the lines of the texts; lines that are too long for the library are cut into parts."""
     for text in texts:
         for line in text.split("\n"):
             for first in range(0, len(line), _MAX_LINE_BYTES // 4):  # a character has at most 4 bytes
@@ -139,11 +139,11 @@ TRAINERS: dict[str, Callable[[Iterable[str], int | None], TrainedTokenizer]] = {
     "sentencepiece-bpe": lambda texts, size: train_sentencepiece(texts, size, "bpe"),
     "sentencepiece-unigram": lambda texts, size: train_sentencepiece(texts, size, "unigram"),
 }
-"""By the name of --type."""
+"""Training functions by the name of --type."""
 
 
 def write_tokenizer(path: Path, train: Callable[[], TrainedTokenizer], overwrite: bool = False) -> int:
-    """Train a tokenizer, write its file and return its number of tokens.
+    """Train a tokenizer, write its file, and return its number of tokens.
 
     The file's name appears once it is complete.
 

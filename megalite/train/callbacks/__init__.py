@@ -1,4 +1,4 @@
-"""Do the work of a run besides training: one callback per file."""
+"""Callbacks, which do all work of a run besides training: one callback per file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.train.telemetry.writers import Writers
 def default_callbacks(writers: Writers) -> list[Callback]:
     """Return the callbacks of a run, in the order in which their hooks are called.
 
-    Those that measure an iteration come first, and checkpoints last: a save knows whether the run stops.
+    Callbacks that measure an iteration come first. Checkpointing is last: it must know whether the run stops.
     """
     return [
         HangWatchdog(),

@@ -10,7 +10,7 @@ from megalite.train.train_step import StepResult
 
 
 class Checkpointing(Callback):
-    """Saves at intervals of iterations or of minutes, at the end, and non-persistently in between.
+    """Saves at intervals of iterations or minutes and at the end; makes non-persistent saves in between.
 
     It is the last of the callbacks, so that it knows whether another one has stopped the run.
     """
@@ -33,7 +33,7 @@ class Checkpointing(Callback):
                 trainer.save(is_last=ends)
                 for callback in loop.callbacks:
                     callback.on_save(loop)
-            else:  # what the metrics say came from the data, too
+            else:  # the data influenced the metrics too
                 trainer.verify_data()
             if not ends:
                 loop.request_stop(loop.stop_conditions.now())

@@ -41,8 +41,8 @@ def layer_grad_norms(
     Call it between an update and the next gradients.
 
     Args:
-        grad_norm: of the whole model's gradient before clipping. The squares of the layers add up to its
-            square.
+        grad_norm: norm of the whole model's gradient before clipping. The squares of the layers' norms
+            add up to its square.
     """
     names = [_EMBEDDING, *(f"layers.{layer}" for layer in range(num_layers)), _HEAD]
     squares = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
@@ -55,7 +55,7 @@ def layer_grad_norms(
 
 
 def _layer_of(name: str) -> str:
-    """Return the part of the model that a parameter belongs to; the head is all that follows the layers."""
+    """Return the part of the model that a parameter belongs to; everything after the layers is the head."""
     first, *rest = name.split(".")
     if first == "layers":
         return f"layers.{rest[0]}"

@@ -68,9 +68,9 @@ class MetricsLogging(Callback):
 
 
 def _metrics(trainer: Trainer, meter: IntervalMeter, result: StepResult) -> IterationMetrics:
-    """Return the interval's metrics, with those of the whole run and the optional ones."""
+    """Return the interval's metrics, with the run's totals and the optional metrics."""
     progress, logging = trainer.progress, trainer.config.logging
-    # An excluded iteration has no gradient; the NaN locator has overwritten that of an anomaly.
+    # An excluded iteration has no gradient; the NaN locator has overwritten an anomaly's gradient.
     has_gradient = not result.plan.is_excluded and result.anomaly is None
     return replace(
         meter.take(progress.consumed_samples, trainer.optimizer.scaler.scale),

@@ -1,4 +1,4 @@
-"""Report the costs of the modules in tables: operations and times, memory, and memory of each layer."""
+"""Report the costs of modules in tables: operations and times, memory, and memory of each layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModuleProfile(Callback):
 
 
 def file_of_rank(path: str, topology: Topology) -> Path:
-    """Return the --profile-modules-file of a pipeline rank: all but the first add their rank to the name."""
+    """Return the --profile-modules-file of a pipeline rank: ranks after the first add their number."""
     file = Path(path)
     return file if topology.pp.is_first else file.with_stem(f"{file.stem}_rank{topology.rank}")
 
@@ -86,7 +86,7 @@ def profile_tables(costs: Mapping[str, ModuleCosts], first_line: str, config: Lo
     """Yield the lines of all tables.
 
     Args:
-        costs: of each module; see `module_costs`.
+        costs: costs of each module; see `module_costs`.
         config: how deep the tables go, and how many submodules of a module they show.
     """
     rows = _grouped(costs)
@@ -99,7 +99,7 @@ def profile_tables(costs: Mapping[str, ModuleCosts], first_line: str, config: Lo
 
 
 def _grouped(costs: Mapping[str, ModuleCosts]) -> list[ModuleCosts]:
-    """Add the costs of the layers' modules of one name: `layers.*.mlp` for those of all layers."""
+    """Sum the costs of modules with the same name in all layers: `layers.*.mlp` has all their MLPs."""
     rows: dict[str, ModuleCosts] = {}
     for name, each in costs.items():
         if name != "layers":  # a list without a forward; `layers.*` has the same costs
@@ -134,7 +134,7 @@ def _shown(
 
 
 def _outside(rows: Sequence[ModuleCosts]) -> ModuleCosts:
-    """Return the costs of the whole minus those of its parts: the logits and the loss."""
+    """Return the costs of the whole minus the costs of its parts: the logits and the loss."""
     rest = ModuleCosts(_REST)
     rest.add(rows[0])
     for row in rows:
@@ -178,7 +178,7 @@ def _memory(rows: Sequence[ModuleCosts], config: LoggingConfig) -> Iterator[str]
 
 
 def _memory_by_layer(costs: Mapping[str, ModuleCosts], rows: Sequence[ModuleCosts]) -> Iterator[str]:
-    """Yield the memory of each layer, in one line for consecutive layers that are equal, and of the rest."""
+    """Yield the memory of each layer, with one line for consecutive equal layers, and of the rest."""
     yield _memory_header("layer")
     layers = [each for name, each in costs.items() if _LAYER.fullmatch(name)]
     parts = [row for row in rows if _depth(row) == 1 and row.name != "layers.*"]

@@ -23,7 +23,7 @@ from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 
 SPIKE_FACTOR = 10.0
-"""The output of a part stands out for a spiky microbatch above this many times the batch's median."""
+"""A part stands out for a microbatch if its output exceeds the batch's median this many times."""
 
 
 class NanLocation(Callback):

@@ -14,7 +14,7 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 
 _KINDS = {"weight": "main", "momentum": "exp_avg", "variance": "exp_avg_sq"}
-"""Megatron-DeepSpeed's names of what is measured, and torch's."""
+"""Megatron-DeepSpeed's names of the measured tensors, and torch's names."""
 
 
 class OptimizerNorms(Callback):
@@ -37,7 +37,7 @@ class OptimizerNorms(Callback):
 def optimizer_norms(optimizer: BaseOptimizer) -> Mapping[str, float]:
     """Return 2-norms, 1-norms and largest magnitudes over the whole model; every rank must call it.
 
-    Those of the variance (Adam's second moment) are also returned for its square root, as Megatron-DeepSpeed
+    The norms of the variance's (Adam's second moment's) square root are returned too, as Megatron-DeepSpeed
     logs them: ``variance_sqrt_l2`` and so on. The vocabulary's padding is not counted.
     """
     if optimizer.offload is not None:

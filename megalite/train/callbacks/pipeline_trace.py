@@ -51,13 +51,13 @@ class PipelineTracing(Callback):
 
 
 _RankTrace = tuple[tuple[int, int, int], ClockSamples, list[TraceSpan]]
-"""A rank's part of the file: its coordinates along pp, tp and dp, its clock samples and its spans."""
+"""One rank's part of the file: its coordinates along pp, tp and dp, its clock samples and its spans."""
 
 
 class PipelineTrace:
     """Records the iterations of `numbers` and writes them to `path` after the last of them.
 
-    Nothing is observed in other iterations. Every rank calls every method alike.
+    Other iterations are not observed. Every rank must make the same calls.
 
     Attributes:
         numbers: iterations, counted from 1.
@@ -87,7 +87,7 @@ class PipelineTrace:
             yield
 
     def after(self, number: int) -> None:
-        """Write the file if this iteration was the range's last; a collective then."""
+        """Write the file if this iteration was the range's last; then this is a collective."""
         if self.numbers and number == self.numbers[-1]:
             self.write()
 
@@ -110,7 +110,7 @@ class PipelineTrace:
             self._report(gathered)
 
     def finish(self) -> None:
-        """Write what is recorded at the run's end, or warn that the run had none of the iterations."""
+        """Write the recorded iterations at the run's end, or warn that the run had none of them."""
         self.write()
         if self.numbers and not self._has_traced:
             first, last = self.numbers[0], self.numbers[-1]
@@ -139,7 +139,7 @@ class PipelineTrace:
         }
         try:
             write_trace(self._path, lanes, facts)
-        except OSError as failure:  # a trace is not worth ending the run
+        except OSError as failure:  # a missing trace must not end the run
             log.warning("the trace %s cannot be written: %s", self._path, failure.strerror, extra=THIS_RANK)
             return
         exact = f"agree to {1e6 * error:.0f} us" if error else "are identical"
@@ -151,7 +151,7 @@ def pipeline_trace(trainer: Trainer) -> Iterator[PipelineTrace]:
     """Trace the iterations of --trace-pipeline while the block trains.
 
     Raises:
-        UserError: the file's folder cannot be written; on every rank alike.
+        UserError: the file's folder cannot be written; raised on every rank.
     """
     logging, topology = trainer.config.logging, trainer.topology
     numbers, path = logging.traced_iterations, trace_path(logging, trainer.config.checkpoint.save)

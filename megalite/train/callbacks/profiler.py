@@ -26,7 +26,7 @@ from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.train_step import StepResult
 
 _SKIPPED, _TRACED = 2, 3
-"""Iterations that --profile-execution skips (allocations, warm-up), and that it traces."""
+"""Number of iterations that --profile-execution skips (allocations, warm-up), and that it traces."""
 
 _DEFAULT_NAME = "profile"
 
@@ -58,12 +58,12 @@ class _NoProfile:
 
 
 class _Window(NamedTuple):
-    """The iterations that are profiled, counted from 1.
+    """The iterations to profile, counted from 1.
 
     Attributes:
-        flag: requests it.
-        num_skipped: iterations before each time.
-        repeat: number of times.
+        flag: the flag that requests the profile.
+        num_skipped: iterations skipped before each profile.
+        repeat: number of profiles.
     """
 
     flag: str
@@ -74,35 +74,36 @@ class _Window(NamedTuple):
 
     @property
     def num_active(self) -> int:
-        """Return the number of iterations to profile each time."""
+        """Return the number of iterations in one profile."""
         return self.last - self.first + 1
 
     @property
     def period(self) -> int:
-        """Return the iterations from one time to the next."""
+        """Return the number of iterations from one profile to the next."""
         return self.num_skipped + self.num_active
 
     def from_iteration(self, start: int) -> _Window:
-        """Return the window without the times before an iteration of a resumed run; the last one stays."""
+        """Return the window without profiles before the resumed run's first iteration; the last one stays."""
         num_over = min(max(0, -(-(start - self.first) // self.period)), self.repeat - 1)
         first, last = (each + num_over * self.period for each in (self.first, self.last))
         return self._replace(first=first, last=last, repeat=self.repeat - num_over)
 
 
 def profiler(config: LoggingConfig, topology: Topology, iterations: range) -> AbstractContextManager[Profile]:
-    """Profile some iterations of the block: those of --profile, or the third to fifth; a collective.
+    """Profile some iterations of the block: the range of --profile, or the third to fifth; a collective.
 
     --profile-repeat profiles further iterations, after as many skipped ones.
 
     PyTorch's profiler writes a file for each rank, ``tensorboard_dir/profile_name/rank<N>.*.pt.trace.json``:
-    for all ranks with --profile-execution, for --profile-ranks with --profile. Without them nothing happens.
+    for all ranks with --profile-execution, for --profile-ranks with --profile. Without these flags nothing
+    happens.
 
     Args:
-        iterations: those of the block, counted from 1. If none of them is to be profiled, a warning says so.
+        iterations: iterations of the block, counted from 1. If none of them is in the window, it warns.
 
     Raises:
-        UserError: a rank cannot write to the folder, or --profile requests nsys and there is no GPU; on every
-            rank alike.
+        UserError: a rank cannot write to the folder, or --profile requests nsys and there is no GPU; raised
+            on every rank.
     """
     if config.profile_execution:
         first = iterations.start + _SKIPPED
@@ -178,7 +179,7 @@ def _pytorch(
         record_shapes=config.pytorch_profiler_collect_shapes,
         with_stack=config.pytorch_profiler_collect_callstack,
         profile_memory=config.pytorch_profiler_collect_memory,
-        # Verbose: each operator's call stack, which TensorBoard's plugin shows, besides the Python functions.
+        # Verbose adds each operator's call stack, which TensorBoard's plugin shows, to the Python functions.
         experimental_config=profiler_options(verbose=config.pytorch_profiler_collect_callstack),
     ) as profile:
         yield profile
@@ -186,7 +187,7 @@ def _pytorch(
 
 
 class _PostedProfile(torch.profiler.profile):
-    """PyTorch's profiler; posts that it collects or writes a trace."""
+    """Runs PyTorch's profiler; posts an event while it collects or writes a trace."""
 
     def __init__(self, events: EventStack, **options: Any) -> None:
         super().__init__(**options)
@@ -202,7 +203,7 @@ class _PostedProfile(torch.profiler.profile):
 
 
 def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> str | None:
-    """Write a rank's trace, and return why that failed, or None if the trace is complete.
+    """Write a rank's trace. Return the reason for a failure, or None if the trace is complete.
 
     PyTorch's writer does not report a full disk, so the end of the file is checked.
     """
@@ -264,7 +265,7 @@ def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
     Only --profile-ranks record. Without a GPU, it warns that there is nothing to record. A collective.
 
     Raises:
-        UserError: a rank cannot write to the folder; on every rank alike.
+        UserError: a rank cannot write to the folder; raised on every rank.
     """
     if not config.record_memory_history:
         yield
@@ -293,7 +294,7 @@ def memory_history(config: LoggingConfig, topology: Topology) -> Iterator[None]:
 
 
 def snapshot_path(config: LoggingConfig, rank: int) -> Path:
-    """Return a rank's file of --record-memory-history: the first of --profile-ranks has the path itself."""
+    """Return a rank's file for --record-memory-history: the first of --profile-ranks uses the path itself."""
     path = Path(config.memory_snapshot_path)
     return path if rank == config.profile_ranks[0] else path.with_stem(f"{path.stem}_rank{rank}")
 

@@ -1,4 +1,4 @@
-"""Measure the time that a rank computes, without its waits: all ranks' iterations take the same time."""
+"""Measure the time that a rank computes, without its waits."""
 
 from __future__ import annotations
 

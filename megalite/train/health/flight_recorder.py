@@ -1,4 +1,4 @@
-"""The flight recorder of torch.distributed: the last collectives of a rank, for an analysis of all ranks."""
+"""Dump torch.distributed's flight recorder: the last collectives of a rank, to analyze a hang."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megalite.files import no_follow
 from megalite.torch_private import flight_recorder
 
 PREFIX = "flight_recorder_"
-"""Start of a file's name, before the rank: torchfrtrace needs it, and a name that ends with the rank."""
+"""Prefix of a file's name: torchfrtrace needs a prefix, and the rank at the end."""
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Names of torch's environment variable for the number of records: 2000 by default, 0 for none."""
+"""Names of torch's environment variable for the number of records: 2000 by default, 0 turns it off."""
 
 
 def recorder_of(device_type: str) -> Callable[..., bytes] | None:
-    """Return the function that dumps the records; None if torch has none, or the user has turned it off."""
+    """Return the function that dumps the records; None if torch lacks it, or the user has turned it off."""
     if any(os.environ.get(name) == "0" for name in _SIZES):
         return None
     return flight_recorder(device_type)
@@ -31,7 +31,7 @@ def analysis_of(folder: Path, device_type: str) -> str:
 
 
 def write_records(path: Path, dump: Callable[..., bytes]) -> None:
-    """Write the records to a file; its folder is made.
+    """Write the records to a file; create its folder.
 
     Stacks are not included: to look up their source lines can take torch more than ten seconds.
     """

@@ -1,4 +1,4 @@
-"""The report of a hang: the ranks that the others wait for, what each rank does, and stacks."""
+"""Report a hang: the ranks that the others wait for, the activity of each rank, and stacks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megalite.files import no_follow
 from megalite.train.health.rank_status import RankStatus
 
 MAX_STACKS = 3
-"""Number of stacks in a report, each of a late rank with another activity."""
+"""Number of stacks in a report: one for each different activity of a late rank."""
 
 STANDARD_ERROR = 2
-"""The descriptor: an object that replaces `sys.stderr` may have none."""
+"""File descriptor of standard error: an object that replaces `sys.stderr` may have none."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LateRanks:
     """The ranks that the others wait for.
 
     Attributes:
-        ranks: in order; empty if every rank waits and none is behind.
-        why: how that is known.
+        ranks: the late ranks in order; empty if every rank waits and none is behind.
+        why: why these ranks are late.
     """
 
     ranks: tuple[int, ...]
@@ -42,12 +42,12 @@ class LateRanks:
 def find_late_ranks(statuses: Mapping[int, RankStatus], silent: Collection[int]) -> LateRanks:
     """Find the ranks that the others wait for.
 
-    They are silent, have left, or do something else than wait. If all ranks wait, they have started fewer
-    collectives on an axis than other ranks of it: they wait in another collective, or skipped one.
+    A late rank is silent, has left, or does something other than waiting. If all ranks wait, a late rank has
+    started fewer collectives on an axis than its peers: it waits in another collective, or skipped one.
 
     Args:
-        statuses: of all ranks that ever posted one.
-        silent: ranks that post none now.
+        statuses: statuses of all ranks that ever posted one.
+        silent: ranks that no longer post a status.
     """
     answering = [status for rank, status in sorted(statuses.items()) if rank not in silent]
     late = {status.rank for status in answering if status.has_left or status.waits_for is None}
@@ -65,7 +65,7 @@ def _ranks_behind(statuses: Iterable[RankStatus]) -> set[int]:
     counts: dict[tuple[int, ...], dict[int, tuple[int, bool]]] = defaultdict(dict)
     for status in statuses:
         for ranks, number in status.collectives:
-            # With a GPU the host waits later than it starts a collective, and for any of them.
+            # With a GPU the host waits for a collective later than it starts it, and for any of them.
             counts[ranks][status.rank] = number, status.waits_for in ((), ranks)
     behind = set()
     for of_axis in counts.values():
@@ -81,12 +81,12 @@ def report(
     stacks: str,
     records: str | None = None,
 ) -> str:
-    """Write the report, of several lines.
+    """Return the text of the report.
 
     Args:
-        seconds: since the last progress of any rank.
-        stacks: where the ranks' stacks are written.
-        records: the command that reads the ranks' last collectives, if they are written.
+        seconds: seconds since the last progress of any rank.
+        stacks: location of the ranks' stacks.
+        records: command that reads the ranks' last collectives, if they are written.
     """
     late = find_late_ranks(statuses, silent)
     who = number_ranks(late.ranks) if late.ranks else "no rank is missing"
@@ -105,7 +105,7 @@ def report(
 
 
 def number_ranks(ranks: Collection[int]) -> str:
-    """Write rank numbers: `rank 3`, `ranks 0-2, 5`."""
+    """Format rank numbers: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -117,7 +117,7 @@ def number_ranks(ranks: Collection[int]) -> str:
 
 
 def position(status: RankStatus) -> str:
-    """Write the iteration and the activity of a rank: the same text for all ranks at one position."""
+    """Format the iteration and activity of a rank: ranks at the same position have the same text."""
     if status.has_left:
         return f"has left training after iteration {status.num_done}"
     return f"iteration {status.num_done + 1}" + (f", {status.activity}" if status.activity else "")
@@ -126,14 +126,14 @@ def position(status: RankStatus) -> str:
 def _groups(
     statuses: Mapping[int, RankStatus], silent: Collection[int], late: Collection[int]
 ) -> Iterator[str]:
-    """Write a line for the ranks at each position, late ones first."""
+    """Format one line for the ranks at each position, late ranks first."""
     groups: dict[tuple[bool, str], list[RankStatus]] = defaultdict(list)
     for rank in sorted({*statuses, *silent}):
         status = statuses.get(rank)
         if status is None:
             text = "did not answer, and never has"
         elif rank in silent:
-            text = f"did not answer; last heard of at {position(status)}, on {status.host}"
+            text = f"did not answer; last status: {position(status)}, on {status.host}"
         else:
             text = position(status)
         groups[rank not in late, text].append(status or RankStatus(rank, "", 0, 0))
@@ -149,7 +149,7 @@ def _groups(
 def _stacks(
     statuses: Mapping[int, RankStatus], silent: Collection[int], late: Collection[int]
 ) -> list[tuple[int, str]]:
-    """Return the stack of one late rank at each position, or any stack if no rank is late."""
+    """Return the stack of one late rank per position, or any stack if no rank is late."""
     found: dict[str, tuple[int, str]] = {}
     for rank in sorted(late or statuses):
         status = statuses.get(rank)
@@ -191,7 +191,7 @@ def in_debugger() -> bool:
 
 
 def write_stacks(path: Path) -> None:
-    """Write all stacks to a file; its folder is made."""
+    """Write all stacks to a file; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8", opener=no_follow) as file:
         file.write(all_stacks())
@@ -199,9 +199,9 @@ def write_stacks(path: Path) -> None:
 
 @contextmanager
 def stacks_on_signal() -> Iterator[None]:
-    """In the block, ``kill -QUIT PID`` prints all stacks to standard error, and the process continues.
+    """Print all stacks to standard error on ``kill -QUIT PID`` in the block; the process continues.
 
-    The handler is C and needs no lock of Python's: it answers even if the watchdog's thread cannot.
+    The handler is written in C and does not need the GIL: it works even if the watchdog's thread cannot run.
     """
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
     try:

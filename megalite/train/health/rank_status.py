@@ -1,4 +1,4 @@
-"""The status that each rank posts for the others: its progress, and the events that it is in."""
+"""The status that each rank posts for the others: its progress and its open events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalite.pipeline.schedules import Action
 from megalite.train.telemetry.timers import BATCH_GENERATOR
 
 _IMPLIED = ("forward-backward", "optimizer", BATCH_GENERATOR)
-"""Timers that say nothing more than the events inside them."""
+"""Timers that add nothing to the events inside them."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,15 @@ class RankStatus:
     """The status of one rank.
 
     Attributes:
-        stamp: grows with each status: a rank whose stamp stays the same is silent.
-        num_done: iterations that are done.
+        stamp: increases with each status; a rank is silent if its stamp stays the same.
+        num_done: number of finished iterations.
         idle: seconds without progress.
-        is_stuck: that is longer than this rank may be idle.
-        has_left: its training is over.
-        activity: the description of its open events; empty unless it is stuck.
-        waits_for: the ranks that it waits for; None if it does not wait, empty if it cannot know for whom.
-        collectives: number of collectives that it has started on each axis, by the axis' ranks.
-        stack: of its main thread, for a human to read.
+        is_stuck: whether the rank has been idle longer than it may.
+        has_left: whether its training is over.
+        activity: description of its open events; empty unless it is stuck.
+        waits_for: ranks that it waits for; None if it does not wait, empty if it cannot know which.
+        collectives: number of collectives that it has started on each axis, keyed by the axis' ranks.
+        stack: stack of its main thread, as text.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RankStatus:
 
 
 def describe(events: Sequence[object]) -> str:
-    """Describe open events, which come outermost first, from the innermost to the outermost."""
+    """Describe open events, given outermost first, from the innermost to the outermost."""
     shown = [event for event in events[:-1] if event not in _IMPLIED] + list(events[-1:])
     return ", in ".join(_text(event) for event in reversed(shown)) or "in no event that ranks post"
 
@@ -67,7 +67,7 @@ def awaited_ranks(
     """Return the ranks that a rank in these events waits for; see `RankStatus.waits_for`.
 
     Args:
-        ranks_of: global ranks along each axis, by its name.
+        ranks_of: global ranks along each axis, by the axis' name.
     """
     innermost = events[-1] if events else None
     if isinstance(innermost, Wait):
@@ -78,8 +78,8 @@ def awaited_ranks(
 def may_take_any_time(events: Sequence[object]) -> bool:
     """Return whether a rank in these events does work of unknown length: a checkpoint or a profile.
 
-    A rank that waits in a collective for another one that does such work does not: if the other one hangs, no
-    rank makes progress.
+    This is False for a rank that only waits for such work of another rank: if the other rank hangs, no rank
+    makes progress.
     """
     for event in reversed(events):
         if event in (CHECKPOINT, PROFILER):

@@ -1,4 +1,4 @@
-"""Exchange of the ranks' statuses through the store of the process group, without ever waiting for long."""
+"""Exchange the ranks' statuses through the process group's store, with a time-out on every call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoAnswer(RuntimeError):
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T:
-    """Call a function that may never return, in a thread of its own, and return its result.
+    """Call a function that may never return in its own thread, and return its result.
 
     Raises:
         NoAnswer: it did not return in time, or raised an error.
@@ -48,14 +48,14 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
 
 
 class StatusStore:
-    """One status for each rank, and an entry that ends the run.
+    """Stores one status for each rank, and an entry that ends the run.
 
-    If the store's server is stopped, a call to it never returns. No method here takes longer than `patience`,
-    and after one call without an answer all others fail at once.
+    If the store's server is stopped, a call to it never returns. No method here takes longer than `patience`.
+    After one call without an answer all later calls fail at once.
 
     Args:
-        store: a connection of its own: a call that waits blocks all others on its connection.
-        patience: seconds for one call.
+        store: a separate connection, because a call that waits blocks all others on its connection.
+        patience: time-out of one call in seconds.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, patience: float) -> None:
@@ -75,7 +75,7 @@ class StatusStore:
         return {status.rank: status for status in self._call(self._read)}
 
     def end_run(self, num_ranks: int) -> bool:
-        """End the run, and return whether this rank is the first to do so: that one prints the report.
+        """End the run, and return whether this rank was the first to do so: the first prints the report.
 
         Args:
             num_ranks: number of ranks that will read it.
@@ -89,11 +89,11 @@ class StatusStore:
         return self._call(end)
 
     def num_ranks_at_end(self) -> int | None:
-        """Return the number of ranks that read the run's end; None while the run continues."""
+        """Return the number of ranks that must read the run's end; None while the run continues."""
         return self._call(lambda: int(self._store.get(_END)) if self._store.check([_END]) else None)
 
     def post_ready(self) -> None:
-        """Count this rank among those that are ready to exit."""
+        """Count this rank as ready to exit."""
         self._call(lambda: self._store.add(_NUM_READY, 1))
 
     def num_ready(self) -> int:

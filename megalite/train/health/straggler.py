@@ -1,4 +1,4 @@
-"""Name the rank that computes slowest: the others wait for it, and it alone is slow without waiting."""
+"""Name the slowest rank by its compute time: all ranks' iterations take equally long."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megalite.train.health.compute_time import ComputeClock, DeviceClock, HostCl
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """The time that one rank computed in an interval.
+    """Compute time of one rank in an interval.
 
     Attributes:
-        coordinates: of the rank along pp, dp and tp.
-        seconds: of an iteration, without waits for other ranks.
+        coordinates: the rank's coordinates along pp, dp and tp.
+        seconds: seconds per iteration, without waits for other ranks.
     """
 
     rank: int
@@ -39,7 +39,7 @@ def straggler_line(times: Sequence[ComputeTime]) -> str:
     are compared.
 
     Args:
-        times: of all ranks, at least two.
+        times: compute times of all ranks, at least two.
     """
     stages: dict[int, list[ComputeTime]] = {}
     for time in times:
@@ -68,7 +68,7 @@ class StragglerLog:
     """Logs the slowest rank every `interval` iterations; every rank calls it.
 
     Args:
-        clock: None measures nothing, as an interval of None.
+        clock: measures the compute time; None, or an interval of None, measures nothing.
     """
 
     def __init__(self, interval: int | None, topology: Topology, clock: ComputeClock | None) -> None:
@@ -78,7 +78,7 @@ class StragglerLog:
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Measure the block, which is this iteration, counted from 1."""
+        """Measure the block, which runs this iteration, counted from 1."""
         if self._clock is None or self._interval is None:
             yield
             return
@@ -100,7 +100,7 @@ class StragglerLog:
 
 
 def straggler_log(config: LoggingConfig, topology: Topology) -> StragglerLog:
-    """Make the log of --log-straggler-interval.
+    """Create the log of --log-straggler-interval.
 
     Raises:
         UserError: another option uses the profiler, which this one needs on GPUs; on every rank.

@@ -31,37 +31,37 @@ from megalite.train.health.status_store import NoAnswer, StatusStore, call_withi
 from megalite.train.trainer import Trainer
 
 HANG_STATUS = 85
-"""Exit status after a hang of every rank that answered."""
+"""Exit status of every rank that answered, after a hang."""
 
 _POLLS = 20
-"""Polls within the time-out."""
+"""Number of polls within the time-out."""
 _MAX_POLL_SECONDS = 10.0
 _SILENT_POLLS = 3
-"""A rank whose status is as old as this many polls is silent."""
+"""A rank is silent if its status is this many polls old."""
 _FIRST_ITERATION = 3
 """The first iteration, which compiles, allocates and connects, may take this many times the time-out."""
 _LONGEST = 2
-"""A rank may be idle for this many times the longest time that it was idle before."""
+"""A rank may be idle for this many times its longest idle time so far."""
 _PATIENCE_SECONDS = 5.0
 _LEAVE_SECONDS = 0.05
 
 
 class Watchdog:
-    """Watches whether this rank's main thread makes progress, and with the other ranks whether any does.
+    """Watches the progress of this rank's main thread and, together with the other ranks, of the run.
 
     Progress is the beginning or end of a pipeline's action, trained or evaluated, or the end of an iteration.
     Every rank posts its status at each poll, from a thread. The run hangs once all ranks that still post are
-    stuck: it does not while one of them makes progress, or does work that may take any time. Then the lowest
-    stuck rank prints the report, or a higher one some polls later. Every rank writes its stacks and exits.
+    stuck. It does not hang while one of them makes progress, or does work of unknown length. The lowest stuck
+    rank prints the report, or a higher one some polls later. Every rank writes its stacks and exits.
 
-    Time is counted in polls, so that the time in which a process was stopped does not count.
+    Time is counted in polls, so the time in which a process was stopped does not count.
 
     Args:
-        timeout: seconds without progress after which a rank is stuck.
+        timeout: a rank is stuck after this many seconds without progress.
         store: exchanges the statuses.
-        folder: for the files of stacks and collectives; None to print the stacks to standard error.
-        num_done: returns the number of iterations that are done.
-        exit_process: ends the process with a status.
+        folder: folder of the files of stacks and collectives; None to print stacks to standard error.
+        num_done: returns the number of finished iterations.
+        exit_process: ends the process with an exit status.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Watchdog:
             self.tick()
 
     def tick(self) -> None:
-        """Post this rank's status, and if it is stuck find out whether the run hangs."""
+        """Post this rank's status. If it is stuck, find out whether the run hangs."""
         status = self._updated_status()
         try:
             self._store.post(status)
@@ -127,7 +127,7 @@ class Watchdog:
             self._store.post(replace(self._status(), has_left=True))
 
     def _updated_status(self) -> RankStatus:
-        """Update the idle time and return the status; that of a stuck rank has all that the report needs."""
+        """Update the idle time and return the status; a stuck rank's status has all that the report needs."""
         events = self._topology.events.now()
         seen = self._num_actions, self._num_done()
         if seen != self._seen:
@@ -183,7 +183,7 @@ class Watchdog:
         self._end(len(answering))
 
     def _end(self, num_ranks: int) -> None:
-        """Write this rank's stacks and collectives, wait until all `num_ranks` ranks have, and exit.
+        """Write this rank's stacks and collectives, wait until all `num_ranks` ranks have done so, and exit.
 
         If a rank exited before the others have read the run's end, the launcher would kill them. If it serves
         the store, they could not read it.
@@ -205,11 +205,11 @@ class Watchdog:
         self._exit_process(HANG_STATUS)
 
     def _end_alone(self, status: RankStatus, why: str) -> None:
-        """Report this rank alone: without the store it knows nothing of the others."""
+        """Report this rank alone: without the store it knows nothing about the others."""
         self.is_ending = True
         _print(
-            f"error: hang: rank {status.rank} has made no progress for {status.idle:.0f} s, and the store "
-            f"through which ranks find each other, of {store_owner()}, does not answer ({why}): suspect "
+            f"error: hang: rank {status.rank} has made no progress for {status.idle:.0f} s, and the "
+            f"rendezvous store of {store_owner()} does not answer ({why}): suspect "
             f"{store_owner()} and its machine\n  rank {status.rank}: {position(status)}\n"
         )
         self._write_stacks()
@@ -249,7 +249,7 @@ class Watchdog:
 
 @contextmanager
 def watched(trainer: Trainer) -> Iterator[None]:
-    """Watch the block, unless --hang-timeout is 0; in it SIGQUIT prints this rank's stacks."""
+    """Watch the block, unless --hang-timeout is 0. In the block SIGQUIT prints this rank's stacks."""
     config, topology, timeout = trainer.config, trainer.topology, trainer.config.hang_timeout
     with ExitStack() as stack:
         stack.enter_context(stacks_on_signal())
@@ -293,6 +293,6 @@ def _num_collectives(topology: Topology) -> tuple[tuple[tuple[int, ...], int], .
 
 
 def _print(text: str) -> None:
-    """Print to standard error, but do not wait for a reader that is gone."""
+    """Print to standard error without waiting for a reader that is gone."""
     with suppress(NoAnswer):
         call_within(_PATIENCE_SECONDS, lambda: (sys.stderr.write(text), sys.stderr.flush()))

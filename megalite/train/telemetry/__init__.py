@@ -1,1 +1,1 @@
-"""Measure a run, and write its metrics to the log, files and dashboards."""
+"""Measure a run and write its metrics to the log, files and dashboards."""

@@ -24,11 +24,11 @@ _SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
 GRAD_NORMS = "grad-norm by layer"
 _BIN_EDGES = np.concatenate(([0.0], 1e-12 * 1.1 ** np.arange(774)))  # of norms in histograms, up to 1e20
 _FLUSH_SECONDS = 120.0
-"""Events are held at most this long, as long as metrics keep coming."""
+"""Seconds that events are held at most, while metrics keep coming."""
 
 
 def main_scalars(config: LoggingConfig, metrics: IterationMetrics) -> dict[str, float]:
-    """Return the scalars that are also plotted by consumed samples."""
+    """Return the scalars that are also written by consumed samples."""
     scalars: dict[str, float] = {
         "lm loss": metrics.lm_loss,
         "learning-rate": metrics.learning_rate,
@@ -67,7 +67,7 @@ def run_scalars(
 
 
 def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dict[str, float]:
-    """Return the scalars of an evaluation; a named dataset has the tag that BLOOM's dashboards use."""
+    """Return the scalars of an evaluation; a named dataset has the tag of BLOOM's dashboards."""
     folder = f"lm-loss-validation/{metrics.name}/" if metrics.name else ""
     tag = f"{folder}{_SPLIT_TAGS[metrics.split]}"
     scalars = {tag: metrics.lm_loss}
@@ -79,14 +79,14 @@ def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dic
 
 
 class TensorBoardWriter:
-    """Writes scalars by iteration, the main ones by consumed samples too.
+    """Writes scalars by iteration, and the main ones also by consumed samples.
 
-    TensorBoard's own writer has a thread that a full disk ends for good. An `OutputFile`, which recovers from
-    a full disk, replaces it.
+    A full disk ends the thread of TensorBoard's own writer for good. This class uses an `OutputFile` instead,
+    which recovers from a full disk.
 
     Args:
-        folder: TensorBoard's; a resumed run adds a file to it.
-        world_size: written as a scalar, to distinguish runs of several sizes.
+        folder: TensorBoard's folder; a resumed run adds a file to it.
+        world_size: number of ranks, written as a scalar.
         config_text: the run's config, shown as text.
 
     Raises:
@@ -95,7 +95,7 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, config: LoggingConfig, world_size: int, config_text: str) -> None:
         try:
-            # Here, not above: an optional package that only one rank needs; its import takes a second.
+            # Imported here because it is an optional package that only one rank needs, and takes a second.
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard import summary
@@ -159,16 +159,16 @@ class TensorBoardWriter:
 
 
 def _file_name() -> str:
-    """Return a new name in TensorBoard's pattern: time and host at which the file was begun, and a number."""
+    """Return a new file name in TensorBoard's pattern: start time, host and a number."""
     number = time.perf_counter_ns()  # distinguishes files of the same second
     return f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{number}"
 
 
 class WandbWriter:
-    """Writes scalars by iteration, with the consumed samples as another axis to plot by.
+    """Writes scalars by iteration, with the consumed samples as a second x-axis.
 
     Args:
-        folder: of wandb's own files; None for wandb's default.
+        folder: folder of wandb's own files; None for wandb's default.
         config_text: the run's config as YAML, shown with the run.
 
     Raises:
@@ -177,7 +177,7 @@ class WandbWriter:
 
     def __init__(self, config: LoggingConfig, folder: Path | None, world_size: int, config_text: str) -> None:
         try:
-            import wandb  # here, not above: an optional package that only one rank needs
+            import wandb  # imported here because it is an optional package that only one rank needs
         except ImportError:
             raise UserError(
                 f"--wandb-project {config.wandb_project} needs the package wandb, which is not installed: "
@@ -220,7 +220,7 @@ class WandbWriter:
         self._send(lambda: self._run.finish(exit_code=int(has_failed)))
 
     def _send(self, call: Callable[[], object]) -> None:
-        """Call wandb; log a failure of any kind when it begins, and when calls succeed again."""
+        """Call wandb; log when calls begin to fail, for any reason, and when they succeed again."""
         try:
             call()
         except Exception as error:  # a full disk, a lost connection, the end of wandb's own process

@@ -14,17 +14,17 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _INFINIBAND_WORD = 4
 """Bytes per unit of an InfiniBand port's data counters."""
 _UNREADABLE = (OSError, RuntimeError, ValueError)
-"""Errors of counters that this machine or container does not have."""
+"""Errors raised for counters that this machine or container does not have."""
 
 
 class MachineLoad:
-    """Measures rates between one call and the next, over all processes of the machine.
+    """Measures rates between two calls, over all processes of the machine.
 
-    CPU, disk and network need psutil, a GPU's utilization needs nvidia-ml-py; without a package its values
+    CPU, disk and network need psutil; a GPU's utilization needs nvidia-ml-py. Without a package its values
     are missing. InfiniBand's counters are files in /sys.
 
     Args:
-        device: of this rank.
+        device: this rank's device.
         infiniband: folder of the InfiniBand devices.
     """
 
@@ -55,7 +55,7 @@ class MachineLoad:
         return dict(sorted(rates.items()))
 
     def _counters(self) -> Iterator[tuple[str, int]]:
-        """Yield the bytes that were moved since the machine started."""
+        """Yield the bytes transferred since the machine started."""
         if self._psutil is not None:
             with suppress(*_UNREADABLE):
                 if disk := self._psutil.disk_io_counters():
@@ -85,5 +85,5 @@ def _gpu_utilization(device: torch.device) -> float | None:
         return None
     try:
         return float(torch.cuda.utilization(device))
-    except Exception:  # nvidia-ml-py is missing, or one of its errors, which have no narrower base
+    except Exception:  # nvidia-ml-py is missing, or raised an error; its errors have no narrower base
         return None

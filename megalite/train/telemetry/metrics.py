@@ -22,10 +22,10 @@ from megalite.train.train_step import StepResult
 
 
 class CompileTime:
-    """Adds up the seconds in which torch.compile compiles in this process.
+    """Adds up the time that torch.compile takes to compile in this process.
 
     Args:
-        clock: seconds from any origin.
+        clock: returns seconds from any origin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -42,7 +42,7 @@ class CompileTime:
         self._seconds += self._clock() - self._begin
 
     def take(self) -> float:
-        """Log and return the seconds since the last call."""
+        """Log and return the seconds of compilation since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         if seconds > 0.0:
             log.info("compiling the layers: %.1f s, not counted in the iteration time", seconds)
@@ -69,10 +69,10 @@ class ProcessMemory:
     """Memory of one rank, in MiB.
 
     Attributes:
-        allocated: CUDA: the most that tensors have held at one time since the process started.
-            CPU: the process's resident set now.
-        reserved: CUDA: the most that torch's allocator has held of the device.
-            CPU: the largest the resident set has been.
+        allocated: CUDA: peak memory of tensors since the process started.
+            CPU: the process's current resident set.
+        reserved: CUDA: peak device memory of torch's allocator.
+            CPU: the process's peak resident set.
     """
 
     allocated: float
@@ -80,7 +80,7 @@ class ProcessMemory:
 
 
 def measure_memory(device: torch.device) -> ProcessMemory:
-    """Return this rank's memory; it reads counters only, and waits for no kernel."""
+    """Return this rank's memory; it only reads counters and does not wait for kernels."""
     if device.type == "cuda":
         return ProcessMemory(
             torch.cuda.max_memory_allocated(device) / _MIB, torch.cuda.max_memory_reserved(device) / _MIB
@@ -102,34 +102,35 @@ def _resident_set() -> ProcessMemory:
 
 @dataclass(frozen=True)
 class IterationMetrics:
-    """The metrics of one log line: of its last iteration, and means and counts since the previous line.
+    """The metrics of one log line: values of its last iteration, and means and counts over the interval.
 
     Attributes:
         iteration: number of the last iteration, from 1.
-        consumed_samples: samples of the run so far, also before it was resumed.
-        lm_loss: mean over the interval's iterations; NaN or infinite if one of them was, NaN if all were
-            excluded.
-        sop_loss: BERT's loss of the order of segments, likewise; None for a model without it.
-        grad_norm: of the last iteration, before clipping.
-        skipped: the last iteration's update was skipped.
+        consumed_samples: samples of the run so far, including those before it was resumed.
+        lm_loss: mean loss over the interval's iterations; NaN or infinite if one of them was, NaN if all
+            were excluded.
+        sop_loss: BERT's sentence-order loss, averaged the same way; None for a model without it.
+        grad_norm: gradient norm of the last iteration, before clipping.
+        skipped: whether the last iteration's update was skipped.
         iteration_time_ms: wall time, mean over the interval, without evaluating and saving.
-        tokens_per_second: of the whole run, not of a rank.
+        tokens_per_second: throughput of the whole run, not of one rank.
         tflops_per_gpu: model TFLOP/s of one rank, by the convention of `flops_per_token`.
-        mfu: `tflops_per_gpu` as a fraction of the GPU's bf16 peak, whatever precision the run has; None
-            if that peak is not known.
-        memory_allocated_mb: in MiB, of the reporting rank; see `ProcessMemory`.
-        memory_reserved_mb: in MiB, of the reporting rank.
+        mfu: `tflops_per_gpu` as a fraction of the GPU's bf16 peak, whatever the run's precision; None if
+            the peak is not known.
+        memory_allocated_mb: memory of the reporting rank in MiB; see `ProcessMemory`.
+        memory_reserved_mb: memory of the reporting rank in MiB; see `ProcessMemory`.
         num_iterations: length of the interval.
-        num_skipped: its iterations whose update was skipped.
-        num_nan: its iterations whose loss was NaN or infinite.
+        num_skipped: number of iterations in the interval whose update was skipped.
+        num_nan: number of iterations in the interval whose loss was NaN or infinite.
         device: type of the reporting rank's device, "cpu" or "cuda".
-        total_skipped: as `num_skipped`, of the whole run.
-        total_nan: as `num_nan`, of the whole run.
-        params_norm: 2-norm of the weights after the last iteration; None if it is not requested.
-        num_zeros: elements of the last iteration's gradient that are zero; None if it is not requested, or
-            if the iteration was excluded or had an anomaly.
-        decoupled_learning_rate: of the word embedding and the output layer; None without --decoupled-lr.
-        warnings: warnings about the interval, a line each.
+        total_skipped: `num_skipped` over the whole run.
+        total_nan: `num_nan` over the whole run.
+        params_norm: 2-norm of the weights after the last iteration; None if not requested.
+        num_zeros: number of zeros in the last iteration's gradient; None if not requested, or if the
+            iteration was excluded or had an anomaly.
+        decoupled_learning_rate: learning rate of the word embedding and the output layer; None without
+            --decoupled-lr.
+        warnings: warnings about the interval, one line each.
     """
 
     iteration: int
@@ -167,9 +168,9 @@ class ValidationMetrics:
 
     Attributes:
         split: "valid" or "test".
-        lm_loss: mean over the evaluation's tokens.
-        name: of the dataset, if the split has several; else empty.
-        sop_loss: mean over the evaluation's samples; None for a model without it.
+        lm_loss: mean loss over the evaluation's tokens.
+        name: name of the dataset, if the split has several; otherwise empty.
+        sop_loss: mean sentence-order loss over the evaluation's samples; None for a model without it.
     """
 
     iteration: int
@@ -181,8 +182,8 @@ class ValidationMetrics:
 
     @property
     def ppl(self) -> float:
-        """Return the perplexity exp(min(loss, 20)): the cap keeps an untrained model's from overflowing."""
-        # min returns its first argument if that is NaN: with the cap first, a NaN would become exp(20).
+        """Return the perplexity exp(min(loss, 20)): without the cap an untrained model's could overflow."""
+        # min returns its first argument if it is NaN; with the cap first, NaN would become exp(20).
         return math.exp(min(self.lm_loss, 20.0))
 
 
@@ -193,11 +194,11 @@ class IntervalMeter:
     `resume`.
 
     Args:
-        train_iters: iterations of the whole run.
-        world_size: ranks that share the work.
-        device: of this rank, whose memory and peak rate are measured.
+        train_iters: number of iterations of the whole run.
+        world_size: number of ranks that share the work.
+        device: this rank's device, whose memory and peak rate are reported.
         tp: tensor-parallel size, on which the padded vocabulary depends.
-        clock: seconds from any origin.
+        clock: returns seconds from any origin.
     """
 
     def __init__(
@@ -238,11 +239,11 @@ class IntervalMeter:
         self._start += seconds
 
     def take(self, consumed_samples: int, loss_scale: float = 1.0) -> IterationMetrics:
-        """Return the interval's metrics and start the next interval; add at least one iteration before.
+        """Return the interval's metrics and start the next interval. Add at least one iteration before.
 
         Args:
-            consumed_samples: by the run, up to the last iteration.
-            loss_scale: of the next iteration's backward passes.
+            consumed_samples: samples that the run has consumed, up to the last iteration.
+            loss_scale: loss scale of the next iteration.
         """
         results, self._results = self._results, []
         now, start = self._clock(), self._start
@@ -283,10 +284,10 @@ class IntervalMeter:
 
 
 def _warnings(results: Sequence[StepResult]) -> tuple[str, ...]:
-    """Return a line on the iterations without a finite loss or gradient, and one on the excluded ones.
+    """Return a line about iterations without a finite loss or gradient, and one about excluded ones.
 
-    Anomalies are not among them: they were logged when they happened. Neither are overflows that lower a
-    dynamic loss scale: they are expected, and counted as skipped.
+    Anomalies are not included: they were logged when they happened. Overflows that lower a dynamic loss
+    scale are not included either: they are expected, and counted as skipped.
     """
     lines = []
     last = results[-1].plan.iteration
@@ -303,7 +304,7 @@ def _warnings(results: Sequence[StepResult]) -> tuple[str, ...]:
         outcome = "the update was skipped" if first.skipped else "the weights were updated anyway"
         line = f"iteration {first.plan.iteration}: {what} is {value}; {outcome}"
         if num_others:
-            line += f" (and {num_others} more of the iterations up to {last})"
+            line += f" (and {num_others} more iterations up to {last})"
         lines.append(line)
     if num_excluded := sum(each.plan.is_excluded for each in results):
         lines.append(f"skipped {num_excluded} of the iterations up to {last} (--iterations-to-skip)")

@@ -1,4 +1,4 @@
-"""Append to a file without ending the run if the file cannot be written."""
+"""Append to a file; a failure to write does not end the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megalite.errors import UserError
 from megalite.log import THIS_RANK, log
 
 MAX_HELD_BYTES = 16 * 2**20
-"""Bytes of records that are kept while the disk is full; further records are lost."""
+"""Bytes of records that are kept in memory while the disk is full; further records are lost."""
 
 
 class OutputFile:
-    """Appends complete records to a file, and keeps those that cannot be written until they can.
+    """Appends complete records to a file, and keeps records in memory while they cannot be written.
 
-    A full disk may cut a record. Its rest is written first once there is space, so that the file stays
-    readable. A failure is logged when it begins and when it ends, and never raised.
+    A full disk may cut off a record. The rest of it is written first once there is space, so the file stays
+    readable. Failures are not raised; the log shows when they begin and end.
 
     Args:
         flag: the option that names the file, for messages.
@@ -40,7 +40,7 @@ class OutputFile:
             raise UserError(f"{self._name} cannot be written ({error.strerror}): pass another file") from None
 
     def write(self, record: bytes) -> None:
-        """Take a record, which `flush` writes."""
+        """Add a record, which `flush` writes."""
         if self._num_held_bytes + len(record) > MAX_HELD_BYTES:
             self._num_lost += 1
             return
@@ -48,7 +48,7 @@ class OutputFile:
         self._num_held_bytes += len(record)
 
     def flush(self) -> None:
-        """Write the records that are held; if that fails, they stay held."""
+        """Write the pending records; if that fails, they stay pending."""
         try:
             if self._is_failing:
                 self._reopen()
@@ -72,7 +72,7 @@ class OutputFile:
         self._is_failing, self._num_lost = False, 0
 
     def close(self) -> None:
-        """Write the records that are held, or log how many are lost, and close the file."""
+        """Write the pending records, or log how many are lost, and close the file."""
         self.flush()
         if num_lost := self._num_lost + len(self._records):
             log.warning("%s: the last %d records are lost", self._name, num_lost, extra=THIS_RANK)
@@ -82,7 +82,7 @@ class OutputFile:
             log.warning("%s: its last records may be lost (%s)", self._name, error.strerror, extra=THIS_RANK)
 
     def _write_some(self) -> None:
-        """Write the rest of the first record, or as much of it as there is space for."""
+        """Write the rest of the first record, or as much of it as fits on the disk."""
         record = self._records[0]
         self._num_written += self._file.write(record[self._num_written :])
         self._size = self._file.tell()
@@ -96,7 +96,7 @@ class OutputFile:
         self._size = self._file.tell()
 
     def _reopen(self) -> None:
-        """Open the file again: it may have been deleted to make space, or its file system mounted again."""
+        """Reopen the file: it may have been deleted to make space, or its file system remounted."""
         size = self._size
         self._file.close()
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,10 +20,10 @@ M = TypeVar("M")
 
 
 class Clock(Protocol[M]):
-    """Records moments, and measures the time between two of them once both have passed."""
+    """Records points in time, and measures the time between two of them once both have passed."""
 
     def now(self) -> M:
-        """Return this moment, without waiting for the device."""
+        """Record a point in time without waiting for the device."""
 
     def seconds(self, begin: M, end: M) -> float:
         """Return the time from `begin` to `end`; on a GPU, wait until `end` has passed."""
@@ -42,8 +42,8 @@ class WallClock:
 class StreamClock:
     """Records events in the CUDA stream; an event passes when the kernels launched before it are done.
 
-    The time between two events is time of the stream: it computed, or waited for a collective on another
-    stream or for the host to launch. Recording an event waits for nothing, so it does not slow the run.
+    The time between two events is time of the stream: it computed, waited for a collective on another
+    stream, or waited for the host to launch. Recording an event does not wait, so it does not slow the run.
     """
 
     def now(self) -> torch.cuda.Event:
@@ -73,9 +73,9 @@ _NAMES = {
         forward-recv forward-send backward-recv backward-send""",
 }
 LEVELS = {name: level for level, names in _NAMES.items() for name in names.split()}
-"""Level of each timer, under Megatron-LM's names: 1 runs once in an iteration, 2 runs for each microbatch.
+"""Level of each timer, by Megatron-LM's names: 1 runs once per iteration, 2 once per microbatch.
 
-All other timers are of level 0: setup, evaluations, checkpoints.
+All other timers have level 0: setup, evaluations, checkpoints.
 """
 
 Timed = Action | Wait | str
@@ -100,10 +100,10 @@ class Timers(Observer[Timed]):
     """Sums the time spent in parts of the program: ``with timers("forward-backward"): ...``.
 
     A timer above the level costs two table look-ups. On a GPU, timers of level 1 and 2 record events in the
-    stream: a kernel's time counts in the part that launched it, and nothing waits until `take`.
+    stream: a kernel's time counts for the part that launched it, and nothing waits until `take`.
 
     Args:
-        device: computes the parts; None for the host.
+        device: device that computes the parts; None for the host.
         level: 0, 1 or 2; see `LEVELS`.
 
     Attributes:
@@ -139,14 +139,14 @@ class Timers(Observer[Timed]):
     def take(self, num_iterations: int = 1) -> dict[str, float]:
         """Return the milliseconds of each timer used since the last call, and reset the timers.
 
-        A timer used in every iteration, once or several times, has its mean over the iterations; one used
-        less often (an evaluation, a save) its mean over the uses.
+        A timer used in every iteration, once or several times, returns its mean over the iterations. A timer
+        used less often (an evaluation, a save) returns its mean over the uses.
         """
         uses, self._uses = self._uses, {}
         return {name: 1e3 * _mean(of_name, num_iterations) for name, of_name in uses.items()}
 
     def _counts(self, name: str) -> bool:
-        """Return whether a part is timed now; parts inside one of level 0 count in that one only."""
+        """Return whether a part is timed now; a part inside a part of level 0 is not timed separately."""
         if LEVELS.get(name, 0) > self.level or not name:
             return False
         return not self._open or self._open[0][0] in LEVELS
@@ -171,7 +171,7 @@ _WAITS = {
 
 
 def _timer_of(what: Timed) -> str:
-    """Return the timer's name, or "" if there is none."""
+    """Return the timer's name, or "" if the event has none."""
     if isinstance(what, Action):
         return _COMPUTING[what.kind]
     if isinstance(what, Wait):
@@ -200,7 +200,7 @@ def gather_times(own: Mapping[str, float], topology: Topology) -> TimesByRank:
 
 
 def timer_table(times: TimesByRank, option: str) -> str:
-    """Return the table that Megatron-LM logs with --timing-log-option, with the slowest rank added."""
+    """Return the table that Megatron-LM logs with --timing-log-option, plus the slowest rank."""
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, by_rank in times.items():

@@ -27,17 +27,17 @@ class MetricsWriter(Protocol):
     """Writes a run's metrics to one output."""
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
-        """Write the metrics of an interval, and its timers if they are on."""
+        """Write the metrics of an interval, and its timers if they are enabled."""
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Write the result of an evaluation."""
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write the rest, and whether the run has failed."""
+        """Write pending metrics, and whether the run has failed."""
 
 
 class DashboardWriter(MetricsWriter, Protocol):
-    """Writes metrics to an output that draws curves, at an interval of its own."""
+    """Writes metrics to an output that plots curves, at its own interval."""
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         """Write the gradient norm of each layer."""
@@ -47,7 +47,7 @@ class DashboardWriter(MetricsWriter, Protocol):
 
 
 def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
-    """Return the log line of an interval, as parsers of Megatron's and Megatron-DeepSpeed's logs read it."""
+    """Return the log line of an interval, in the format of Megatron's and Megatron-DeepSpeed's logs."""
     fields = [
         f"iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
         f"consumed samples: {metrics.consumed_samples:12d}",
@@ -122,18 +122,18 @@ class LogLineWriter:
 
 
 class MetricsFile:
-    """Appends one JSON object a line: the metrics of an interval, or ``{"validation": {...}}``.
+    """Appends one JSON object per line: the metrics of an interval, or ``{"validation": {...}}``.
 
-    Floats keep their full precision. JSON has no number for those that are not finite: they are the strings
-    "NaN", "Infinity" and "-Infinity". `wall_time` is when the line was written and `start_time` when its
-    process began to write, both in seconds since 1970 by this host's clock, so that restarts and pauses can
-    be found. Each line is passed to the operating system before the next iteration starts, or held if the
-    disk is full (see `OutputFile`). Lines of an earlier run are kept, so a resumed run continues the same
-    file. If an iteration is run again after an end without a checkpoint, it has two lines, and the later one
-    counts.
+    Floats keep their full precision. JSON cannot represent floats that are not finite: they are the strings
+    "NaN", "Infinity" and "-Infinity". `wall_time` is the time at which the line was written, and `start_time`
+    the time at which the process began to write, both in seconds since 1970 by this host's clock: they show
+    restarts and pauses. Each line is passed to the operating system before the next iteration starts, or kept
+    in memory if the disk is full (see `OutputFile`). Lines of an earlier run are kept, so a resumed run
+    continues the same file. An iteration that ran again, because the run ended without a checkpoint, has two
+    lines; use the later one.
 
     Args:
-        load: of the machine, whose rates each line of an interval has; None for lines without them.
+        load: measures the machine's load for each line of an interval; None for lines without it.
 
     Raises:
         UserError: the file cannot be written.
@@ -144,13 +144,13 @@ class MetricsFile:
         self._load = load
         self._file = OutputFile(path, "--metrics-file")
         if _ends_in_broken_line(path):
-            self._file.write(b"\n")  # else the half-written line of a killed run spoils the first line
+            self._file.write(b"\n")  # otherwise the half-written line of a killed run corrupts the first line
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         record = dataclasses.asdict(metrics)
-        del record["warnings"]  # text for the log; here num_nan and num_skipped show it
+        del record["warnings"]  # text for the log; num_nan and num_skipped have the numbers
         for name in ("params_norm", "num_zeros", "sop_loss", "decoupled_learning_rate"):
-            if record[name] is None:  # not requested, or there is none
+            if record[name] is None:  # not requested, or the model has none
                 del record[name]
         self._write(record | (self._load.rates() if self._load is not None else {}))
 
@@ -167,13 +167,13 @@ class MetricsFile:
 
     def _write(self, record: dict[str, Any]) -> None:
         timed = record | {"start_time": self._start, "wall_time": time.time()}
-        # In one write, so that a reader never sees half a line.
+        # One write, so that a reader never sees half a line.
         self._file.write(json.dumps(_spell_non_finite(timed), allow_nan=False).encode() + b"\n")
         self._file.flush()
 
 
 def _ends_in_broken_line(path: Path) -> bool:
-    """Return whether the file's last line has no line end."""
+    """Return whether the file's last line has no newline."""
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             return False
@@ -191,22 +191,21 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 class Writers:
-    """Writes metrics to the log, and to the metrics file, TensorBoard and wandb if the config requests them.
+    """Writes metrics to the log, and if requested to the metrics file, TensorBoard and wandb.
 
-    Only the reporting rank writes. On the other ranks each method does its part of the collectives, and
-    nothing else.
+    Only the reporting rank writes. On the other ranks each method only takes part in the collectives.
 
     Args:
         resolved_config_text: the whole run's config, shown in TensorBoard and wandb.
         save: the run's checkpoint folder.
-        lease: on that folder: a run that has lost it writes no more metrics.
+        lease: lease on that folder; a run that has lost it writes no more metrics.
 
     Attributes:
-        intervals: iterations between two calls of `iteration`; if several are due, call it in this order.
+        intervals: intervals in iterations at which to call `iteration`; if several are due, in this order.
 
     Raises:
-        UserError: an output cannot be written. Only the reporting rank raises it, because only this rank
-            tries: construct it inside `topology.agreed()`.
+        UserError: an output cannot be written. Only the reporting rank raises it, because only it opens
+                outputs: construct this class inside `topology.agreed()`.
     """
 
     def __init__(
@@ -254,8 +253,8 @@ class Writers:
     def iteration(self, interval: int, metrics: IterationMetrics, timers: Timers) -> None:
         """Write the metrics of an interval, one of `intervals`.
 
-        The log line resets the timers on every rank. If timers of level 1 or 2 are on, it gathers them from
-        all ranks: a collective.
+        The log line resets the timers on every rank. If timers of level 1 or 2 are enabled, it gathers them
+        from all ranks: a collective.
         """
         self._stop_if_lost()
         if interval == self._config.log_interval:
@@ -286,7 +285,7 @@ class Writers:
             writer.validation(metrics)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write the rest and close the files; a second call does nothing."""
+        """Write pending metrics and close the files; a second call does nothing."""
         writers: list[MetricsWriter] = [*self._logs, *self._dashboards]
         self._logs, self._dashboards = [], []
         while writers:
@@ -304,7 +303,7 @@ class Writers:
         self.close(has_failed=error is not None)
 
     def _stop_if_lost(self) -> None:
-        """Write no more if another run has taken over the folder; this run itself ends soon after."""
+        """Stop writing if another run has taken over the folder; this run ends soon after."""
         writes = bool(self._logs or self._dashboards)
         with self._topology.events.during(CHECKPOINT):  # the lease is in the folder of checkpoints
             is_lost = writes and self._lease is not None and self._lease.is_lost()

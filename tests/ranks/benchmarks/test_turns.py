@@ -77,5 +77,5 @@ def test_one_rank_of_eight() -> None:
 
 def test_peers_are_compared_or_named() -> None:
     printed = run("peers.py", f"{SMALL} --model small-llama --peers plain,transformers")
-    assert "plain is left out: benchmarks/plain_gpt.py is GPT-2" in printed
+    assert "plain is skipped: benchmarks/plain_gpt.py is GPT-2" in printed
     assert "\ntransformers " in printed and printed.endswith("the same losses in every step\n")

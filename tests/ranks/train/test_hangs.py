@@ -70,7 +70,7 @@ def test_a_rank_that_is_stopped_did_not_answer(tmp_path: Path) -> None:
     assert outcome.statuses == [HANG_STATUS] * 3 + [None], outcome.errors
     (report,) = outcome.reports
     assert "did not arrive: rank 3 (" in report
-    assert "rank 3: did not answer; last heard of at iteration" in report
+    assert "rank 3: did not answer; last status: iteration" in report
     assert "rank 2: iteration 2, all-reduce over tp, in " in report
     assert _stacks(tmp_path) == [0, 1, 2]
 

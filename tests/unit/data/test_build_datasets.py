@@ -158,8 +158,8 @@ def test_coverage_of_each_corpus_is_logged(write_dataset: Any, logged: pytest.Lo
     build_from_sources(find_sources(DataConfig(data_path=("1", a, "1", b), split="1")), (100, 0, 0), OPTIONS)
     lines = [record.message for record in logged.records if record.message.startswith("training takes")]
     assert lines == [
-        f"training takes 50 samples of {b}: 9.76 epochs of its 41 tokens, each seen about 9.8 times",
-        f"training takes 50 samples of {a}: 0.5 epochs of its 800 tokens, 50% of which are never seen",
+        f"training takes 50 samples of {b}: 9.76 epochs of its 41 tokens, each used about 9.8 times",
+        f"training takes 50 samples of {a}: 0.5 epochs of its 800 tokens; 50% of its tokens are not used",
     ]
 
 
@@ -169,8 +169,8 @@ def test_many_epochs_are_reported_without_an_exponent() -> None:
 
 
 def test_a_corpus_that_is_seen_is_not_said_to_be_unseen() -> None:
-    assert "99.99% of which" in Coverage.of("a", 10**9, 8, 5, 5).line()
-    assert "100% of which" in Coverage.of("a", 10**9, 8, 0, 5).line()
+    assert "99.99% of its tokens are not used" in Coverage.of("a", 10**9, 8, 5, 5).line()
+    assert "100% of its tokens are not used" in Coverage.of("a", 10**9, 8, 0, 5).line()
 
 
 @pytest.mark.parametrize("num_samples", [3, 12, 13, 25, 38])

@@ -200,7 +200,7 @@ def test_a_damaged_array_is_built_again_and_said(
     change(array)
     assert get(tmp_path) == [0, 1, 2]
     (warning,) = caplog.messages
-    assert str(tmp_path) in warning and "is damaged and is built again" in warning and said in warning
+    assert str(tmp_path) in warning and "is damaged and will be rebuilt" in warning and said in warning
     assert get(tmp_path, refuse) == [0, 1, 2]
 
 
@@ -244,7 +244,7 @@ def test_a_damaged_description_is_built_again_and_said(
     change(description)
     assert get(tmp_path) == [0, 1, 2]
     (warning,) = caplog.messages
-    assert "is damaged and is built again" in warning and said in warning
+    assert "is damaged and will be rebuilt" in warning and said in warning
     assert get(tmp_path, refuse) == [0, 1, 2]
 
 
@@ -328,7 +328,7 @@ def test_a_failed_write_leaves_nothing_behind(
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert get(tmp_path / "file" / "cache") == [0, 1, 2]
-    assert "cannot be kept in" in caplog.text and "Not a directory" in caplog.text
+    assert "cannot be stored in" in caplog.text and "Not a directory" in caplog.text
 
 
 def test_an_error_of_the_build_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:

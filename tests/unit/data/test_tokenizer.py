@@ -185,13 +185,13 @@ def test_the_configs_types_are_those_that_can_be_built() -> None:
 @pytest.mark.parametrize(
     ("kind", "files", "message"),
     [
-        ("TikTokenizer", {}, "--tokenizer-type TikTokenizer is not in this version: pass the tokenizer.json"),
+        ("TikTokenizer", {}, "--tokenizer-type TikTokenizer is not supported: pass the tokenizer.json"),
         ("BertWordPieceCase", {}, "needs --vocab-file vocab.txt"),
         ("BertWordPieceCase", {"vocab_file": "no/such.txt"}, "cannot read the tokenizer no/such.txt"),
         ("Llama2Tokenizer", {}, "needs --tokenizer-model"),
         ("GPT2BPETokeniser", {}, "did you mean GPT2BPETokenizer"),
         ("gpt2bpetokenizer", {}, "did you mean GPT2BPETokenizer"),
-        ("xyz", {}, "known are byte, "),
+        ("xyz", {}, "pass one of byte, "),
         (None, {}, "there is no tokenizer"),
         ("GPT2BPETokenizer", {"vocab_file": "v"}, "needs --merge-file"),
         ("HuggingFaceTokenizer", {}, "needs --tokenizer-model"),

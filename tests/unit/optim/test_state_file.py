@@ -90,7 +90,7 @@ def test_another_byte_is_found_and_its_place_named(
     part = storage._parts[3][1]  # elements 3072 to 4096 of the first state
     os.pwrite(os.open(f"/proc/self/fd/{storage._descriptor}", os.O_RDWR), b"\xff\xee", part.start + 4)
     place = re.escape(f"bytes {part.start} to {part.start + part.num_bytes}")
-    message = f"--optimizer-nvme-offload {tmp_path}: {place} .*exp_avg, elements 3072 to 4096 .* not those"
+    message = f"--optimizer-nvme-offload {tmp_path}: {place} .*exp_avg, elements 3072 to 4096 .* differ"
     with pytest.raises(StateFileError, match=message):
         storage.check()
     with pytest.raises(StateFileError, match=message):
@@ -125,7 +125,7 @@ def test_a_checksum_finds(tmp_path: Path, damage) -> None:
     _filled(storage)
     storage.check()
     damage(storage.tensors(0)["exp_avg"].view(torch.int64))
-    with pytest.raises(StateFileError, match="not those"):
+    with pytest.raises(StateFileError, match="differ"):
         storage.check()
 
 
@@ -148,7 +148,7 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--optimizer-nvme-offload .*gone is not a folder: make it"):
+    with pytest.raises(UserError, match=r"--optimizer-nvme-offload .*gone is not a folder: create it"):
         FileStorage(tmp_path / "gone", SIZES)
 
     def full(*_: object, **__: object) -> None:

@@ -78,12 +78,12 @@ def test_the_line_of_offloaded_state() -> None:
     size = OffloadBytes(276_824_064, 80_860_987_392, 0, 0, 0, 0)
     in_file = OptimizerConfig(optimizer_nvme_offload="/disk")
     assert describe_offload(in_file, size, keeps_gradients=False) == (
-        "0.277 GB of host memory, 80.861 GB in a file without a name in /disk; the host updates it"
+        "0.277 GB of host memory, 80.861 GB in an unnamed file in /disk; the host updates it"
     )
     in_memory = OptimizerConfig(optimizer_cpu_offload=True)
     assert describe_offload(in_memory, size, keeps_gradients=True) == (
         "0.277 GB of host memory, gradients included; the host updates it"
     )
-    assert "there is too little to copy gradients under backward" in describe_offload(
+    assert "there is too little memory to copy gradients under backward" in describe_offload(
         in_memory, size, keeps_gradients=False
     )

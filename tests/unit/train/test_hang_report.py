@@ -62,7 +62,7 @@ def test_ranks_at_one_position_share_a_line_and_late_ones_come_first() -> None:
 def test_silent_ranks_are_reported_by_their_last_status() -> None:
     text = report({0: waits(0, DP), 1: RankStatus(1, "node7", 3, 10)}, {1, 2}, 60.0, "")
     assert "did not arrive: ranks 1-2" in text
-    assert "  rank 1: did not answer; last heard of at iteration 11, on node7\n" in text
+    assert "  rank 1: did not answer; last status: iteration 11, on node7\n" in text
     assert "  rank 2: did not answer, and never has\n" in text
 
 

@@ -98,7 +98,7 @@ def test_a_silent_rank_does_not_keep_the_run(world: World, capsys: pytest.Captur
     world.tick(0, 1, times=POLLS + 10)
     assert sorted(world.left) == [0, 1]
     assert "did not arrive: rank 2" in (text := capsys.readouterr().err)
-    assert "rank 2: did not answer; last heard of at iteration 3" in text
+    assert "rank 2: did not answer; last status: iteration 3" in text
 
 
 def test_a_higher_rank_reports_where_the_lowest_is_silent(
