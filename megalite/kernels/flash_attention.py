@@ -151,9 +151,10 @@ SIZES: dict[tuple[int, int], KernelSizes] = {
 }
 """Sizes by bytes per element and head size, rounded up to a power of two.
 
-They were chosen from the machine code for Hopper (benchmarks/triton_kernels.py), and have not been measured on
-a GPU. The instruction that multiplies there (WGMMA) has 4 warps multiply 64 rows: 8 warps need blocks of 128
-rows (queries, or keys in the kernel of their gradients), or both halves of them compute all scores.
+They were chosen from the machine code for Hopper (benchmarks/triton_kernels.py). They have not been measured
+on a GPU. There, 4 warps multiply 64 rows with one instruction (WGMMA). With 8 warps, a block needs 128 rows
+(queries, or keys in the kernel of their gradients); with fewer rows, both halves of the warps compute all
+scores.
 """
 SMALL_SIZES: dict[tuple[int, int], KernelSizes] = {
     (2, 128): KernelSizes(BlockSizes(128, 32, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 32, 4, 3)),
