@@ -143,24 +143,26 @@ class KernelSizes(NamedTuple):
 
 SIZES: dict[tuple[int, int], KernelSizes] = {
     (2, 64): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 3), BlockSizes(128, 64, 8, 3)),
-    (2, 128): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 64, 8, 3)),
-    (2, 256): KernelSizes(BlockSizes(128, 32, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(64, 32, 8, 2)),
+    (2, 128): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 2), BlockSizes(128, 64, 8, 2)),
+    (2, 256): KernelSizes(BlockSizes(128, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(128, 32, 8, 2)),
     (4, 64): KernelSizes(BlockSizes(64, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 32, 8, 2)),
     (4, 128): KernelSizes(BlockSizes(32, 16, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2)),
     (4, 256): KernelSizes(BlockSizes(16, 32, 8, 1), BlockSizes(16, 16, 8, 1), BlockSizes(16, 16, 8, 1)),
 }
 """Sizes by bytes per element and head size, rounded up to a power of two.
 
-They are the largest blocks whose programs keep their sums in registers, according to the compiled code
-(benchmarks/triton_kernels.py). They have not been measured on a GPU.
+They were chosen from the machine code for Hopper (benchmarks/triton_kernels.py). They have not been measured
+on a GPU. There, 4 warps multiply 64 rows with one instruction (WGMMA). With 8 warps, a block needs 128 rows
+(queries, or keys in the kernel of their gradients); with fewer rows, both halves of the warps compute all
+scores.
 """
 SMALL_SIZES: dict[tuple[int, int], KernelSizes] = {
     (2, 128): KernelSizes(BlockSizes(128, 32, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 32, 4, 3)),
     (2, 256): KernelSizes(BlockSizes(64, 32, 4, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 4, 2)),
 }
-"""Different sizes for GPUs with less shared memory than `LARGE_MEMORY`."""
-LARGE_MEMORY = 160 << 10
-"""Bytes of shared memory per program on A100, H100 and B200; other GPUs have at least 99 KiB."""
+"""Different sizes for GPUs with less shared memory than `LARGE_MEMORY`, whose code differs, too."""
+LARGE_MEMORY = 227 << 10
+"""Bytes of shared memory per program on H100 and B200; A100 has 163 KiB, other GPUs at least 99 KiB."""
 _DELTA_ROWS = 64
 
 
