@@ -81,6 +81,10 @@ def swap(rng: random.Random, file: Path, older: Path) -> str:
 WAYS: tuple[Callable[[random.Random, Path, Path], str | None], ...] = (truncate, flip_bit, delete, swap)
 
 
+WITHOUT_DIGEST = ("latest", "SHA256SUMS")
+"""Files that no digest covers; of all others each byte is checked."""
+
+
 class LogLines(logging.Handler):
     """What was logged."""
 
@@ -126,7 +130,10 @@ def damage_and_load(topology: Topology, folder: Path, seeds: range) -> list[tupl
         for name, expected in tensors(topology, iteration).items():
             assert torch.equal(elements(mine[name]), elements(expected)), (seed, name)
         if topology.rank == 0:
-            is_changed = not file.exists() or file.read_bytes().strip() != before.strip()
+            after = file.read_bytes() if file.exists() else None
+            if after is not None and file.name in WITHOUT_DIGEST:  # white space at the end changes nothing
+                before, after = before.strip(), after.strip()
+            is_changed = after != before
             assert (iteration == OLD) == (is_changed and file.name != "latest"), (seed, file.name)
             if is_changed:
                 assert any(name in line for name in names for line in log_lines.lines), (
